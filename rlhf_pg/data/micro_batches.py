@@ -35,13 +35,14 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
 
 def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
     """Split rows into batches in which prompts, and completions, are padded to the longest."""
-    batches: list[list[int]] = []
+    batches: list[list[int]] = [[]]
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
-        if batches and _area(rows, [*batches[-1], i]) <= max_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
+        own = [rows[place] for place in (*batches[-1], i)]
+        width = max(row.prompt for row in own) + max(row.completion for row in own)
+        if len(own) > 1 and len(own) * width > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches if rows else []
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
@@ -57,8 +58,3 @@ def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, 
             size += rows[i].completion
             piece.append(i)
         yield size, piece
-
-
-def _area(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
-    width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
-    return len(own) * width

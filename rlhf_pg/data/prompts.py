@@ -148,11 +148,7 @@ def as_dataset(given: Any) -> Dataset:
 
 
 def _offered(tools: ToolsOf, example: Mapping[str, Any], row: int) -> Schemas:
-    """Return the schemas of the functions that the chat of an example may call.
-
-    Raises:
-        ValueError: there are none for it; `row` is named.
-    """
+    """Return the schemas of the functions that a chat may call; a ValueError names its `row`."""
     try:
         return tools(dict(example))
     except ValueError as error:
@@ -182,9 +178,7 @@ def check_fit(
     positions: int | None,
     micro_batch_tokens: int | str,
 ) -> None:
-    """Refuse prompts whose widest row lacks positions for its tokens, or does not fit a micro-batch
-    (ValueError).
-    """
+    """Refuse prompts whose widest row lacks positions or a place in a micro-batch (ValueError)."""
     width = prompts.longest + max_completion_length
     row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
     if positions is not None and width > positions:
@@ -211,15 +205,8 @@ def fitting_prompts(
     micro_batch_tokens: int | str = "auto",
     tools: Tools = (),
 ) -> Prompts:
-    """Tokenize every prompt of a dataset, and make sure that its widest row fits; see
-    `load_prompts` and `check_fit`.
-
-    Args:
-        name: name of the dataset in an error.
-        positions: positions of the model; None: any number.
-
-    Raises:
-        ValueError: something is wrong with the dataset.
+    """Tokenize the prompts of a dataset, and make sure that its widest row fits the `positions`
+    (None: any number), as `load_prompts` and `check_fit` do; a ValueError begins with `name`.
     """
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)

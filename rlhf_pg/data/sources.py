@@ -31,14 +31,10 @@ class Loaded(NamedTuple):
 
 
 def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
-    """Load what a config names to train and to evaluate on.
+    """Load what a config names to train on, unless `train` is False, and to evaluate on.
 
-    Args:
-        seed: of the share that is split off, and of the order of a mixture.
-        train: False loads only what is evaluated on.
-
-    Raises:
-        ValueError: there is no such dataset, split or column; the key is named, with what there is.
+    The seed is that of the share that is split off, and of the order of a mixture. ValueError if
+    there is no such dataset, split or column; the key is named, with what there is.
     """
     names = list(args.dataset_name)
     paths = [Path(name) for name in (*names, *args.eval_dataset_name)]
@@ -69,15 +65,8 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
 
 
 def open_dataset(name: str, config: str | None, split: str) -> Dataset:
-    """Open one split of a dataset by its name.
-
-    Args:
-        name: a file or folder, or a Hub id.
-        config: name of the configuration of a Hub dataset.
-        split: in the syntax of `datasets`.
-
-    Raises:
-        ValueError: there is no such dataset or split, or it cannot be read.
+    """Open one split, in the syntax of `datasets`, of a file or folder, or of a configuration of a
+    Hub id; ValueError if there is no such dataset or split, or it cannot be read.
     """
     path, base = Path(name).expanduser(), split.partition("[")[0]
     suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
@@ -208,10 +197,8 @@ class PromptMaker(NamedTuple):
         return [name for _, name, _, _ in parts if name is not None]
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Any:
-        """Make the prompt of a row.
-
-        Raises:
-            ValueError: the row lacks what the template names, or has a system message already.
+        """Make the prompt of a row; ValueError if it lacks what the template names, or has a system
+        message already.
         """
         prompt = row.get("prompt")
         if self.template is not None:
@@ -236,10 +223,7 @@ def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
     """Return a dataset whose column `prompt` is made from each row.
 
     A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
-    names that.
-
-    Raises:
-        ValueError: the template names no column, or `make` refuses a row.
+    names that. ValueError if the template names no column, or `make` refuses a row.
     """
     columns, names = data.column_names, make.names
     if columns == ["text"] and "text" not in names:
@@ -263,11 +247,8 @@ def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
 def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Any:
     """Make the prompts of a dataset as the config says: by a template, with a system message.
 
-    Args:
-        of_texts: False leaves a dataset without prompts as it is.
-
-    Raises:
-        ValueError: a row does not fit; the dataset and the row are named.
+    With `of_texts` False a dataset without prompts stays as it is. ValueError, with the name `what`
+    in front, if a row does not fit.
     """
     try:
         if isinstance(data, list):

@@ -13,15 +13,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import peft
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -49,11 +43,8 @@ def share_frozen(module: M) -> M:
 
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
-    """Freeze the model and add a trained adapter to it, in place, by a config of `peft`.
-
-    Raises:
-        ValueError: the model already has an adapter, a target matches no module, or this kind of
-            adapter cannot be trained here.
+    """Freeze the model and add a trained adapter to it, in place, by a config of `peft`; ValueError
+    if it has one already, a target matches no module, or this kind cannot be trained.
     """
     if isinstance(model, PeftModel):
         raise ValueError(
@@ -74,7 +65,7 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
             and type(module).forward is not nn.Linear.forward
         ]
         config.exclude_modules = excluded or None
-    adapted = get_peft_model(model, config)
+    adapted = peft.get_peft_model(model, config)
     check_kind(adapted)
     return adapted
 
@@ -135,7 +126,7 @@ def check_adapter(model: PeftModel, path: str | Path) -> None:
     file = Path(path) / "adapter_model.safetensors"
     if not file.exists():  # on the Hub, or in an older format
         return
-    saved, here = load_file(file), get_peft_model_state_dict(model)
+    saved, here = load_file(file), peft.get_peft_model_state_dict(model)
     if saved.keys() != here.keys():
         odd = sorted(saved.keys() ^ here.keys())
         raise ValueError(f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}")
@@ -145,7 +136,7 @@ def adds_nothing(model: PreTrainedModel) -> bool:
     """Return whether the model has a LoRA adapter that is still as created, with B = 0."""
     if not isinstance(model, PeftModel):
         return False
-    tensors = get_peft_model_state_dict(model)
+    tensors = peft.get_peft_model_state_dict(model)
     plain = all(".lora_A." in name or ".lora_B." in name for name in tensors)
     return plain and not any(tensors[name].any() for name in tensors if ".lora_B." in name)
 
@@ -158,10 +149,7 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def freeze_unread(model: PreTrainedModel) -> None:
-    """Freeze the weights that text does not pass through, such as image and audio towers.
-
-    DDP would wait in vain for their gradients.
-    """
+    """Freeze what text does not pass through, such as image towers; DDP would wait for it."""
     bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if bare.config.get_text_config() is not bare.config:
         read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
@@ -245,11 +233,8 @@ def _tied_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter.
-
-    Raises:
-        ValueError: the saved adapter has a different config (its scale is no tensor), or lacks a
-            tensor.
+    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter, unless
+    that lacks a tensor or has another config, such as a scale, which is no tensor (ValueError).
     """
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
@@ -259,7 +244,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
                     f"the adapter in {path} has {key} {saved[key]!r}, and this one {here[key]!r}: "
                     "resume with the same peft_config"
                 )
-        set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+        peft.set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     else:
         saved = from_pretrained(
             type(model), path, trust_remote_code=False, dtype=model.dtype, use_safetensors=True

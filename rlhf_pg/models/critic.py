@@ -57,11 +57,8 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """A model of the value V(x, y_<t) of every state of a completion.
 
-    Args:
-        model: a `transformers` model whose last hidden states the head reads; without a head, any
-            module that maps `input_ids, attention_mask, position_ids` to values (B,S) or (B,S,1).
-            With None the head reads the hidden states of the policy.
-        head: None if `model` returns the values itself.
+    The head reads the last hidden states of `model`, or with None those of the policy. Without a
+    head, `model` maps `input_ids, attention_mask, position_ids` to values (B,S) or (B,S,1).
     """
 
     def __init__(self, model: nn.Module | None, head: ValueHead | None) -> None:
@@ -92,10 +89,8 @@ class Critic(nn.Module):
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
-        """Return the values before each token (B,T), and of the state after the last one (B,).
-
-        Args:
-            of_policy: the policy's `hidden_states`, if the critic shares its trunk.
+        """Return the values before each token (B,T), and of the state after the last one (B,); a
+        critic that shares the policy's trunk needs the `hidden_states` `of_policy`.
         """
         if self.head is None:
             values, states = self._given(batch)
@@ -126,9 +121,8 @@ class Critic(nn.Module):
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
         """Save trunk or adapter as `from_pretrained` reads them, and the head beside them.
 
-        Args:
-            moments: of the returns, if the head predicts (R - mean) / std. The saved head then
-                predicts R, and the trained one is saved beside it.
+        With the `moments` of the returns the head predicts (R - mean) / std. The saved head then
+        predicts R, and the trained one is saved beside it.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
@@ -159,10 +153,9 @@ class Critic(nn.Module):
 class ActorCritic(nn.Module):
     """A policy and its critic as one module, wrapped once and trained by one optimizer.
 
-    Args:
-        recompute: recompute the activations of a separate critic in the backward pass. The backward
-            pass reaches the critic, which is forwarded first, when the policy's activations are
-            gone: no more of them live at a time than without a critic.
+    `recompute` recomputes the activations of a separate critic in the backward pass. That reaches
+    the critic, which is forwarded first, when the policy's activations are gone: no more of them
+    live at a time than without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
@@ -174,11 +167,8 @@ class ActorCritic(nn.Module):
     def forward(
         self, batch: Rollout, values_alone: bool = False, routes_alone: bool = False
     ) -> Any:
-        """Return what `Policy.forward` returns, with values.
-
-        Args:
-            values_alone, routes_alone: compute and return only the critic's output, or the policy's
-                routes. (FSDP2 wants every call to begin with the module that was wrapped.)
+        """Return what `Policy.forward` returns, with values, or only the critic's output or the
+        policy's routes. (FSDP2 wants every call to begin with the module that was wrapped.)
         """
         if routes_alone:
             return self.policy(batch, routes_alone=True)
@@ -204,11 +194,9 @@ def new_critic(
     trust_remote_code: bool = False,
     model_options: Mapping[str, Any] | None = None,
 ) -> Critic:
-    """Create the critic of a policy.
+    """Create the critic of a policy: a copy of its trunk with a new head, or as the arguments say.
 
     Args:
-        policy_model: the critic starts from its trunk, unless there is a `value_model`.
-        tokenizer: of the policy, whose tokens the critic reads.
         shared: put a head on the policy's own trunk.
         value_model: a path, a Hub id or an object. The critic takes the trunk of any `transformers`
             model (copied if it is an object); what an earlier run left in `critic/` also has its
@@ -216,8 +204,7 @@ def new_critic(
             place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
             one like the policy's own adapter, if it has one.
-        random_seed: start from random weights with this seed instead of the policy's, in the same
-            architecture.
+        random_seed: start from random weights with this seed, in the policy's architecture.
         model_options: arguments of `from_pretrained` for a path, as in `load_model`; those that say
             where the policy's files are do not count.
 
@@ -228,13 +215,22 @@ def new_critic(
     if shared:
         return Critic(None, _head(policy_model, dtype))
     if random_seed is not None:
-        return Critic(_random(policy_model, dtype, random_seed), _head(policy_model, dtype))
+        if isinstance(policy_model, PeftModel):
+            raise ValueError(
+                "value_init random has no weights worth an adapter, which the policy has: leave it "
+                "out"
+            )
+        bare: Any = trunk(policy_model)
+        with torch.random.fork_rng(devices=[]):  # which leaves other random numbers as they are
+            torch.manual_seed(random_seed)
+            fresh = type(bare)(copy.deepcopy(bare.config))
+        return Critic(load_model(fresh, dtype), _head(policy_model, dtype))
     if value_model is None:
         # An adapter is saved with its whole model; all but the adapter is shared with the policy.
         adapted = isinstance(policy_model, PeftModel)
         copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
         return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
-    is_path = isinstance(value_model, str | os.PathLike)
+    is_path = not isinstance(value_model, nn.Module)
     if isinstance(value_model, nn.Module):
         trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
         if any(id(p) in trained for p in value_model.parameters()):
@@ -249,10 +245,18 @@ def new_critic(
     options = {k: v for k, v in given if k == ATTENTION or (is_path and k not in PLACES)}
     with about(VALUE_MODEL):
         model = load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
-    _check_tokens(value_model, model, tokenizer, trust_remote_code)
+    check_vocabulary(tokenizer, model, "value_model")
+    if not isinstance(value_model, nn.Module) and has_tokenizer(value_model):
+        with about(VALUE_MODEL):
+            own = tokenizer_from_pretrained(value_model, trust_remote_code=trust_remote_code)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"value_model {value_model} has another vocabulary than the policy, whose tokens "
+                "the critic must read: start it from a model with the same tokenizer"
+            )
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
-    if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
+    if not isinstance(value_model, nn.Module) and (Path(value_model) / HEAD_FILE).exists():
         with about(VALUE_MODEL), opening("value head", value_model):
             head.load_state_dict(safetensors.load_file(Path(value_model) / HEAD_FILE))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
@@ -261,42 +265,11 @@ def new_critic(
     return Critic(_without_head(model), head)
 
 
-def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Make an untrained trunk like the policy's, without touching other random numbers."""
-    if isinstance(policy_model, PeftModel):
-        raise ValueError(
-            "value_init random has no weights worth an adapter, which the policy has: leave it out"
-        )
-    model: Any = trunk(policy_model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        fresh = type(model)(copy.deepcopy(model.config))
-    return load_model(fresh, dtype)
-
-
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze what the critic does not use: DDP would wait in vain for the gradients."""
     freeze_unread(model)
     freeze_all_but(model, trunk(model))
     return model
-
-
-def _check_tokens(
-    value_model: str | os.PathLike[str] | nn.Module,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    trust_remote_code: bool,
-) -> None:
-    """Refuse a critic whose ids do not mean the same tokens as the policy's."""
-    check_vocabulary(tokenizer, model, "value_model")
-    if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
-        with about(VALUE_MODEL):
-            own = tokenizer_from_pretrained(value_model, trust_remote_code=trust_remote_code)
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(
-                f"value_model {value_model} has another vocabulary than the policy, whose tokens "
-                "the critic must read: start it from a model with the same tokenizer"
-            )
 
 
 def _head(model: PreTrainedModel, dtype: torch.dtype) -> ValueHead:

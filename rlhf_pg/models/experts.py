@@ -32,8 +32,7 @@ class Balance:
 
     where f_le is the share of the tokens that chose expert e in layer l, and P_le its mean
     probability. The loss is `top_k` where all experts are alike. `transformers` takes f and P over
-    all layers together, which lets every layer have its own favourite; with one layer both are the
-    same.
+    all layers together, which lets every layer have its own favourite.
 
     The tokens are those of all rows of an optimizer update, each prompt counted once per row. f has
     no gradient, so given the f of the whole update the loss is a sum over micro-batches.
@@ -42,11 +41,8 @@ class Balance:
     top_k: int
 
     def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """Sum what the tokens of a forward pass chose.
-
-        Args:
-            logits: of the routers, (N,E) each.
-            rows: (N,) how many rows a token stands for.
+        """Sum what tokens chose, by logits of routers, (N,E) each, and the rows that each is in,
+        (N,).
         """
         layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
         wide = torch.promote_types(layers.dtype, torch.float32)

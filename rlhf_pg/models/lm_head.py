@@ -48,11 +48,8 @@ class ChunkedLMHead:
     transform: LogitTransform = NOTHING  # of this model
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, (N,), in at least float32.
-
-        Args:
-            hidden: (N,H) last hidden states of the trunk.
-            tokens: (N,) the tokens that followed.
+        """Return log-probabilities and entropies, (N,), in at least float32, of the tokens (N,)
+        that followed the last hidden states of the trunk, (N,H).
         """
         layer = output_layer(self.model)
         assert layer is not None

@@ -34,11 +34,8 @@ def load_policy(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load the model to train on its device, with its adapter if it is to have one.
-
-    Raises:
-        ValueError: as in `load_model` and `add_adapter`, or because nothing in the model can be
-            trained.
+    """Load the model to train on its device, with its adapter if it is to have one; see
+    `load_model` and `add_adapter`. ValueError if nothing in it can be trained.
     """
     loaded = load_model(
         model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
@@ -76,13 +73,22 @@ def load_model(
             path; of an adapter they are those of its base model.
 
     Raises:
-        ValueError: a path (which cannot be a Hub id) is no directory, or does not hold a whole
-            model; an adapter does not fit its base model; the quantization does not work here; or
-            an option is unknown, or of no use for an object.
+        ValueError: there is no such or no whole model; an adapter does not fit its base model; the
+            quantization does not work here; an option is unknown, or of no use for an object.
     """
     options = options or {}
     if quantization_config is not None:
-        _check_quantization(model, dtype, quantization_config)
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(
+                "quantization_config is for loading: give the model as a path or Hub id"
+            )
+        if not getattr(quantization_config, "load_in_4bit", False):
+            raise ValueError(
+                "quantization_config must be a BitsAndBytesConfig with load_in_4bit: in 8 bits a "
+                "row's numbers depend on the other rows of its batch, and others are not supported"
+            )
+        if dtype == torch.float64:
+            raise ValueError("4-bit weights compute in float32 or bfloat16: change dtype")
     if not isinstance(model, str | os.PathLike):
         check_kind(model)
         set_options(model, options)
@@ -156,18 +162,6 @@ def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-
-
-def _check_quantization(model: Any, dtype: torch.dtype, config: Any) -> None:
-    if not isinstance(model, str | os.PathLike):
-        raise ValueError("quantization_config is for loading: give the model as a path or Hub id")
-    if not getattr(config, "load_in_4bit", False):
-        raise ValueError(
-            "quantization_config must be a BitsAndBytesConfig with load_in_4bit: in 8 bits a row's "
-            "numbers depend on the other rows of its batch, and others are not supported"
-        )
-    if dtype == torch.float64:
-        raise ValueError("4-bit weights compute in float32 or bfloat16: change dtype")
 
 
 def _load_adapter(

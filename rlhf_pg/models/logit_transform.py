@@ -39,12 +39,9 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
 def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     """Measure what the model does after its head, by replacing the head's output by known numbers.
 
-    It runs the model, so call it while the weights are whole.
-
-    Returns:
-        The transform, or None if `ChunkedLMHead` cannot replace what follows the trunk: the module
-        is of another kind, its head reads something other than the trunk's last hidden states, or
-        it does more after the head.
+    It runs the model, so call it while the weights are whole. None if `ChunkedLMHead` cannot
+    replace what follows the trunk: the module is of another kind, its head reads something other
+    than the trunk's last hidden states, or it does more after the head.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
     # A model that does not name its trunk, such as Llama4ForCausalLM, claims to be all trunk.

@@ -36,11 +36,8 @@ class Hidden(NamedTuple):
 
 
 def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool = False) -> Hidden:
-    """Run a trunk over a batch, packed where possible.
-
-    Args:
-        window: from `packing_window`; longer batches are padded.
-        routes: ask for the logits of routers.
+    """Run a trunk over a batch, packed unless it is longer than the `packing_window`, with the
+    logits of routers if `routes` asks for them.
     """
     packs = can_pack(batch, window)
     tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
@@ -57,9 +54,8 @@ def can_pack(batch: Rollout, window: float) -> bool:
 
 
 def packing_window(trunk: nn.Module, training: bool = False) -> float:
-    """Return how long rows may be, in tokens, to be given to the trunk packed.
-
-    It is 0 where the trunk's attention cannot be replaced, or has dropout in training.
+    """Return the most tokens of a row that is given to the trunk packed: 0 where its attention
+    cannot be replaced, or has dropout in training.
     """
     if not isinstance(trunk, PreTrainedModel):
         return 0.0

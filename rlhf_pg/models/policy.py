@@ -34,10 +34,8 @@ class Policy(nn.Module):
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
         most_tokens: of a batch, on any process.
         chunk_size: logits that may live at a time, the same on every process (`chunk_size_for`).
-        balanced: whether the loss of the routers of a mixture of experts is part of the loss.
-
-    Raises:
-        ValueError: the model is to be `balanced` but has no such loss.
+        balanced: whether the loss of the routers of a mixture of experts is part of the loss;
+            ValueError if the model has none.
     """
 
     def __init__(
@@ -77,10 +75,8 @@ class Policy(nn.Module):
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:
-        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
-
-        Args:
-            routes_alone: compute and return only what the routers chose, (L,E).
+        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch,
+        or only what the routers chose, (L,E).
         """
         if routes_alone:
             routed = self._routed(self.hidden_states(batch))

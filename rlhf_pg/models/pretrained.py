@@ -46,12 +46,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a model, and refuse a checkpoint that lacks tensors, which `transformers` would make up.
 
-    Args:
-        auto_class: of `transformers`, or a model's own class.
-        new: prefixes of the names of tensors that the checkpoint may lack: those of a new head.
-
-    Raises:
-        ValueError: a tensor is missing, or nothing can be loaded.
+    Only tensors whose names begin with one of `new`, those of a new head, may be missing;
+    ValueError if others are, or if nothing can be loaded. `auto_class` may be a model's own class.
     """
     model: PreTrainedModel
     where = place(path)

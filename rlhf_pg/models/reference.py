@@ -50,14 +50,11 @@ class Reference(nn.Module):
 
         Buffers move too. With `alpha` 1 the reference becomes an exact copy. With a small `alpha`
         at every step it is an exponential average, which bfloat16 rounds away once a move is below
-        the last bit of a weight. For LoRA the factors A and B are averaged, not their product: for
-        `alpha` below 1 the reference is not the average of the two models.
+        the last bit of a weight. For LoRA the factors A and B are averaged, not their product. TRL
+        moves only the parameters and starts again from the initial model after a resume.
 
         `gathered(own, theirs, write=True)` is entered around each move, for tensors that can only
         be written together.
-
-        Elsewhere: TRL moves only the parameters and does not save the reference: after a resume it
-        starts again from the initial model.
         """
         pairs = zip(policy.parameters(), self.policy.parameters(), strict=True)
         buffers = zip(policy.buffers(), self.policy.buffers(), strict=True)
@@ -84,10 +81,8 @@ class Reference(nn.Module):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash the names and shapes of all tensors, and the values of the frozen parameters (SHA-256).
-
-    The values of a moving reference are left out. A resumed run must find the same hash: then the
-    saved weights fit, and what was not saved is equal.
+    """Hash the names and shapes of all tensors, and the values of frozen parameters but those of a
+    moving reference (SHA-256). A resumed run must find the same: what was not saved is then equal.
     """
     digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):

@@ -36,7 +36,6 @@ def token_scores(
     Args:
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
             an error if anything else needs them.
-        tokens: (N,) ids.
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
         again: recomputes the logits, which are then not kept for the backward pass.
     """
@@ -60,10 +59,7 @@ class TokenDistribution:
         return self.transform.scale / self.temperature
 
     def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the argument of softmax, (n,V), and a cap's factor in the derivative.
-
-        The former may be `output[rows]` itself.
-        """
+        """Return the argument of softmax, (n,V), and a cap's factor in the derivative."""
         z, bend = widen(output[rows]), None
         if self.transform.cap is not None:
             bent = (z * (self.transform.scale / self.transform.cap)).tanh()

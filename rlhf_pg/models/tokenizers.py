@@ -20,12 +20,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or load the one saved beside the model.
 
-    Args:
-        pad_token: used if the tokenizer has none.
-
     Raises:
-        ValueError: there is no tokenizer that can be loaded, it has no pad or EOS token, it has ids
-            beyond the model's embedding rows, or it cannot decode the id of an embedding row.
+        ValueError: there is no tokenizer that can be loaded, it has no EOS token, or no pad token
+            but `pad_token`, it has ids beyond the model's embedding rows, or it lacks one of them.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -62,16 +59,23 @@ def load_tokenizer(
             "(the EOS token will do: padding is masked by position, not by id)"
         )
     check_vocabulary(tokenizer, model, "processing_class")
-    _check_decoding(tokenizer, model)
+    # Rewards read the text of every id that the model can sample.
+    rows = model.get_input_embeddings().weight.shape[0]
+    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
+        try:
+            tokenizer.decode([id_])
+        except Exception as error:
+            raise ValueError(
+                f"processing_class: the model has {rows} embedding rows and can sample the id "
+                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
+                "ids, or resize the embeddings (model.resize_token_embeddings)"
+            ) from error
     return tokenizer
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Return whether a tokenizer was saved at a path; a Hub id is assumed to have one.
-
-    Where there is none, `AutoTokenizer` may make up an empty one.
-    """
-    here = Path(path)
+    """Return whether a tokenizer was saved at a path, which a Hub id is assumed to have."""
+    here = Path(path)  # without these files, `AutoTokenizer` may make up an empty one
     return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -91,22 +95,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
             f"{name}: the token {shown(last)} has the id {vocabulary[last]} but the model has only "
             f"{rows} embedding rows: {remedy}"
         )
-
-
-def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Refuse a tokenizer that cannot decode every id the model can sample: rewards read the
-    text.
-    """
-    rows = model.get_input_embeddings().weight.shape[0]
-    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
-        try:
-            tokenizer.decode([id_])
-        except Exception as error:
-            raise ValueError(
-                f"processing_class: the model has {rows} embedding rows and can sample the id "
-                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
-                "ids, or resize the embeddings (model.resize_token_embeddings)"
-            ) from error
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -20,27 +20,12 @@ from transformers import (
     set_seed,
 )
 
+from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.models import (
-    about,
-    add_adapter,
-    check_directory,
-    check_options,
-    disable_dropout,
-    from_pretrained,
-    has_tokenizer,
-    init_options,
-    is_adapter,
-    load_model,
-    merged,
-    opening,
-    set_options,
-)
 from rlhf_pg.models.assemble import adapter_of
-from rlhf_pg.models.modes import checkpoint_activations
 from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
 from rlhf_pg.supervised.examples import load_held_out, named_data
 from rlhf_pg.supervised.pairs import Pair, load_pairs
@@ -54,14 +39,10 @@ NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
     """Compute the negative log-likelihood of preferences (Bradley & Terry 1952; Christiano et al.
-    2017), with the margin of Touvron et al. 2023.
+    2017), by (B,) scores, with the margin of Touvron et al. 2023.
 
         P(chosen over rejected) = sigmoid(r_chosen - r_rejected)
         L = -mean log sigmoid(r_chosen - r_rejected - m)
-
-    Args:
-        chosen, rejected: (B,) scores.
-        margin: (B,) how much better the chosen text is said to be; None is 0.
     """
     apart = chosen - rejected if margin is None else chosen - rejected - margin
     return -nn.functional.logsigmoid(apart).mean()
@@ -129,7 +110,9 @@ def train_reward_model(
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
-    scorer = _load(model or args.model_name_or_path, args.trust_remote_code, init_options(args))
+    scorer = _load(
+        model or args.model_name_or_path, args.trust_remote_code, models.init_options(args)
+    )
     tokenizer = score_tokenizer(
         processing_class,
         scorer,
@@ -148,9 +131,9 @@ def train_reward_model(
     scorer.config.pad_token_id = tokenizer.pad_token_id
     trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
     if args.disable_dropout:
-        disable_dropout(trained)
+        models.disable_dropout(trained)
     if args.gradient_checkpointing:
-        checkpoint_activations(trained, args.gradient_checkpointing == "offload")
+        models.checkpoint_activations(trained, args.gradient_checkpointing == "offload")
     trainer = PairTrainer(
         model=PairScorer(scorer),
         args=training_arguments(args, 2 * longest_text),
@@ -168,7 +151,7 @@ def train_reward_model(
             for parameter in trained.parameters():  # merging in bfloat16 would lose small changes
                 parameter.data = parameter.data.float()
             tokenizer.save_pretrained(path)
-            merged(trained).save_pretrained(path)
+            models.merged(trained).save_pretrained(path)
 
     return run(trainer, args, save, fingerprint([pair._asdict() for pair in pairs]))
 
@@ -192,13 +175,8 @@ def pair_loss(
     num_items_in_batch: Tensor | int | None = None,
     center: float | None = None,
 ) -> Tensor:
-    """Compute the loss of a micro-batch as its share of that of the batch.
-
-    Args:
-        scores: (B,2), chosen before rejected.
-        margins: (B,).
-        num_items_in_batch: pairs of the whole batch, over all processes; by default B.
-        center: coefficient of `centering_loss`.
+    """Compute the loss of (B,2) scores, chosen before rejected, as their share of a batch of
+    `num_items_in_batch` pairs over all processes (by default B); `center` weighs `centering_loss`.
     """
     chosen, rejected = scores.unbind(1)
     loss = bradley_terry_loss(chosen, rejected, margins)
@@ -248,32 +226,47 @@ def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
     for name, parameter in model.named_parameters():
         if not name.startswith(head):  # what is trained as a whole stays in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
-    return add_adapter(model, config)
+    return models.add_adapter(model, config)
 
 
 def _load(
-    model: str | PathLike[str] | PreTrainedModel | None,
-    trust_remote_code: bool,
-    options: Mapping[str, Any],
+    model: str | PathLike[str] | PreTrainedModel | None, code: bool, options: Mapping[str, Any]
 ) -> PreTrainedModel:
+    """Load a classifier, or a language model with its adapter, whose sum gets a new head."""
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     if not isinstance(model, str | PathLike):
-        set_options(model, options)
+        models.set_options(model, options)
         return model
-    with about("model_name_or_path"):
-        check_directory(model)
-        if is_adapter(model):
-            return _load_merged(str(model), trust_remote_code, options)
-        return _load_classifier(model, trust_remote_code, options)
+    with models.about("model_name_or_path"):
+        models.check_directory(model)
+        if not models.is_adapter(model):
+            return _load_classifier(model, code, options)
+        path = str(model)
+        with models.opening("adapter", path):
+            config = PeftConfig.from_pretrained(path)
+        base = config.base_model_name_or_path
+        if config.task_type != "CAUSAL_LM" or not base:
+            raise ValueError(
+                f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a "
+                "language model that says what its base model is, or merge it first"
+            )
+        whole = models.merged(
+            models.load_model(path, torch.float32, trust_remote_code=code, options=options)
+        )
+        classifier = _load_classifier(base, code, options)
+        classifier.base_model.load_state_dict(whole.base_model.state_dict())
+        if models.has_tokenizer(path):
+            classifier.name_or_path = path
+        return classifier
 
 
 def _load_classifier(
     model: str | PathLike[str], trust_remote_code: bool, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    check_options(str(model), options, trust_remote_code)
+    models.check_options(str(model), options, trust_remote_code)
     # The checkpoint's dtype may be bfloat16, which would lose small updates.
-    return from_pretrained(
+    return models.from_pretrained(
         AutoModelForSequenceClassification,
         model,
         NEW_HEADS,
@@ -282,24 +275,3 @@ def _load_classifier(
         dtype=torch.float32,
         **options,
     )
-
-
-def _load_merged(path: str, trust_remote_code: bool, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a language model with its adapter, and put a new head on the sum of both."""
-    with opening("adapter", path):
-        config = PeftConfig.from_pretrained(path)
-    base = config.base_model_name_or_path
-    if config.task_type != "CAUSAL_LM" or not base:
-        raise ValueError(
-            f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a language "
-            "model that says what its base model is, or merge it first"
-        )
-    language_model = load_model(
-        path, torch.float32, trust_remote_code=trust_remote_code, options=options
-    )
-    whole = merged(language_model)
-    classifier = _load_classifier(base, trust_remote_code, options)
-    classifier.base_model.load_state_dict(whole.base_model.state_dict())
-    if has_tokenizer(path):
-        classifier.name_or_path = path
-    return classifier

@@ -134,14 +134,9 @@ def load_examples(
     data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
 ) -> list[Example]:
     """Make the examples of a dataset with columns `prompt` and `completion` (or `answer`),
-    `messages`, or `text`.
+    `messages`, or `text`, of at most `limit` tokens.
 
-    Args:
-        limit: most tokens of an example.
-        name: of the dataset, in errors.
-
-    Raises:
-        ValueError: a column is missing, a row has a fault, or none is left. It names the dataset.
+    ValueError, with the dataset's name, if a column is missing, a row has a fault, or none is left.
     """
     with about(name):
         data = as_dataset(data)
@@ -159,12 +154,9 @@ def load_examples(
 
 
 def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, Any]:
-    """Return training and held-out data: as given, or as the config names them.
-
-    Prompts are made as the config says. Held-out data are one dataset, or several by name.
-
-    Raises:
-        ValueError: there are none, or what a key names is not there.
+    """Return training and held-out data, one dataset or several by name, with their prompts made:
+    as given, or as the config names them; ValueError if there are none, or a key names what is not
+    there.
     """
     args.refuse_twice("train_dataset", train, "dataset_name")
     args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")

@@ -37,15 +37,9 @@ def load_pairs(
 ) -> Pairs:
     """Tokenize both texts of every pair; strings end with the EOS, if `args.append_eos` says so.
 
-    Args:
-        dataset: columns `chosen` and `rejected`, and maybe `prompt` and `margin`.
-        limit: most tokens of a text.
-        name: of the dataset, in errors.
-
-    Raises:
-        ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
-            text of more than `limit` tokens, chats without a chat template. Dataset and row are
-            named.
+    The columns are `chosen` and `rejected`, and maybe `prompt` and `margin`. ValueError, with the
+    name of the dataset, if there are no rows, a column is missing, or a pair is none: equal texts,
+    a text of more than `limit` tokens, chats without a chat template.
     """
     with about(name):
         dataset = _as_pairs(dataset)

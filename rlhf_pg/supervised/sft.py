@@ -19,23 +19,12 @@ from transformers import (
     set_seed,
 )
 
+from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.models import (
-    about,
-    disable_dropout,
-    evaluating,
-    init_options,
-    load_policy,
-    load_tokenizer,
-    max_positions,
-    merged,
-    quantization,
-)
 from rlhf_pg.models.assemble import adapter_of
-from rlhf_pg.models.modes import checkpoint_activations
 from rlhf_pg.supervised.examples import (
     UNLABELLED,
     Example,
@@ -94,18 +83,22 @@ def train_sft(
     device = torch.device("cpu")
     if args.load_in_4bit and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    with about("model_name_or_path") if isinstance(model, str | os.PathLike) else nullcontext():
-        policy = load_policy(
+    with (
+        models.about("model_name_or_path")
+        if isinstance(model, str | os.PathLike)
+        else nullcontext()
+    ):
+        policy = models.load_policy(
             model,
             computes if frozen else torch.float32,  # bfloat16 would lose small updates
             device,
             peft_config,
-            quantization(computes) if args.load_in_4bit else None,
+            models.quantization(computes) if args.load_in_4bit else None,
             args.trust_remote_code,
-            init_options(args),
+            models.init_options(args),
         )
     revision = args.model_init_kwargs.get("revision")
-    tokenizer = load_tokenizer(
+    tokenizer = models.load_tokenizer(
         processing_class, policy, args.pad_token, args.trust_remote_code, revision
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
@@ -118,7 +111,7 @@ def train_sft(
 
 def longest(model: PreTrainedModel, max_length: int | None) -> int | None:
     """Return the most tokens that a text may have; None if nothing limits them."""
-    limits = [limit for limit in (max_length, max_positions(model)) if limit is not None]
+    limits = [limit for limit in (max_length, models.max_positions(model)) if limit is not None]
     return min(limits, default=None)
 
 
@@ -133,9 +126,9 @@ def fit(
     """Train a loaded model on examples, and save it; see `train_sft`."""
     args = args.on("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     if args.disable_dropout:
-        disable_dropout(model)
+        models.disable_dropout(model)
     if args.gradient_checkpointing:
-        checkpoint_activations(model, args.gradient_checkpointing == "offload")
+        models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
     if args.packing and isinstance(examples, list):
         check_packing(model, examples)
     longest_one = max(len(row["input_ids"]) for row in examples)
@@ -167,7 +160,7 @@ def fit(
         if trainer.is_world_process_zero():
             (path / "training_args.bin").unlink(missing_ok=True)
             if args.save_merged:
-                merged(model).save_pretrained(path / "merged")
+                models.merged(model).save_pretrained(path / "merged")
                 tokenizer.save_pretrained(path / "merged")
 
     return run(trainer, args, save, fingerprint(examples), held_out is not None)
@@ -200,11 +193,9 @@ class SFTTrainer(Trainer):  # type: ignore[misc]
 
 
 def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return for each row its negative log-likelihood, its right tokens and its learnt ones, (B,3).
-
-    Args:
-        logits: (B,T,V); those of a place predict the next one.
-        labels: (B,T), `UNLABELLED` where nothing is learnt.
+    """Return for each row its negative log-likelihood, its right tokens and its learnt ones, (B,3),
+    by (B,T,V) logits, those of a place for the next one, and (B,T) labels, `UNLABELLED` where
+    nothing is learnt.
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     learnt = labels != UNLABELLED
@@ -237,7 +228,7 @@ def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
     other = [(token + 1) % rows for token in first]
     collate = DataCollatorWithFlattening()
     logits = []
-    with evaluating(model):
+    with models.evaluating(model):
         for before in (first, other):
             batch = collate([{"input_ids": before}, {"input_ids": second}])
             del batch["labels"]

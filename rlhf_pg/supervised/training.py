@@ -37,12 +37,8 @@ TOKENS, LOGITS = 16384, 2**28
 def training_arguments(
     args: SupervisedConfig, longest: int, use_cpu: bool = False, vocabulary: int = 1, **options: Any
 ) -> TrainingArguments:
-    """Return the arguments of the `Trainer` for a config, and more `options` of them.
-
-    Args:
-        longest: most tokens of an example.
-        use_cpu: train on the CPU, whatever there is.
-        vocabulary: logits of a token.
+    """Return the arguments of the `Trainer` for a config, and more `options`; `longest` is the most
+    tokens of an example, and `vocabulary` the number of logits of a token.
     """
     on_gpu = torch.cuda.is_available() and not use_cpu
     arguments = TrainingArguments(
@@ -85,16 +81,11 @@ def training_arguments(
 
 
 def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int = 1) -> int:
-    """Return how many examples a process forwards at a time: a divisor of its share.
+    """Return how many examples a process forwards at a time: a divisor of its `own` share of a
+    batch.
 
-    Args:
-        own: the process's share of a batch.
-        wanted: a number, or "auto" for as many as keep `longest` tokens each within `TOKENS`, and
-            their logits within `LOGITS`.
-        vocabulary: logits of a token.
-
-    Raises:
-        ValueError: the number does not divide the share.
+    "auto" is as many as keep `longest` tokens each within `TOKENS`, and their logits within
+    `LOGITS`; ValueError for a number that does not divide the share.
     """
     if isinstance(wanted, int):
         if own % wanted and wanted < own:
@@ -116,19 +107,15 @@ def run(
 ) -> dict[str, float]:
     """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
 
-    An earlier run in it is set aside, unless one of its checkpoints is resumed.
+    An earlier run in it is set aside, unless one of its checkpoints is resumed. The metrics on
+    held-out data, if there are any (`evaluated`), are in `metrics.json` too.
 
     Args:
         save: writes the model into a directory; it is called by every process.
         data: fingerprint of the training data.
-        evaluated: whether there is held-out data.
-
-    Returns:
-        The metrics on held-out data, which are in `metrics.json` too.
 
     Raises:
-        ValueError: another run has the directory, it cannot be written to, or there is no
-            checkpoint to resume from.
+        ValueError: another run has the directory, it cannot be written to, or has no checkpoint.
     """
     directory, is_main = Path(args.output_dir), trainer.is_world_process_zero()
     checkpoint = checkpoint_of(args)
@@ -163,10 +150,7 @@ def run(
 
 
 def checkpoint_of(args: SupervisedConfig) -> str | None:
-    """Return the checkpoint that a config resumes from, if it does; ValueError if it is not whole.
-
-    A whole one has what is written into it last.
-    """
+    """Return the checkpoint that a config resumes from, if any; its state is written last."""
     choice = args.resume_from_checkpoint
     if choice is None:
         return None

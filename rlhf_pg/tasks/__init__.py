@@ -16,12 +16,8 @@ TASKS = {task.__name__: task for task in (arithmetic, preference, guess, calcula
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 42) -> Task:
     """Load a task by name: a key of `TASKS`, reasoning_gym:NAME, verifiers:NAME or openenv:URL.
 
-    Args:
-        options: of a third-party task.
-        seed: of the data that a third-party task generates.
-
-    Raises:
-        ValueError: there is no such task, its package is missing, or an option is unknown.
+    The options are those of a third-party task, and the seed that of the data it generates.
+    ValueError if there is no such task, its package is missing, or an option is unknown.
     """
     if name in TASKS:
         return TASKS[name]()

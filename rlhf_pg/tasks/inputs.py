@@ -54,16 +54,10 @@ def settled_inputs(
     environment_factory: Any = None,
     trains: bool = True,
 ) -> Inputs:
-    """Settle what a run trains on, from its arguments and the keys of its config.
+    """Settle what a run trains on, from what the trainer is given and else the keys of its config.
 
-    Args:
-        model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory: as given to
-            the trainer; what is missing comes from the config.
-        trains: False takes what is evaluated on for the training data, too.
-
-    Raises:
-        ValueError: there are no data or no rewards, what a key names is not there, or data are
-            given twice.
+    Where nothing `trains`, what is evaluated on is taken for the training data, too. ValueError if
+    there are no data or no rewards, what a key names is not there, or data are given twice.
     """
     own_data = (train_dataset if trains else eval_dataset) is not None
     task = None
@@ -123,8 +117,8 @@ def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
 def named_data(
     args: PolicyGradientConfig, task: Task | None = None
 ) -> tuple[Dataset, dict[str, Any]]:
-    """Load training rows and evaluation sets by name, as a config names them; ValueError without
-    any.
+    """Load training rows, and evaluation sets by name, as a config says; ValueError if it does
+    not.
     """
     if task is not None:
         held_out = {} if task.eval_dataset is None else {"": task.eval_dataset}
@@ -139,9 +133,7 @@ def named_data(
 
 
 def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, Any]:
-    """Return what a config evaluates on, by name: what it holds out, or else all that it names;
-    ValueError without any.
-    """
+    """Return what a config evaluates on, by name: what it holds out, or else all that it names."""
     if task is not None and not args.eval_dataset_name:
         return {"": task.train_dataset if task.eval_dataset is None else task.eval_dataset}
     if not (args.dataset_name or args.eval_dataset_name):

@@ -116,10 +116,7 @@ def _content(prompt: str, words: Sequence[str]) -> float:
 
 
 def preferred_probability(better: float, worse: float) -> float:
-    """Return the probability that the first of two reviews is preferred, by their gold rewards.
-
-    P = sigmoid((better - worse) / NOISE_SCALE)
-    """
+    """Return P(first of two reviews is preferred) = sigmoid((better - worse) / NOISE_SCALE)."""
     return 1 / (1 + math.exp((worse - better) / NOISE_SCALE))
 
 

@@ -25,9 +25,6 @@ from rlhf_pg.tasks import Demonstration, Task, embedded
 def warm_start(args: SFTConfig) -> Path:
     """Train a new model on the task's problems and answers, and save it in `args.output_dir/final`,
     which is returned; an older one is set aside.
-
-    Raises:
-        ValueError: `args.output_dir` is in use by another run, or cannot be written to.
     """
     task = embedded(args.task)
     set_seed(args.seed)
