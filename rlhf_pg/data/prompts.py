@@ -172,27 +172,6 @@ def _in_rows(dataset: Dataset) -> Dataset:
         raise ValueError(f"the dataset's transform cannot be applied: {told(error)}") from error
 
 
-def check_fit(
-    prompts: Prompts,
-    max_completion_length: int,
-    positions: int | None,
-    micro_batch_tokens: int | str,
-) -> None:
-    """Refuse prompts whose widest row lacks positions or a place in a micro-batch (ValueError)."""
-    width = prompts.longest + max_completion_length
-    row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
-    if positions is not None and width > positions:
-        raise ValueError(
-            f"{row}, beyond the model's max_position_embeddings of {positions}: lower "
-            "max_completion_length, or set max_prompt_length with long_prompts drop"
-        )
-    if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
-        raise ValueError(
-            f"{row}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must hold at "
-            "least one row"
-        )
-
-
 def fitting_prompts(
     dataset: Any,
     name: str,
@@ -205,8 +184,9 @@ def fitting_prompts(
     micro_batch_tokens: int | str = "auto",
     tools: Tools = (),
 ) -> Prompts:
-    """Tokenize the prompts of a dataset, and make sure that its widest row fits the `positions`
-    (None: any number), as `load_prompts` and `check_fit` do; a ValueError begins with `name`.
+    """Tokenize the prompts of a dataset as `load_prompts` does, and refuse them if the widest row
+    lacks model `positions` (None: any number) or a place in a micro-batch; a ValueError begins with
+    `name`.
     """
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
@@ -217,7 +197,20 @@ def fitting_prompts(
                     f"the prompt in row {row} is a string, and tools are called in a chat: make it "
                     "a list of messages"
                 )
-        check_fit(loaded, max_completion_length, positions, micro_batch_tokens)
+        width = loaded.longest + max_completion_length
+        widest = (
+            f"the longest prompt ({loaded.longest}) plus max_completion_length is {width} tokens"
+        )
+        if positions is not None and width > positions:
+            raise ValueError(
+                f"{widest}, beyond the model's max_position_embeddings of {positions}: lower "
+                "max_completion_length, or set max_prompt_length with long_prompts drop"
+            )
+        if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
+            raise ValueError(
+                f"{widest}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must "
+                "hold at least one row"
+            )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return loaded

@@ -201,16 +201,13 @@ class Rollout:
                 padded. A longer row has its whole micro-batch padded, so it is kept apart.
         """
         rows = self.counted().host_rows or ()
+        long = [row.prompt + row.completion > window for row in rows]
         batches: list[Tensor] = []
-        for split, is_long in (
-            (micro_batches.split_packed, False),
-            (micro_batches.split_padded, True),
-        ):
-            places = [
-                i for i, r in enumerate(rows) if (r.prompt + r.completion > window) == is_long
-            ]
-            parts = split([rows[i] for i in places], max_tokens)
-            batches += [torch.tensor(places)[part] for part in parts]
+        both = ((micro_batches.split_packed, False), (micro_batches.split_padded, True))
+        for split, kind in both:
+            places = [i for i, is_long in enumerate(long) if is_long == kind]
+            index = torch.tensor(places, dtype=torch.int64)
+            batches += [index[part] for part in split([rows[i] for i in places], max_tokens)]
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

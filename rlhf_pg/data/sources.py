@@ -175,57 +175,19 @@ def renamed(data: Dataset, args: DataConfig) -> Dataset:
     return data.remove_columns(hidden).rename_columns(changed) if changed else data
 
 
-class PromptMaker(NamedTuple):
-    """Make prompts from rows: by a template, with a system message, as a chat."""
-
-    template: str | None
-    system: str | None
-    chat: bool
-
-    @classmethod
-    def of(cls, args: DataConfig) -> "PromptMaker":
-        """Make one as a config says."""
-        return cls(args.prompt_template, args.system_prompt, args.apply_chat_template)
-
-    @property
-    def names(self) -> list[str]:
-        """The columns that the template names; ValueError if it cannot be read."""
-        try:
-            parts = list(string.Formatter().parse(self.template or ""))
-        except ValueError as error:
-            raise ValueError(f"prompt_template cannot be read: {error}") from error
-        return [name for _, name, _, _ in parts if name is not None]
-
-    def __call__(self, row: Mapping[str, Any], number: int) -> Any:
-        """Make the prompt of a row; ValueError if it lacks what the template names, or has a system
-        message already.
-        """
-        prompt = row.get("prompt")
-        if self.template is not None:
-            for name in self.names:
-                if row.get(name) is None:
-                    raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
-            try:
-                prompt = self.template.format(**row)
-            except Exception as error:  # of a conversion or a format behind the name
-                raise ValueError(
-                    f"prompt_template cannot be filled with row {number}: {told(error)}. Double "
-                    "the braces of plain text"
-                ) from error
-        if isinstance(prompt, str) and (self.chat or self.system is not None):
-            prompt = [{"role": "user", "content": prompt}]
-        if self.system is None or not isinstance(prompt, list):
-            return prompt
-        return with_system(prompt, self.system, f"the prompt in row {number}")
-
-
-def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
-    """Return a dataset whose column `prompt` is made from each row.
+def with_prompts(data: Dataset, args: DataConfig) -> Dataset:
+    """Return a dataset whose column `prompt` is made from each row: by a template, with a system
+    message, as a chat.
 
     A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
-    names that. ValueError if the template names no column, or `make` refuses a row.
+    names that. ValueError if the template names no column, or does not fit a row.
     """
-    columns, names = data.column_names, make.names
+    template, columns = args.prompt_template, data.column_names
+    try:
+        parts = list(string.Formatter().parse(template or ""))
+    except ValueError as error:
+        raise ValueError(f"prompt_template cannot be read: {error}") from error
+    names = [name for _, name, _, _ in parts if name is not None]
     if columns == ["text"] and "text" not in names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
     for name in names:
@@ -234,14 +196,35 @@ def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
                 f"prompt_template names {{{name}}}, and the dataset has the columns "
                 f"{', '.join(columns)}; double the braces of plain text"
             )
-    as_they_are = make.template is None and make.system is None and not make.chat
-    if as_they_are or (make.template is None and "prompt" not in columns):
+    changes = args.system_prompt is not None or args.apply_chat_template
+    if template is None and not (changes and "prompt" in columns):
         return data
-    prompts = [make(row, number) for number, row in enumerate(data)]
+    prompts = [_prompt(row, number, names, args) for number, row in enumerate(data)]
     others = [name for name in columns if name != "prompt"]
     if not others:
         return Dataset.from_dict({"prompt": prompts})
     return data.select_columns(others).add_column("prompt", prompts)
+
+
+def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig) -> Any:
+    """Make the prompt of a row; its template names columns."""
+    prompt, system = row.get("prompt"), args.system_prompt
+    if args.prompt_template is not None:
+        for name in names:
+            if row.get(name) is None:
+                raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
+        try:
+            prompt = args.prompt_template.format(**row)
+        except Exception as error:  # of a conversion or a format behind the name
+            raise ValueError(
+                f"prompt_template cannot be filled with row {number}: {told(error)}. Double the "
+                "braces of plain text"
+            ) from error
+    if isinstance(prompt, str) and (args.apply_chat_template or system is not None):
+        prompt = [{"role": "user", "content": prompt}]
+    if system is None or not isinstance(prompt, list):
+        return prompt
+    return with_system(prompt, system, f"the prompt in row {number}")
 
 
 def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Any:
@@ -256,7 +239,7 @@ def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
         if not isinstance(data, Dataset):
             return data  # refused where it is read
         has_prompts = args.prompt_template is not None or "prompt" in data.column_names
-        return with_prompts(data, PromptMaker.of(args)) if has_prompts or of_texts else data
+        return with_prompts(data, args) if has_prompts or of_texts else data
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 

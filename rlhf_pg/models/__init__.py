@@ -4,14 +4,12 @@ from rlhf_pg.models.adapters import MOST_LOST as MOST_LOST
 from rlhf_pg.models.adapters import adapts_tied_weights as adapts_tied_weights
 from rlhf_pg.models.adapters import add_adapter as add_adapter
 from rlhf_pg.models.adapters import load_weights as load_weights
-from rlhf_pg.models.adapters import lora_config as lora_config
 from rlhf_pg.models.adapters import lost_in_merge as lost_in_merge
 from rlhf_pg.models.adapters import merged as merged
 from rlhf_pg.models.adapters import quantized as quantized
 from rlhf_pg.models.attention import settle_positions as settle_positions
 from rlhf_pg.models.critic import ActorCritic as ActorCritic
 from rlhf_pg.models.critic import Critic as Critic
-from rlhf_pg.models.critic import ValueHead as ValueHead
 from rlhf_pg.models.critic import new_critic as new_critic
 from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
 from rlhf_pg.models.loading import check_options as check_options

@@ -119,19 +119,6 @@ def check_kind(model: PreTrainedModel) -> None:
         raise ValueError(f"peft_config is a {kind}, which has no weights to adapt: use LoraConfig")
 
 
-def check_adapter(model: PeftModel, path: str | Path) -> None:
-    """Refuse an adapter that was not loaded whole (ValueError); peft makes random tensors up for
-    it.
-    """
-    file = Path(path) / "adapter_model.safetensors"
-    if not file.exists():  # on the Hub, or in an older format
-        return
-    saved, here = load_file(file), peft.get_peft_model_state_dict(model)
-    if saved.keys() != here.keys():
-        odd = sorted(saved.keys() ^ here.keys())
-        raise ValueError(f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}")
-
-
 def adds_nothing(model: PreTrainedModel) -> bool:
     """Return whether the model has a LoRA adapter that is still as created, with B = 0."""
     if not isinstance(model, PeftModel):

@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
-from rlhf_pg.models.adapters import add_adapter, check_adapter, check_kind, freeze_unread
+from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread
 from rlhf_pg.models.pretrained import check_directory, from_pretrained, is_adapter, opening, place
 from rlhf_pg.models.tokenizers import has_tokenizer
 
@@ -185,7 +187,13 @@ def _load_adapter(
     try:
         model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code, options)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
-        check_adapter(model, path)
+        file = Path(path) / "adapter_model.safetensors"
+        if file.exists():  # not on the Hub, nor in an older format
+            saved = load_file(file)
+            if odd := sorted(saved.keys() ^ get_peft_model_state_dict(model).keys()):
+                raise ValueError(  # peft would make random tensors up
+                    f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}"
+                )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # safetensors raises its own class

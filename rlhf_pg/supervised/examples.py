@@ -45,20 +45,6 @@ class ExampleMaker:
             return None
         return next((name for name in ("completion", "answer") if name in self.columns), None)
 
-    def check(self) -> None:
-        """Refuse columns that make no examples, and options that do not fit them (ValueError)."""
-        has_prompts = self.completion is not None and "prompt" in self.columns
-        if not has_prompts and not {"messages", "text"} & set(self.columns):
-            raise ValueError(
-                "the dataset has no columns prompt and completion (or answer), messages, or text: "
-                f"it has {', '.join(self.columns)}. Say by dataset_columns which are meant"
-            )
-        if self.args.completion_only_loss and not has_prompts:
-            raise ValueError(
-                "completion_only_loss needs columns prompt and completion: it has "
-                f"{', '.join(self.columns)}"
-            )
-
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
         """Make the example of a row; None if it is to be left out, ValueError if it has a fault."""
         if self.completion is not None and "prompt" in self.columns:
@@ -142,7 +128,17 @@ def load_examples(
         data = as_dataset(data)
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
-        maker.check()
+        has_prompts = maker.completion is not None and "prompt" in columns
+        if not has_prompts and not {"messages", "text"} & set(columns):
+            raise ValueError(
+                "the dataset has no columns prompt and completion (or answer), messages, or text: "
+                f"it has {', '.join(columns)}. Say by dataset_columns which are meant"
+            )
+        if args.completion_only_loss and not has_prompts:
+            raise ValueError(
+                "completion_only_loss needs columns prompt and completion: it has "
+                f"{', '.join(columns)}"
+            )
         made = [maker(row, number) for number, row in enumerate(data)]
     kept = [example for example in made if example is not None]
     if not kept:

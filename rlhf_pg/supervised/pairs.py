@@ -25,16 +25,13 @@ class Pair(NamedTuple):
     margin: float = 0.0
 
 
-Pairs = list[Pair]
-
-
 def load_pairs(
     dataset: Any,
     args: RewardModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
     name: str,
-) -> Pairs:
+) -> list[Pair]:
     """Tokenize both texts of every pair; strings end with the EOS, if `args.append_eos` says so.
 
     The columns are `chosen` and `rejected`, and maybe `prompt` and `margin`. ValueError, with the

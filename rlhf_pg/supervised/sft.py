@@ -83,11 +83,8 @@ def train_sft(
     device = torch.device("cpu")
     if args.load_in_4bit and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    with (
-        models.about("model_name_or_path")
-        if isinstance(model, str | os.PathLike)
-        else nullcontext()
-    ):
+    is_path = isinstance(model, str | os.PathLike)
+    with models.about("model_name_or_path") if is_path else nullcontext():
         policy = models.load_policy(
             model,
             computes if frozen else torch.float32,  # bfloat16 would lose small updates
@@ -129,18 +126,15 @@ def fit(
         models.disable_dropout(model)
     if args.gradient_checkpointing:
         models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
-    if args.packing and isinstance(examples, list):
+    if args.packing:
         check_packing(model, examples)
-    longest_one = max(len(row["input_ids"]) for row in examples)
+    most_tokens = max(len(row["input_ids"]) for row in examples)
+    vocabulary = model.config.get_text_config().vocab_size
     padded = partial(pad_examples, pad=tokenizer.pad_token_id)
     trainer = SFTTrainer(
         model=model,
         args=training_arguments(
-            args,
-            longest_one,
-            use_cpu,
-            vocabulary=model.config.get_text_config().vocab_size,
-            label_smoothing_factor=args.label_smoothing,
+            args, most_tokens, use_cpu, vocabulary, label_smoothing_factor=args.label_smoothing
         ),
         train_dataset=examples,
         eval_dataset=held_out,

@@ -27,6 +27,12 @@ from rlhf_pg.report.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
 
+# Keys that are arguments of the `Trainer` of the same name.
+ALIKE = (
+    *("output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "logging_steps"),
+    "save_total_limit",
+)
 TIMED = ("_runtime", "_per_second", "epoch", "_preparation_time")  # of the `Trainer`'s own metrics
 MODEL = "model.sha256"  # file with the fingerprint of what a resumed run has to be given again
 # Of a micro-batch, where its size is chosen: padded tokens, and their logits. Those are 1 GiB in
@@ -42,24 +48,13 @@ def training_arguments(
     """
     on_gpu = torch.cuda.is_available() and not use_cpu
     arguments = TrainingArguments(
-        output_dir=args.output_dir,
-        max_steps=args.max_steps,
-        num_train_epochs=args.num_train_epochs,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type=args.lr_scheduler_type,
-        warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm,
-        seed=args.seed,
+        **{key: getattr(args, key) for key in ALIKE},
         bf16=args.dtype == "bfloat16",
         eval_strategy="steps" if args.eval_steps else "no",
         eval_steps=args.eval_steps or None,
         save_strategy="steps" if args.save_steps else "no",
         save_steps=args.save_steps or 500,
-        save_total_limit=args.save_total_limit,
-        logging_steps=args.logging_steps,
         report_to=list(args.report_to) or "none",
-        run_name=args.run_name,
         use_cpu=not on_gpu,
         disable_tqdm=not sys.stdout.isatty(),
         remove_unused_columns=False,

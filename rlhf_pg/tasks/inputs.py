@@ -19,11 +19,6 @@ from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
 from rlhf_pg.tasks import Task, load_task
 from rlhf_pg.tasks.warm_start import ensure_model
 
-WHAT_TO_WRITE = (
-    "no data to train on: write dataset_name (a file, a folder or a Hub id) and reward_funcs, as "
-    "in docs/your-data.md; or task: arithmetic for an embedded task"
-)
-
 # Arguments of a trainer that no key of a config can stand for.
 IN_PYTHON = (
     *("peft_config", "quantization_config", "tools", "environment_factory"),
@@ -126,7 +121,10 @@ def named_data(
             held_out = load_datasets(args, args.seed).eval
         return task.train_dataset, held_out
     if not args.dataset_name:
-        raise ValueError(WHAT_TO_WRITE)
+        raise ValueError(
+            "no data to train on: write dataset_name (a file, a folder or a Hub id) and "
+            "reward_funcs, as in docs/your-data.md; or task: arithmetic for an embedded task"
+        )
     loaded = load_datasets(args, args.seed)
     assert loaded.train is not None
     return loaded.train, loaded.eval
@@ -169,8 +167,8 @@ def _rewards(
         return given, [], keys | {"reward_model_name_or_path": None}
     named = named_rewards(args.reward_funcs, args.reward_options)
     own = task.rewards() if task is not None and not named else []
-    rewards = [*([model] if model is not None else []), *named, *own]
-    return rewards, describe(args.reward_funcs, named), {}
+    models = [] if model is None else [model]
+    return [*models, *named, *own], describe(args.reward_funcs, named), {}
 
 
 def names_of(rewards: Sequence[Any]) -> tuple[str, ...]:

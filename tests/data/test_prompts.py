@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.data.chat import continues, encode, encode_answer, whole_turn
-from rlhf_pg.data.prompts import PromptSampler, batches, check_fit, load_prompts, permutation
+from rlhf_pg.data.prompts import PromptSampler, batches, fitting_prompts, load_prompts, permutation
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -279,7 +279,8 @@ def test_prompt_length_includes_chat_template():
 
 @pytest.mark.parametrize(("positions", "budget"), [(9, 9), (None, 9), (9, 100)])
 def test_longest_row_may_fill_positions_and_budget(positions, budget):
-    check_fit(load_prompts(dataset("a", "abc"), plain()), 6, positions, budget)
+    fit = {"positions": positions, "micro_batch_tokens": budget}
+    fitting_prompts(dataset("a", "abc"), "data", plain(), max_completion_length=6, **fit)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +291,9 @@ def test_longest_row_may_fill_positions_and_budget(positions, budget):
     ],
 )
 def test_row_beyond_positions_or_budget_raises(positions, budget, message):
+    fit = {"positions": positions, "micro_batch_tokens": budget}
     with pytest.raises(ValueError, match=message):
-        check_fit(load_prompts(dataset("a", "abc", "ab"), plain()), 6, positions, budget)
+        fitting_prompts(dataset("a", "abc", "ab"), "data", plain(), max_completion_length=6, **fit)
 
 
 # --------------------------------------------------------------------------------------- the order

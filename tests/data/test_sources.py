@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.sources import load_datasets, with_prompts
 
 ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]
 
@@ -137,7 +137,7 @@ def test_mixture_of_different_types_raises(tmp_path):
 
 
 def made(rows, **keys):
-    return with_prompts(Dataset.from_list(rows), PromptMaker.of(DataConfig(**keys)))["prompt"]
+    return with_prompts(Dataset.from_list(rows), DataConfig(**keys))["prompt"]
 
 
 def test_template_system_prompt_and_chat_make_prompts():
@@ -154,9 +154,9 @@ def test_template_system_prompt_and_chat_make_prompts():
 def test_lines_of_text_are_prompts(tmp_path):
     (tmp_path / "lines.txt").write_text("1+1=\n2+2=\n")
     data = loaded(tmp_path / "lines.txt").train
-    assert with_prompts(data, PromptMaker(None, None, False))["prompt"] == ["1+1=", "2+2="]
+    assert with_prompts(data, DataConfig())["prompt"] == ["1+1=", "2+2="]
     for name in ("text", "prompt"):
-        filled = with_prompts(data, PromptMaker(f"Q: {{{name}}}", None, False))
+        filled = with_prompts(data, DataConfig(prompt_template=f"Q: {{{name}}}"))
         assert filled["prompt"] == ["Q: 1+1=", "Q: 2+2="]
 
 

@@ -16,13 +16,11 @@ from rlhf_pg.models import (
     add_adapter,
     load_model,
     load_tokenizer,
-    load_weights,
-    lora_config,
     lost_in_merge,
     merged,
     new_critic,
 )
-from rlhf_pg.models.adapters import adds_nothing, share_frozen
+from rlhf_pg.models.adapters import adds_nothing, load_weights, lora_config, share_frozen
 from tests.models.architectures import build
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of

@@ -20,10 +20,10 @@ from rlhf_pg.models import (
     disable_dropout,
     load_model,
     load_tokenizer,
-    load_weights,
     max_positions,
     stop_token_ids,
 )
+from rlhf_pg.models.adapters import load_weights
 from tests.tiny import ARCHS, tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])

@@ -9,13 +9,13 @@ from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import (
     Critic,
     Policy,
-    ValueHead,
     add_adapter,
     checkpoint_activations,
     disable_dropout,
     gpu_attention,
 )
 from rlhf_pg.models.attention import attention_support, replaced_attention
+from rlhf_pg.models.critic import ValueHead
 from rlhf_pg.models.gpu_attention import OnGPU
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix

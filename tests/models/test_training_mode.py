@@ -8,12 +8,12 @@ from rlhf_pg.models import (
     ActorCritic,
     Critic,
     Policy,
-    ValueHead,
     checkpoint_activations,
     disable_dropout,
     load_policy,
     new_critic,
 )
+from rlhf_pg.models.critic import ValueHead
 from tests.models.architectures import with_vision
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of, trained_gradient
