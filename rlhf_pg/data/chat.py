@@ -36,9 +36,7 @@ class TooLong(ValueError):
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
-    """Set the arguments with which this tokenizer's chat template is rendered from now on;
-    ValueError if the trainer sets one of them itself.
-    """
+    """Set the arguments of this tokenizer's chat template; ValueError for the trainer's own."""
     if taken := RESERVED & arguments.keys():
         raise ValueError(f"chat_template_kwargs may not set {min(taken)}: the trainer does")
     setattr(tokenizer, ARGUMENTS, dict(arguments))
@@ -75,12 +73,10 @@ def encode(
         row, what: names of the text in an error.
         open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
             or behind its own words, if they come last; otherwise it is closed.
-        tools: schemas of the functions that a chat may call.
-        most: most tokens allowed.
         known: what `tokenized` has found for strings.
 
     Raises:
-        TooLong: there are more tokens, or more characters than `most` tokens can stand for.
+        TooLong: there are more tokens than `most`, or more characters than these can stand for.
         ValueError: something else is wrong; the message names row and text.
     """
     where = f"{what} in row {row}"
@@ -146,7 +142,6 @@ def encode_answer(
     Args:
         messages: text, which is taken as it is; or chat messages, with all that the chat template
             puts between two turns of the assistant.
-        prompt: the chat's prompt.
         stop_id: the token that ended the turn, if one did; it is not encoded again.
 
     Raises:

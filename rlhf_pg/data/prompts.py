@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 1000  # prompts that are read and tokenized together
 Schemas: TypeAlias = Sequence[dict[str, Any]]
-ToolsOf: TypeAlias = Callable[[dict[str, Any]], Schemas]  # those of a row
-Tools: TypeAlias = Schemas | ToolsOf
+Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ def load_prompts(
     Args:
         dataset: a `Dataset`, or a list of dicts, with a column `prompt` of strings or of lists of
             chat messages.
-        max_prompt_length: longest prompt in tokens.
         long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
         tools: schemas of the functions that the chats may call, or a function that returns those of
             a row.
@@ -107,7 +105,10 @@ def load_prompts(
         prompts = column[rows.start : rows.stop]
         known = tokenized(prompts, tokenizer, most)
         for row, prompt in zip(rows, prompts, strict=True):
-            own = _offered(tools, dataset[row], row) if callable(tools) else tools
+            try:
+                own = tools(dict(dataset[row])) if callable(tools) else tools
+            except ValueError as error:
+                raise ValueError(f"row {row}: {error}") from error
             try:
                 tokens[row] = encode(prompt, tokenizer, row, tools=own, most=most, known=known)
             except TooLong as error:
@@ -128,9 +129,7 @@ def load_prompts(
 
 
 def as_dataset(given: Any) -> Dataset:
-    """Return a dataset, or make one of a list of dicts; ValueError for anything else, and for a
-    column with values of different types.
-    """
+    """Return a dataset, or make one of a list of dicts; ValueError if that is impossible."""
     if isinstance(given, Dataset):
         return given
     if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
@@ -145,14 +144,6 @@ def as_dataset(given: Any) -> Dataset:
         return Dataset.from_list([dict(row) for row in given])
     except Exception as error:
         raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
-
-
-def _offered(tools: ToolsOf, example: Mapping[str, Any], row: int) -> Schemas:
-    """Return the schemas of the functions that a chat may call; a ValueError names its `row`."""
-    try:
-        return tools(dict(example))
-    except ValueError as error:
-        raise ValueError(f"row {row}: {error}") from error
 
 
 def _in_rows(dataset: Dataset) -> Dataset:

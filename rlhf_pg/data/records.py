@@ -51,7 +51,6 @@ class Rollout:
 
         Args:
             actions: which tokens the policy chose; by default all of them.
-            dtype: data type of the log-probabilities.
 
         Raises:
             ValueError: a completion does not have one log-probability (or action) per token.
@@ -130,8 +129,8 @@ class Rollout:
         host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
         rows = to_device(rows, self.groups.device)
         if host_rows is None:
-            prompt_width = _longest(self.prompt_mask[rows])
-            width = _longest(self.completion_mask[rows])
+            longest = self.lengths()[rows].amax(0).tolist() if len(rows) else (0, 0)
+            width, prompt_width = longest[0] or 1, longest[1] or 1
         else:
             prompt_width = max((row.prompt for row in host_rows), default=0) or 1
             width = max((row.completion for row in host_rows), default=0) or 1
@@ -263,8 +262,3 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def _longest(mask: Tensor) -> int:
-    """Return the number of real tokens in the longest row, at least 1."""
-    return max(int(mask.sum(dim=1).max()) if len(mask) else 0, 1)

@@ -38,76 +38,68 @@ def encode_turns(
     of a special token in a message is only text, as in `rlhf_pg.data.chat.encode`.
 
     Args:
-        where: name of the chat in an error.
         read: number of messages at the start that are only read, as the prompt is.
-        assistant_only: learn only the assistant's turns.
 
     Raises:
         ValueError: there is no chat template, the messages do not fit it, or its turns cannot be
             told apart.
     """
-    chat = _Chat(tokenizer, quoted_chat(list(messages), tokenizer, where), where)
-    spoken = [n for n, said in enumerate(chat.messages) if said.get("role") == "assistant"]
-    start = chat.length(read, closed=False)
-    spans = [(start, len(chat.text))]
-    if assistant_only and GENERATION.search(chat.template):
-        spans = chat.tagged
+    quoted = quoted_chat(list(messages), tokenizer, where)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{where} is a chat, but the tokenizer has no chat_template")
+    template: str = tokenizer.get_chat_template()
+    has_tags = GENERATION.search(template) is not None
+    names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
+
+    def rendered(count: int, closed: bool) -> tuple[str, list[Span]]:
+        """Render the first messages, with the places of what stands in generation tags."""
+        try:
+            [text], spans = render_jinja_template(
+                [quoted[:count]],
+                chat_template=template,
+                return_assistant_tokens_mask=closed and has_tags,
+                add_generation_prompt=not closed,
+                **names,
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
+        return text, spans[0] if closed and has_tags else []
+
+    whole, tagged = rendered(len(quoted), closed=True)
+
+    def length(count: int, closed: bool) -> int:
+        """Return how long the text is up to a message, or else up to the assistant's turn there."""
+        if count == 0 and not closed:
+            return 0
+        if closed and count == len(quoted):
+            return len(whole)
+        text, _ = rendered(count, closed)
+        if not whole.startswith(text):
+            raise ValueError(
+                f"{where}: the chat template renders the first {count} messages differently once "
+                "others follow, so what a policy would have read and said cannot be told apart. "
+                "Take a template with {% generation %} tags around the assistant's words and the "
+                "same history in every turn, or learn all tokens (assistant_only_loss and "
+                "completion_only_loss: false)"
+            )
+        return len(text)
+
+    spoken = [n for n, said in enumerate(quoted) if said.get("role") == "assistant"]
+    start = length(read, closed=False)
+    spans = [(start, len(whole))]
+    if assistant_only and has_tags:
+        spans = tagged
     elif assistant_only:
-        spans = [(chat.length(n, closed=False), chat.length(n + 1, closed=True)) for n in spoken]
-    learnt = [(max(first, start), len(chat.text[:end].rstrip())) for first, end in spans]
+        spans = [(length(n, closed=False), length(n + 1, closed=True)) for n in spoken]
+    learnt = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
     openings = [start]
     for number in spoken:
         if number > read:
             with suppress(ValueError):  # a turn that the template shows differently
-                openings.append(chat.length(number, closed=False))
-    ids, places = _tokenize_turns(chat.text, openings, tokenizer, where)
+                openings.append(length(number, closed=False))
+    ids, places = _tokenize_turns(whole, openings, tokenizer, where)
     mask = [any(first < stop and end > begin for begin, stop in learnt) for first, end in places]
     return Learnt(ids, mask)
-
-
-class _Chat:
-    """A chat as its template renders it, and where its turns are in the text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Any], where: str) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError(f"{where} is a chat, but the tokenizer has no chat_template")
-        self.template: str = tokenizer.get_chat_template()
-        self.names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
-        self.messages, self.where = messages, where
-        self.text, self.tagged = self._render(messages, closed=True)
-
-    def _render(self, messages: list[Any], closed: bool) -> tuple[str, list[Span]]:
-        tagged = closed and GENERATION.search(self.template) is not None
-        try:
-            [text], spans = render_jinja_template(
-                [messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=tagged,
-                add_generation_prompt=not closed,
-                **self.names,
-            )
-        except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"{self.where} does not fit the chat template: {told(error)}"
-            ) from error
-        return text, spans[0] if tagged else []
-
-    def length(self, count: int, closed: bool) -> int:
-        """Return how long the text is up to a message, or else up to the assistant's turn there."""
-        if count == 0 and not closed:
-            return 0
-        if closed and count == len(self.messages):
-            return len(self.text)
-        text, _ = self._render(self.messages[:count], closed)
-        if not self.text.startswith(text):
-            raise ValueError(
-                f"{self.where}: the chat template renders the first {count} messages differently "
-                "once others follow, so what a policy would have read and said cannot be told "
-                "apart. Take a template with {% generation %} tags around the assistant's words "
-                "and the same history in every turn, or learn all tokens (assistant_only_loss and "
-                "completion_only_loss: false)"
-            )
-        return len(text)
 
 
 def _tokenize_turns(

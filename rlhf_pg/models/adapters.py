@@ -9,13 +9,13 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -70,19 +70,6 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     return adapted
 
 
-def lora_config(
-    r: int, alpha: float, dropout: float, target_modules: Collection[str] | None
-) -> LoraConfig:
-    """Return the config of LoRA (Hu et al. 2021), by default on every linear layer but the head."""
-    return LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=list(target_modules) if target_modules else "all-linear",
-        task_type="CAUSAL_LM",
-    )
-
-
 def _check_targets(model: nn.Module, config: Any) -> None:
     """Refuse a target that matches no module; peft accepts it if another target matches."""
     targets = getattr(config, "target_modules", None)
@@ -104,9 +91,7 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse an adapter that cannot be trained, saved or copied here (ValueError): several of them,
-    one that is not named "default", or a prompt.
-    """
+    """Refuse several adapters, one not named "default", and a prompt, which cannot be trained."""
     if not isinstance(model, PeftModel):
         return
     if list(model.peft_config) != ["default"]:

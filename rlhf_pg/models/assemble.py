@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.inputs import AdapterConfig
-from rlhf_pg.models.adapters import lora_config
 from rlhf_pg.models.critic import ActorCritic, Critic
 from rlhf_pg.models.loading import init_options, load_policy, quantization
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
@@ -42,12 +41,20 @@ def policy_of(
 
 
 def adapter_of(args: AdapterConfig, given: Any) -> Any:
-    """Return the adapter's config: the given one, or that of `use_peft`."""
+    """Return the adapter's config: the given one, or with `use_peft` that of LoRA (Hu et al. 2021),
+    by default on every linear layer but the head.
+    """
     if not args.use_peft:
         return given
     if given is not None:
         raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
-    return lora_config(args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules)
+    return LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=list(args.lora_target_modules or ()) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 class Models(NamedTuple):

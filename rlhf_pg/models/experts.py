@@ -41,9 +41,7 @@ class Balance:
     top_k: int
 
     def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """Sum what tokens chose, by logits of routers, (N,E) each, and the rows that each is in,
-        (N,).
-        """
+        """Sum what tokens chose, by (N,E) logits per router; each stands for some rows, (N,)."""
         layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
         wide = torch.promote_types(layers.dtype, torch.float32)
         probability = layers.softmax(-1, dtype=wide)

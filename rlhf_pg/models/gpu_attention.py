@@ -111,9 +111,7 @@ class OnGPU:
 
 @cache
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
-    """Try to compile FlexAttention for (query heads, key-value heads, their width), and return
-    whether it works; log once why not.
-    """
+    """Return whether FlexAttention compiles for query heads, key heads and width; log why not."""
     query, key = (torch.ones(h, 160, heads[2], dtype=dtype, device=device) for h in heads[:2])
     layout = OnGPU([(150, [10])], device)
     try:

@@ -48,9 +48,7 @@ class ChunkedLMHead:
     transform: LogitTransform = NOTHING  # of this model
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, (N,), in at least float32, of the tokens (N,)
-        that followed the last hidden states of the trunk, (N,H).
-        """
+        """Return log p and entropy of tokens (N,) behind hidden (N,H), in at least float32."""
         layer = output_layer(self.model)
         assert layer is not None
         linear: Any = _plain(layer)

@@ -36,9 +36,7 @@ def load_policy(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load the model to train on its device, with its adapter if it is to have one; see
-    `load_model` and `add_adapter`. ValueError if nothing in it can be trained.
-    """
+    """Load the model to train, perhaps with an adapter; ValueError if nothing can be trained."""
     loaded = load_model(
         model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
     ).to(device)
@@ -68,7 +66,6 @@ def load_model(
     Args:
         model: a path or Hub id of a model, or of an adapter, which is loaded on its base model and
             trained further; or an object.
-        auto_class: what to load a path as.
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
         options: `attn_implementation`, and other arguments of `from_pretrained`, which are for a
@@ -146,9 +143,7 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Give an object the attention that it is to have, and refuse what is for loading, or no
-    attention (ValueError).
-    """
+    """Give an object its attention, and refuse (ValueError) options that are for loading."""
     others = sorted(options.keys() - {ATTENTION})
     if others:
         raise ValueError(

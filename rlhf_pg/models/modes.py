@@ -15,9 +15,7 @@ from rlhf_pg.models.attention import configs_of, replaced_attention
 
 
 def checkpoint_activations(model: nn.Module | None, offload: bool = False) -> None:
-    """Recompute activations in the backward pass of a `transformers` model; `offload` keeps the
-    inputs of its layers in the host's memory until then.
-    """
+    """Recompute activations in the backward pass; `offload` keeps inputs of layers on the host."""
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)

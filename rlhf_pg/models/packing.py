@@ -36,9 +36,7 @@ class Hidden(NamedTuple):
 
 
 def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool = False) -> Hidden:
-    """Run a trunk over a batch, packed unless it is longer than the `packing_window`, with the
-    logits of routers if `routes` asks for them.
-    """
+    """Run a trunk over a batch, packed within the `window`, with router logits for `routes`."""
     packs = can_pack(batch, window)
     tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
     asked = {"output_router_logits": True} if routes else {}
@@ -54,9 +52,7 @@ def can_pack(batch: Rollout, window: float) -> bool:
 
 
 def packing_window(trunk: nn.Module, training: bool = False) -> float:
-    """Return the most tokens of a row that is given to the trunk packed: 0 where its attention
-    cannot be replaced, or has dropout in training.
-    """
+    """Return how long a packed row may be; 0 if attention has dropout or cannot be replaced."""
     if not isinstance(trunk, PreTrainedModel):
         return 0.0
     with evaluating(trunk):

@@ -85,9 +85,7 @@ def tokenizer_from_pretrained(
 
 @contextmanager
 def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Turn any error of code that reads the files of a model, but not one for lack of memory, into
-    a ValueError with the path and what belongs there.
-    """
+    """Turn errors of reading a model's files into a ValueError with the path and a remedy."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):

@@ -39,7 +39,21 @@ def load_pairs(
     a text of more than `limit` tokens, chats without a chat template.
     """
     with about(name):
-        dataset = _as_pairs(dataset)
+        if isinstance(dataset, list) and dataset:
+            dataset = as_dataset(dataset)
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                "give a datasets.Dataset with columns chosen and rejected, or name data by "
+                "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
+            )
+        if not len(dataset):
+            raise ValueError("it has no rows: give some")
+        if missing := {"chosen", "rejected"} - set(dataset.column_names):
+            raise ValueError(
+                f"the dataset has no column {min(missing)!r} (it has "
+                f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as "
+                "with dataset_columns"
+            )
         pairs = []
         for row, texts in enumerate(dataset):
             pair = _tokenize_pair(texts, args, tokenizer, row)
@@ -59,27 +73,6 @@ def load_pairs(
     if len(pairs) < len(dataset):
         print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
     return pairs
-
-
-def _as_pairs(dataset: Any) -> Dataset:
-    """Return a dataset with the columns of pairs, and at least one row."""
-    if isinstance(dataset, list) and dataset:
-        dataset = as_dataset(dataset)
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            "give a datasets.Dataset with columns chosen and rejected, or name data by "
-            "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
-        )
-    if not len(dataset):
-        raise ValueError("it has no rows: give some")
-    missing = {"chosen", "rejected"} - set(dataset.column_names)
-    if missing:
-        raise ValueError(
-            f"the dataset has no column {min(missing)!r} (it has "
-            f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as with "
-            "dataset_columns"
-        )
-    return dataset
 
 
 def _tokenize_pair(

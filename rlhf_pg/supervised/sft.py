@@ -213,9 +213,7 @@ def pad_examples(rows: Sequence[Example], pad: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
-    """Refuse to pack for a model whose attention mixes the examples of a row, so that other tokens
-    in one change the logits of the next (ValueError).
-    """
+    """Refuse to pack (ValueError) where one example changes the logits of the next in its row."""
     short = [list(row["input_ids"][:16]) for row in examples[:2]]
     first, second = short[0], short[-1]
     rows = model.get_input_embeddings().weight.shape[0]

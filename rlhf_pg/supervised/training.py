@@ -43,9 +43,7 @@ TOKENS, LOGITS = 16384, 2**28
 def training_arguments(
     args: SupervisedConfig, longest: int, use_cpu: bool = False, vocabulary: int = 1, **options: Any
 ) -> TrainingArguments:
-    """Return the arguments of the `Trainer` for a config, and more `options`; `longest` is the most
-    tokens of an example, and `vocabulary` the number of logits of a token.
-    """
+    """Return the `Trainer`'s arguments; `longest` in tokens, `vocabulary` in logits of a token."""
     on_gpu = torch.cuda.is_available() and not use_cpu
     arguments = TrainingArguments(
         **{key: getattr(args, key) for key in ALIKE},
@@ -169,9 +167,7 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
 
 
 def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
-    """Refuse to resume a run with a changed key that changes the result, other data or another
-    model (ValueError); the fingerprint `model` is compared where it is given.
-    """
+    """Refuse to resume with other data, model (by fingerprint) or keys that change the result."""
     loaded = checkpoint.parent / MODEL
     if model is not None and loaded.exists() and loaded.read_text().strip() != model:
         raise ValueError(

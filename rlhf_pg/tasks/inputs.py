@@ -92,9 +92,7 @@ def settled_inputs(
 
 
 def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
-    """Return the names of those of the arguments `IN_PYTHON` that are given, which `config.yaml`
-    can only name; ValueError if `args.given_in_python` names one that is not given.
-    """
+    """Return which arguments of `IN_PYTHON` are given; ValueError if a recorded one is not."""
     given = tuple(
         name
         for name, value in zip(IN_PYTHON, arguments, strict=True)
@@ -112,9 +110,7 @@ def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
 def named_data(
     args: PolicyGradientConfig, task: Task | None = None
 ) -> tuple[Dataset, dict[str, Any]]:
-    """Load training rows, and evaluation sets by name, as a config says; ValueError if it does
-    not.
-    """
+    """Load the training rows, and the evaluation sets by name, that a config names."""
     if task is not None:
         held_out = {} if task.eval_dataset is None else {"": task.eval_dataset}
         if args.eval_dataset_name:

@@ -43,9 +43,7 @@ class Task:
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make a freshly initialised model and its tokenizer; the seed is torch's. ValueError if
-        the task has no model of its own, not being embedded.
-        """
+        """Make an untrained model, by torch's seed, and its tokenizer, if the task has one."""
         if self.make_tokenizer is None:
             raise ValueError(
                 f"the task {self.name} has no model of its own: set model_name_or_path"

@@ -23,9 +23,7 @@ from rlhf_pg.tasks import Demonstration, Task, embedded
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's problems and answers, and save it in `args.output_dir/final`,
-    which is returned; an older one is set aside.
-    """
+    """Train a new model on the task's answers; return `args.output_dir/final`, where it is."""
     task = embedded(args.task)
     set_seed(args.seed)
     model, tokenizer = task.new_model()
@@ -36,10 +34,8 @@ def warm_start(args: SFTConfig) -> Path:
 
 def ensure_model(task: str, path: str | None) -> str:
     """Return the model of a recipe: the path or Hub id it names, or the task's own, made once and
-    cached as `recipes/sft_{task}.yaml` says.
-
-    The training runs in a process of its own, so that the model does not depend on how many
-    processes ask for it.
+    cached as `recipes/sft_{task}.yaml` says, in a process of its own, so that it does not depend on
+    how many processes ask for it.
     """
     if path is not None:
         return path

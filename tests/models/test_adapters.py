@@ -10,6 +10,7 @@ from peft import IA3Config, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from rlhf_pg.config.inputs import AdapterConfig
 from rlhf_pg.models import (
     Policy,
     Reference,
@@ -20,7 +21,8 @@ from rlhf_pg.models import (
     merged,
     new_critic,
 )
-from rlhf_pg.models.adapters import adds_nothing, load_weights, lora_config, share_frozen
+from rlhf_pg.models.adapters import adds_nothing, load_weights, share_frozen
+from rlhf_pg.models.assemble import adapter_of
 from tests.models.architectures import build
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of
@@ -150,10 +152,15 @@ def test_only_adapters_of_targets_train(arch, targets, adapters):
     assert all(".lora_" in name for name in trained(model))
 
 
+def lora(r, alpha, dropout, targets):
+    keys = {"lora_r": r, "lora_alpha": alpha, "lora_dropout": dropout}
+    return adapter_of(AdapterConfig(use_peft=True, lora_target_modules=targets, **keys), None)
+
+
 @pytest.mark.parametrize("arch", ["phimoe", "llama4_text", "gemma3n"])
 def test_every_default_target_adapter_gets_gradient(arch):
     """Routers that return a tuple have none; Gemma3n clamps weights in place in train mode."""
-    policy = Policy(stir(add_adapter(build(arch), lora_config(2, 4.0, 0.0, None)))).train()
+    policy = Policy(stir(add_adapter(build(arch), lora(2, 4.0, 0.0, None)))).train()
     policy(batch_of()).logprobs.sum().backward()
     grads = {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
     assert len(grads) >= 16
@@ -168,10 +175,10 @@ def test_adapter_config_is_unchanged_and_reusable():
 
 
 def test_lora_config_takes_config_keys():
-    config = lora_config(4, 6.0, 0.25, ("q_proj",))
+    config = lora(4, 6.0, 0.25, ("q_proj",))
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 6.0, 0.25)
     assert config.target_modules == {"q_proj"}
-    assert lora_config(4, 6.0, 0.0, None).target_modules == "all-linear"
+    assert lora(4, 6.0, 0.0, None).target_modules == "all-linear"
 
 
 # ------------------------------------------------------------------------------- what they add
