@@ -49,12 +49,9 @@ class Save:
             self.do(step)
 
     def check(self) -> None:
-        """Raise on all processes if a step has failed on any, and remove what was begun.
+        """Raise OSError on all processes if a step has failed on any; collective.
 
-        It is collective.
-
-        Raises:
-            OSError: a step has failed; the message is that of the first process with a failure.
+        What was begun is removed. The message is that of the first process with a failure.
         """
         error = self._failure
         reason = self.runtime.first_error(f"{type(error).__name__}: {error}" if error else None)
@@ -86,13 +83,10 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
     """Write `state.json` with facts in JSON types, and give the directory its name."""
     failpoint("save-state")
     partial, aside = partial_of(path), path.with_name(ASIDE + path.name)
-    files = sorted(file for file in partial.rglob("*") if file.is_file())
     entries = {
-        file.relative_to(partial).as_posix(): {
-            "size": file.stat().st_size,
-            "sha256": _sha256(file),
-        }
-        for file in files
+        file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
     }
     (partial / STATE).write_text(json.dumps({**facts, "files": entries}, indent=2))
     for written in [*partial.rglob("*"), partial]:
@@ -137,8 +131,7 @@ def recover_all(directory: Path) -> None:
 def verified(path: Path, contents: bool = True) -> str | None:
     """Return why a directory is not the whole one that was published; None if it is.
 
-    Args:
-        contents: compare the SHA-256 of every file too, not only its size.
+    Without `contents` only the size of every file is compared, not its SHA-256.
     """
     try:
         files = json.loads((path / STATE).read_text()).get("files")
@@ -157,10 +150,9 @@ def verified(path: Path, contents: bool = True) -> str | None:
 
 def state(path: Path) -> dict[str, Any]:
     """Return the facts of a published directory, contents unchecked; {} if there is none."""
-    try:
-        facts: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, ValueError):
-        return {}
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        facts = json.loads((path / STATE).read_text())
     return facts
 
 

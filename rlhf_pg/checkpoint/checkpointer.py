@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.checkpoint import atomic, compatibility
-from rlhf_pg.checkpoint.run_dir import make_directory
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights
 from rlhf_pg.rng import restore_rng, rng_tensors
@@ -62,16 +61,14 @@ class Checkpointer:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name; names of the critic's begin with "critic."."""
-        model = self.parts["model"].pieces.named_parameters()
-        if "critic" not in self.parts:
-            return dict(model)
-        return dict([*model, *self.parts["critic"].pieces.named_parameters(prefix="critic")])
+        found: dict[str, Tensor] = dict(self.parts["model"].pieces.named_parameters())
+        if "critic" in self.parts:
+            found |= self.parts["critic"].pieces.named_parameters(prefix="critic")
+        return found
 
-    def path(self) -> Path:
-        return self._at(self.state.step)
-
-    def _at(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
+    def path(self, step: int | None = None) -> Path:
+        """Return the place of the checkpoint of a step, by default of the last one."""
+        return self.directory / f"step-{self.state.step if step is None else step:08d}"
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, whole or not, in order."""
@@ -88,9 +85,9 @@ class Checkpointer:
             OSError: on all processes, it could not be written. Nothing of it remains, and what was
                 there before is unchanged; if only its name could not be synced, all of it remains.
         """
-        path = path or self.path()
+        path, run = path or self.path(), self.directory.parent
         save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
-        save.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
+        save.main(lambda: run.mkdir(mode=0o700, parents=True, exist_ok=True))
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
@@ -99,7 +96,16 @@ class Checkpointer:
         runtime.barrier()  # the directory exists from here on
         save.do(lambda: _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank)))
         save.check()
-        save.main(lambda: self._publish(path, runtime.world))
+
+        def publish() -> None:
+            for rank in range(runtime.world):
+                if not _rng_file(partial, rank).exists():
+                    reason = "all processes must share output_dir"
+                    raise OSError(f"rank {rank} wrote elsewhere: {reason}")
+            facts = {"step": self.state.step, "config": self.config, **self.numbers()}
+            atomic.publish(path, facts | {"fingerprints": self.fingerprints()})
+
+        save.main(publish)
         save.check()
         if path == self.path():
             self.saved = self.state.step
@@ -107,18 +113,6 @@ class Checkpointer:
                 self._prune(self.limit)
         runtime.barrier()
         return path
-
-    def _publish(self, path: Path, world: int) -> None:
-        """Give its name to what all processes have written.
-
-        Raises:
-            OSError: not all of it is visible to this process.
-        """
-        for rank in range(world):
-            if not _rng_file(atomic.partial_of(path), rank).exists():
-                raise OSError(f"rank {rank} wrote elsewhere: all processes must share output_dir")
-        facts = {"step": self.state.step, "config": self.config, **self.numbers()}
-        atomic.publish(path, facts | {"fingerprints": self.fingerprints()})
 
     def _prune(self, limit: int) -> None:
         """Remove checkpoints beyond `limit`, once the newest is known to be whole."""
@@ -129,37 +123,33 @@ class Checkpointer:
             if reason is not None:
                 raise OSError(f"{self.path()} is not whole: {reason}")
             for step in doomed:
-                atomic.remove(self._at(step))
+                atomic.remove(self.path(step))
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
-    def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, Any]]:
-        """Yield the parts that are saved by name, without a reference that never moves."""
+    def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
+        """Yield name, weights and module of what is saved: no reference that never moves."""
         for name, whole in self.parts.items():
             part: Any = whole.module
             if name != "reference" or (part.moves and not final):
-                yield name, part
+                yield name, whole, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
-        Args:
-            path: a directory.
-            final: leave out a reference that moves, which only a resumed run needs.
+        With `final` without a reference that moves, which only a resumed run needs.
         """
-        for name, part in self._saved_parts(final):
-            with self.parts[name].gathered(save.runtime.main_host, _saves_adapter(part)):
-                save.main(partial(self._save_part, name, part, path))
-
-    def _save_part(self, name: str, part: Any, path: Path) -> None:
-        if name == "model":
-            failpoint("save-models")
-            part.save_pretrained(path)
-            self.tokenizer.save_pretrained(path)
-        elif name == "critic":
-            part.save(path / name, self.running.get("value_moments"))
-        else:
-            part.save(path / name)
+        for name, whole, part in self._saved_parts(final):
+            with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
+                if name == "model":
+                    save.main(lambda: failpoint("save-models"))
+                    save.main(partial(part.save_pretrained, path))
+                    save.main(lambda: self.tokenizer.save_pretrained(path))
+                elif name == "critic":
+                    moments = self.running.get("value_moments")
+                    save.main(partial(part.save, path / name, moments))
+                else:
+                    save.main(partial(part.save, path / name))
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of what changes during a run and is not a tensor."""
@@ -179,12 +169,9 @@ class Checkpointer:
             vars(record).update(numbers["running"][name])
 
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
-        """Restore a checkpoint directory; True and "latest" mean the newest whole one. Collective.
+        """Restore a checkpoint directory, and return the config that was saved there; collective.
 
-        None restores nothing.
-
-        Returns:
-            The config that was saved there; empty for None.
+        True and "latest" mean the newest whole one; None restores nothing.
 
         Raises:
             ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
@@ -213,7 +200,7 @@ class Checkpointer:
             if newest > self.state.step:
                 raise ValueError(
                     f"{self.directory} holds checkpoints of later steps, up to "
-                    f"{self._at(newest).name}: move them away, resume from the latest, or choose "
+                    f"{self.path(newest).name}: move them away, resume from the latest, or choose "
                     "another output_dir"
                 )
             return saved
@@ -232,14 +219,10 @@ class Checkpointer:
         return runtime.all_reduce_max(max(own, default=-1))
 
     def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
-        """Return the newest checkpoint that is whole on every process; log which ones are not.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the newest checkpoint that is whole on every process; log which ones are not."""
         broken: list[str] = []
         while newest >= 0:
-            path = self._at(newest)
+            path = self.path(newest)
             reason = self._fault(path, runtime)
             if reason is None:
                 if broken and runtime.is_main:
@@ -247,10 +230,8 @@ class Checkpointer:
                 return path
             broken.append(f"{path.name} is not whole ({reason})")
             newest = self._newest(runtime, below=newest)
-        raise ValueError(
-            f"{self.directory} has no whole checkpoint to resume from"
-            + "".join(f"; {reason}" for reason in broken)
-        )
+        none = f"{self.directory} has no whole checkpoint to resume from"
+        raise ValueError("; ".join([none, *broken]))
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
         """Return why not every process can resume from a checkpoint; None if all can. Collective.
@@ -265,19 +246,16 @@ class Checkpointer:
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
         """Restore a saved state in place; return the config that was saved with it.
 
-        Raises:
-            ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
-                saved run.
+        ValueError if it is not of this run: see `compatibility.check`.
         """
         state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
-        warnings = compatibility.check(
-            path, state, config, self.fingerprints(), self.running, asdict(self.state)
-        )
+        counters, prints = asdict(self.state), self.fingerprints()
+        warnings = compatibility.check(path, state, config, prints, self.running, counters)
         for warning in warnings if rank == 0 else ():
             logger.warning("%s %s", path, warning)
-        for name, part in self._saved_parts():
-            with self.parts[name].modified(_saves_adapter(part)):
+        for name, whole, part in self._saved_parts():
+            with whole.modified(_saves_adapter(part)):
                 if name == "model":
                     load_weights(part, path)
                 else:
@@ -291,8 +269,7 @@ class Checkpointer:
             self.state.best_reward = None  # the best checkpoint stayed in the other directory
         if (rng := _rng_file(path, rank)).exists():
             restore_rng(load_file(rng))
-        saved: dict[str, Any] = state["config"]
-        return saved
+        return dict(state["config"])
 
     def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
         """Restore the schedule's position; peaks and length are this run's, which may differ."""
@@ -316,8 +293,7 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return the optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
 
-    Args:
-        keep: False if this process only helps another to gather it.
+    Without `keep` this process only helps another to gather it.
     """
     return {
         f"{names[parameter]}.{key}": value.cpu().contiguous()

@@ -53,14 +53,11 @@ def check(
     running: Iterable[str],
     counters: Iterable[str],
 ) -> list[str]:
-    """Refuse to resume from another run's state.
+    """Refuse to resume from another run's state; return what to warn of.
 
     Args:
         saved: contents of `state.json`.
         config, fingerprints, running, counters: those of this run; of the last two the names.
-
-    Returns:
-        What to warn of, if anything: other learning rates or rewards may be meant.
 
     Raises:
         ValueError: something has changed; the message names it and the remedy.
@@ -71,9 +68,8 @@ def check(
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))
-    if other := changed(
-        saved["config"], now, saved["config"].keys() - MAY_CHANGE - PEAKS - REWARDS
-    ):
+    fixed = saved["config"].keys() - MAY_CHANGE - PEAKS - REWARDS
+    if other := changed(saved["config"], now, fixed):
         raise ValueError(
             f"{path} was saved by a run with another config: {other}. Resume with the same, or "
             "start a new run from its weights"

@@ -50,21 +50,16 @@ def _write(checkpointer: Checkpointer, saving: atomic.Save, path: Path) -> None:
 
 def _write_card(checkpointer: Checkpointer, path: Path) -> None:
     """Write the model card; without one a run has lost nothing, so a failure is a warning."""
-    directory = checkpointer.directory.parent
     try:
         fingerprint = checkpointer.fingerprints().get("train_dataset")
-        card = model_card(checkpointer.config, fingerprint, directory)
+        card = model_card(checkpointer.config, fingerprint, checkpointer.directory.parent)
         (path / "README.md").write_text(card, encoding="utf-8")
     except Exception as error:
         logger.warning("final/ gets no model card: %s", told(error))
 
 
 def check_hub(args: PolicyGradientConfig) -> None:
-    """Refuse to train for an upload that could not be made.
-
-    Raises:
-        ValueError: there is no token for the Hub.
-    """
+    """Refuse (ValueError) to train for an upload for which there is no token."""
     if args.push_to_hub and huggingface_hub.get_token() is None:
         raise ValueError(
             "push_to_hub needs a token of the Hub: set HF_TOKEN, run `hf auth login`, or leave "
@@ -73,18 +68,13 @@ def check_hub(args: PolicyGradientConfig) -> None:
 
 
 def push(path: Path, args: PolicyGradientConfig) -> str | None:
-    """Upload a saved model to the Hub; a failure is a warning, and the model stays where it is.
-
-    Returns:
-        Its address, or None if it could not be uploaded.
-    """
+    """Upload a saved model to the Hub, and return its address; a failure is a warning, and None."""
     name = args.hub_model_id or Path(args.output_dir).name
     try:
         hub = huggingface_hub.HfApi()
         repository = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-        hub.upload_folder(
-            repo_id=repository, folder_path=path, commit_message="Trained with rlhf_pg"
-        )
+        message = "Trained with rlhf_pg"
+        hub.upload_folder(repo_id=repository, folder_path=path, commit_message=message)
     except Exception as error:  # of the network, of the Hub, of httpx
         logger.warning(
             "push_to_hub: %s stays here, for it could not be uploaded (%s): try `hf upload %s %s`",

@@ -38,24 +38,15 @@ SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
 
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
-    """Train inside, by one process: the directory is locked, and earlier contents are set aside.
-
-    Raises:
-        ValueError: `locked` refuses the directory.
-    """
+    """Train inside, by one process: the directory is `locked`, earlier contents are set aside."""
     with locked(directory):
-        earlier = set_aside(directory)
-        if earlier is not None:
+        if (earlier := set_aside(directory)) is not None:
             print(SET_ASIDE.format(directory, earlier), flush=True)
         yield
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Move all files with names of a run's files to `earlier-N/`, so that nothing is lost.
-
-    Returns:
-        The new place; None if there was nothing to move.
-    """
+    """Move files with names of a run's to `earlier-N/`; return that, or None if there are none."""
     supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
     there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:
@@ -69,14 +60,9 @@ def set_aside(directory: Path) -> Path | None:
     return place
 
 
-def make_directory(directory: Path) -> None:
-    """Make the directory of a run, for its owner alone; an existing one stays as it is."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, in a file that says who holds it.
+    """Hold the lock of a run directory, which is made, in a file that says who holds it.
 
     The lock is the system's, so it ends when the process does, for whatever reason.
 
@@ -86,7 +72,7 @@ def locked(directory: Path) -> Iterator[None]:
     file = directory / LOCK
     lock = FileLock(file, fallback_to_soft=False)
     try:
-        make_directory(directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         failpoint("probe")
         with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as probe:
             probe.write(bytes(PROBE))
@@ -127,11 +113,7 @@ def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """Keep other runs out of a directory, which is made if it does not exist; collective.
-
-    Raises:
-        ValueError: on all processes: another run has the directory, or it cannot be written to.
-    """
+    """Have the directory `locked` by the main process; ValueError on all if it cannot be."""
     with ExitStack() as held:
         with runtime.raise_together(ValueError):
             if runtime.is_main:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import fail, parse
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.replay.replay import Made, Replay
-from rlhf_pg.replay.what_if import Side, WhatIf, mean_advantages, what_if
+from rlhf_pg.replay.what_if import WhatIf, mean_advantages, what_if
 from rlhf_pg.report.run_files import RunFiles, StepTokens
 from rlhf_pg.rewards.named import PYTHON, named_rewards
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -56,25 +56,27 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     kind = TRAINERS[algorithm_of(file, TRAINERS)]
     args = parse(kind.config_type, ["--config", str(file), *keys], "rlhf-pg replay")
     how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
-    if args.given_in_python:
-        fail(f"the run was given {', '.join(args.given_in_python)} in Python: {how}")
-    if args.model_name_or_path is None:
-        fail(f"the run was given its model in Python: {how}")
-    if args.task is None and not args.dataset_name:
-        fail(f"the run was given its data in Python: {how}")
+    given = list(args.given_in_python)
+    given += ["its model"] * (args.model_name_or_path is None)
+    given += ["its data"] * (args.task is None and not args.dataset_name)
+    if given:
+        fail(f"the run was given {', '.join(given)} in Python: {how}")
     if not keys:  # as it was, wherever it is now
         args = dataclasses.replace(args, output_dir=str(run.directory))
     if not any(name.startswith(PYTHON) for name in args.reward_funcs):
         return kind(args=args)
-    functions = [_function(name, args.reward_options) for name in args.reward_funcs]
+    functions: list[Any] = []
+    for name in args.reward_funcs:
+        if name.startswith(PYTHON):
+            functions.append(_missing(name))
+        else:
+            own = {key: value for key, value in args.reward_options.items() if key == name}
+            functions += named_rewards([name], own)
     args = dataclasses.replace(args, reward_funcs=(), reward_options={})
     return kind(args=args, reward_funcs=functions)
 
 
-def _function(name: str, options: Mapping[str, Any]) -> Any:
-    if not name.startswith(PYTHON):
-        return named_rewards([name], {k: v for k, v in options.items() if k == name})[0]
-
+def _missing(name: str) -> Any:
     def missing(**_: Any) -> Any:
         raise ValueError(f"{quoted(name)} was given in Python, and is not there to be asked")
 
@@ -99,23 +101,18 @@ def _show(made: Made, rows: Sequence[int] | None) -> None:
     chosen = range(min(MOST_ROWS, len(tokens.lengths))) if rows is None else rows
     sources = record.trace["sources"]
     head = ["row", "prompt", "completion", *sources, "advantage", "tokens"]
-    lines = [_line(i, record.completions[i], sources, tokens) for i in chosen]
+    lines = []
+    for i in chosen:
+        said = record.completions[i]
+        scores = [_number(said[f"rewards/{name}"]) for name in sources]
+        prompt = f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}"
+        row = [str(i), prompt, _short(said["completion"]), *scores, _number(said["advantage"])]
+        lines.append([*row, str(tokens.lengths[i])])
     console.print(_table("completions", head, lines))
     if len(chosen) < len(tokens.lengths) and rows is None:
         console.print(f"{len(tokens.lengths) - len(chosen)} more rows: --rows {len(chosen)} ...")
     for i in rows or ():
         console.print(_tokens(tokens, i))
-
-
-def _line(i: int, said: Mapping[str, Any], sources: Sequence[str], tokens: StepTokens) -> list[str]:
-    return [
-        str(i),
-        f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}",
-        _short(said["completion"]),
-        *(_number(said[f"rewards/{name}"]) for name in sources),
-        _number(said["advantage"]),
-        str(tokens.lengths[i]),
-    ]
 
 
 def _tokens(tokens: StepTokens, i: int) -> Table:
@@ -141,15 +138,12 @@ def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     names = [name for name in METRICS if any(name in side.metrics for side in sides)]
     lines = [[name, *(_number(side.metrics.get(name)) for side in sides)] for name in names]
     console.print(_table("the step", ["metric", "was", "would be"], lines))
-    angles = {name: found.angle(name) for name in found.was.gradient}
-    turned = sorted(angles, key=lambda name: -1.0 if math.isnan(angles[name]) else angles[name])
+    angles = {name: found.angle(name) for name in (None, *found.was.gradient)}
+    turned = [name for name in angles if name is not None and not math.isnan(angles[name])]
+    turned.sort(key=angles.__getitem__, reverse=True)
     lines = [
-        [
-            name or "the gradient",
-            f"{_number(found.angle(name))}°",
-            *map(_number, found.lengths(name)),
-        ]
-        for name in (None, *turned[: -MOST_TENSORS - 1 : -1])
+        [name or "the gradient", f"{_number(angles[name])}°", *map(_number, found.lengths(name))]
+        for name in (None, *turned[:MOST_TENSORS])
     ]
     head = ["of", "angle", "length was", "would be"]
     console.print(_table("gradients, and the tensors that turn most", head, lines))
@@ -163,17 +157,13 @@ def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
             str(i),
             f"{samples.rollout.groups[i]} {_short(samples.prompts[i])}",
             _short(samples.completions[i]),
-            *(_scores(side, i) for side in sides),
+            *(", ".join(f"{n} {_number(x[i])}" for n, x in side.rewards.items()) for side in sides),
             *(_number(mean[i].item()) for mean in means),
         ]
         for i in (most if rows is None else rows)
     ]
     head = ["row", "prompt", "completion", "scores", "would be", "advantage", "would be"]
     console.print(_table("completions, by the change of their advantage", head, lines))
-
-
-def _scores(side: Side, row: int) -> str:
-    return ", ".join(f"{name} {_number(scores[row])}" for name, scores in side.rewards.items())
 
 
 def _check_rows(rows: Sequence[int] | None, count: int) -> None:
@@ -191,15 +181,12 @@ def _table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> T
     return table
 
 
-def _short(said: Any, longest: int = 40) -> str:
+def _short(said: Any) -> str:
     """Return the beginning of a text, or of the last message of a chat, on one line."""
     text = said if isinstance(said, str) else text_of(said[-1]) if said else ""
-    cut = text if len(text) <= longest else f"{text[: longest - 4]} ..."
-    return repr(cut)[1:-1]
+    return repr(text if len(text) <= 40 else f"{text[:36]} ...")[1:-1]
 
 
 def _number(value: Any) -> str:
     """Return a number with four digits, or a dash for one that is not known."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "-"
-    return f"{value:.4g}"
+    return "-" if value is None or math.isnan(value) else f"{value:.4g}"

@@ -60,10 +60,8 @@ def of_update(
 def footprint(module: nn.Module, batch: Rollout) -> int:
     """Return the most bytes alive at a time in the forward or backward pass of one micro-batch.
 
-    Weights and their gradients, which exist already, do not count.
-
-    Args:
-        module: a `Policy`, or one with a critic; it is left as it was.
+    Weights and their gradients, which exist already, do not count. The module, a `Policy` or one
+    with a critic, is left as it was.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     training = module.training

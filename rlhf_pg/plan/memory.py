@@ -83,7 +83,12 @@ def build_meta_models(
         with models.about("model_name_or_path"):
             model = _without_data(path, dtype, AutoModelForCausalLM, remote)
         tokenizer = models.tokenizer_from_pretrained(path, trust_remote_code=remote)
-    prompt = args.max_prompt_length or _longest_prompt(args, tokenizer)
+    prompt = args.max_prompt_length
+    if not prompt:  # that of the data which the config names
+        task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
+        data = made_prompts(named_data(args, task)[0], args, "train_dataset")
+        set_template_arguments(tokenizer, args.chat_template_kwargs)
+        prompt = load_prompts(data, tokenizer).longest
     row, critic = prompt + args.max_completion_length, None
     tokens = most(kind, row) if args.micro_batch_tokens == "auto" else args.token_budget
     with META:
@@ -100,17 +105,8 @@ def build_meta_models(
         _, module = assembled(model, args, critic, tokens, chunk_size)
     meta: Any = blueprint(module, device)
     policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
-    return MetaModels(
-        args, policy, critic, prompt, of_update(meta, args, prompt, torch.device(device))
-    )
-
-
-def _longest_prompt(args: PolicyGradientConfig, tokenizer: Any) -> int:
-    """Return the tokens of the longest prompt of the data that the config names."""
-    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
-    data = made_prompts(named_data(args, task)[0], args, "train_dataset")
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
-    return load_prompts(data, tokenizer).longest
+    update = of_update(meta, args, prompt, torch.device(device))
+    return MetaModels(args, policy, critic, prompt, update)
 
 
 def _without_data(
@@ -137,9 +133,7 @@ def predicted_memory(
 ) -> Memory:
     """Estimate what one process keeps in memory, if all rows have their greatest length.
 
-    Args:
-        room: bytes of its device.
-        kind: "cuda" or "cpu".
+    Its device is of a kind, "cuda" or "cpu", and has `room` bytes.
     """
     args, width = meta.args, meta.args.max_completion_length
     update, rollout = (_kept(meta, layout, processes, sampling) for sampling in (False, True))

@@ -26,17 +26,11 @@ SHARDINGS = (
 
 
 def bytes_per_parameter(
-    layout: Sharding,
-    b: int,
-    processes: int,
-    rollout: bool = False,
-    optim: str = "adamw_torch_fused",
+    layout: Sharding, b: int, processes: int, rollout: bool = False, optim: str = ""
 ) -> dict[str, float]:
     """Return what one process keeps of each trained parameter of `b` bytes, by part.
 
-    Args:
-        rollout: while it samples, rather than while it updates.
-        optim: the key of the config.
+    With `rollout` while it samples, rather than while it updates. `optim` is the config's.
     """
     # In torch's AdamW they have the dtype that it updates: that of the masters for 16-bit weights.
     moments = 8 if layout.deepspeed else 2 * max(b, 4)
@@ -64,18 +58,15 @@ def memory_by_part(
     layout: Sharding,
     processes: int,
     rollout: bool = False,
-    **options: str,
+    optim: str = "",
 ) -> dict[str, float]:
-    """Return the bytes of each part of these parameters on one process.
+    """Return the bytes of each part of these parameters on one process (`bytes_per_parameter`).
 
     Frozen parameters have weights alone.
-
-    Args:
-        rollout, options: see `bytes_per_parameter`.
     """
     total: dict[str, float] = {}
     for parameter in {id(p): p for p in parameters}.values():
-        each = bytes_per_parameter(layout, parameter.element_size(), processes, rollout, **options)
+        each = bytes_per_parameter(layout, parameter.element_size(), processes, rollout, optim)
         for name, size in each.items():
             if parameter.requires_grad or name in ("weights", "copy"):
                 total[name] = total.get(name, 0.0) + size * parameter.numel()

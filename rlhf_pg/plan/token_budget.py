@@ -28,8 +28,7 @@ def settled_budget(
 ) -> int:
     """Return `micro_batch_tokens`, or for auto a number that fits on all processes; collective.
 
-    Args:
-        module: the trained module, before it is sharded and before there is a reference.
+    `module` is the trained one, before it is sharded and before there is a reference.
     """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
@@ -63,12 +62,10 @@ def reference_bytes(
     """
     if args.beta == 0:
         return 0.0
+    parameters = list(policy.parameters())
     fresh = args.use_peft and not args.sync_ref_model
-    trained, frozen = (
-        sum(p.nbytes for p in policy.parameters() if p.requires_grad == trains)
-        for trains in (True, False)
-    )
-    copied = 0 if fresh else trained
+    copied = 0 if fresh else sum(p.nbytes for p in parameters if p.requires_grad)
+    frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
     return (copied + frozen) / processes if layout.weights else float(copied)
 
 

@@ -6,6 +6,7 @@ advantages, the gradient, the weights. What differs first is the cause of what d
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +21,26 @@ GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update c
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A place where two runs differ, with both values.
+    """A place where two runs differ, with both values."""
 
-    Attributes:
-        stage: prompts, ids, logprobs, scores, advantages, gradient or weights.
-        what: the completion and token, the metric or the tensor.
-        rows: how many completions (metrics, tensors) differ in this stage.
-    """
-
-    stage: str
-    what: str
+    stage: str  # prompts, ids, logprobs, scores, advantages, gradient or weights
+    what: str  # the completion and token, the metric or the tensor
     a: Any
     b: Any
-    rows: int = 1
+    rows: int = 1  # how many completions (metrics, tensors) differ in this stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The differences between two runs.
+    """The differences between two runs."""
 
-    Attributes:
-        config, versions: what differs, by name, with both values.
-        step: the first that differs; 0 is the weights before the first step; None if none does.
-        places: the first place of every stage that differs in that step.
-        steps: that were compared.
-        only_a, only_b: the number of steps that only one of the runs took.
-    """
-
-    config: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    config: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what differs, by name
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # The first step that differs; 0 is the weights before the first step; None if none does.
     step: int | None = None
-    places: Sequence[Place] = ()
-    steps: int = 0
-    only_a: int = 0
+    places: Sequence[Place] = ()  # the first place of every stage that differs in that step
+    steps: int = 0  # that were compared
+    only_a: int = 0  # the number of steps that only one of the runs took
     only_b: int = 0
 
     def __bool__(self) -> bool:
@@ -81,7 +69,7 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
             *compare_metrics(lines[0].get(step, {}), lines[1].get(step, {}), rtol),
         ]
         if rtol == 0 and step in one.weights and step in other.weights:
-            found += _differing_entries("weights", one.weights[step], other.weights[step])
+            found += compare_weights(one.weights[step], other.weights[step])
         if found:
             break
     return Difference(
@@ -95,21 +83,22 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     )
 
 
-def _weights_before(a: RunFiles, b: RunFiles) -> Iterator[Place]:
+def _weights_before(a: RunFiles, b: RunFiles) -> list[Place]:
     """Compare the weights before the first step, unless they were sharded in different ways."""
     if not (a.starts and b.starts):
-        return
+        return []
     one, other = a.starts[0], b.starts[0]
     alike = (one.backend, one.processes) == (other.backend, other.processes)
-    if alike or one.backend == other.backend == "DDP":
-        yield from _differing_entries("weights", one.weights, other.weights)
+    if not alike and not one.backend == other.backend == "DDP":
+        return []
+    return compare_weights(one.weights, other.weights)
 
 
-def _differing_entries(stage: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Place]:
-    """Compare by name; return the first place, if there is one."""
+def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
+    """Compare hashes by the names of tensors; return the first place, if there is one."""
     names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
     return [
-        Place(stage=stage, what=name, a=a.get(name), b=b.get(name), rows=len(names))
+        Place(stage="weights", what=name, a=a.get(name), b=b.get(name), rows=len(names))
         for name in names[:1]
     ]
 
@@ -142,46 +131,35 @@ def compare_tokens(
 
     Stages after one whose rows cannot be laid beside one another are left out.
     """
-    rows = min(len(a.lengths), len(b.lengths))
-    prompts = (a.prompts(), b.prompts())
     facts = [
-        list(zip(x.prompt_index.tolist(), x.row.tolist(), own, strict=True))
-        for x, own in zip((a, b), prompts, strict=True)
+        list(zip(x.prompt_index.tolist(), x.row.tolist(), x.prompts(), strict=True)) for x in (a, b)
     ]
-    other = [i for i in range(rows) if facts[0][i] != facts[1][i]]
-    if other or len(a.lengths) != len(b.lengths):
-        i = other[0] if other else rows
-        shown = [own[i] if i < len(own) else None for own in facts]
-        names = _name(a if i < len(a.lengths) else b, i)
-        count = len(other) + abs(len(a.lengths) - len(b.lengths))
-        yield Place(stage="prompts", what=names, a=shown[0], b=shown[1], rows=count)
+    pairs = list(zip_longest(*facts))
+    if other := [i for i, (one, two) in enumerate(pairs) if one != two]:
+        i = other[0]
+        what = _name(a if i < len(a.lengths) else b, i)
+        yield Place(stage="prompts", what=what, a=pairs[i][0], b=pairs[i][1], rows=len(other))
         return
     kept = [np.split(np.stack([x.ids, x.action]), x.starts[1:], axis=1) for x in (a, b)]
-    other = [i for i in range(rows) if not np.array_equal(kept[0][i], kept[1][i])]
-    if other:
+    if other := [i for i in range(len(pairs)) if not np.array_equal(kept[0][i], kept[1][i])]:
         i = other[0]
-        one, two = ([tuple(pair) for pair in x[i].T.tolist()] for x in kept)
-        token = next((t for t, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), None)
-        token = min(len(one), len(two)) if token is None else token
-        ids = [x[token][0] if token < len(x) else "no token" for x in (one, two)]
+        tokens = list(zip_longest(*(map(tuple, x[i].T.tolist()) for x in kept)))
+        token = next(t for t, (one, two) in enumerate(tokens) if one != two)
+        ids = ["no token" if x is None else x[0] for x in tokens[token]]
         what = f"{_name(a, i)}, token {token}"
         yield Place(stage="ids", what=what, a=ids[0], b=ids[1], rows=len(other))
         return
-    yield from _numbers("logprobs", a, b, "sampler_logprob", rtol)
-    scores = [_dense(x) for x in (a, b)]
-    if scores[0].shape != scores[1].shape:
-        widths = [x.shape[1] for x in scores]
+    name = "sampler_logprob"
+    yield from _first_token("logprobs", a, name, a.numbers[name], b.numbers[name], rtol)
+    widths = [x.scores.shape[1] for x in (a, b)]
+    if widths[0] != widths[1]:
         yield Place(stage="scores", what="number of sources", a=widths[0], b=widths[1])
     else:
-        for k in range(scores[0].shape[1]):
+        for k, columns in enumerate(zip(a.dense_scores().T, b.dense_scores().T, strict=True)):
             name = sources[k] if k < len(sources) else f"source {k}"
-            yield from _first_token("scores", a, name, scores[0][:, k], scores[1][:, k], rtol)
-    yield from _numbers("advantages", a, b, "advantage", rtol)
-
-
-def _numbers(stage: str, a: StepTokens, b: StepTokens, name: str, rtol: float) -> Iterator[Place]:
-    if name in a.numbers and name in b.numbers:
-        yield from _first_token(stage, a, name, a.numbers[name], b.numbers[name], rtol)
+            yield from _first_token("scores", a, name, *columns, rtol)
+    name = "advantage"
+    yield from _first_token("advantages", a, name, a.numbers[name], b.numbers[name], rtol)
 
 
 def _first_token(
@@ -197,13 +175,6 @@ def _first_token(
         what = f"{_name(record, int(row[0]))}, token {token}: {name}"
         rows = len(np.unique(row))
         yield Place(stage=stage, what=what, a=float(a[far[0]]), b=float(b[far[0]]), rows=rows)
-
-
-def _dense(record: StepTokens) -> NDArray[Any]:
-    """Return the scores of all tokens, (M,K); NaN where there are none."""
-    dense = np.full((len(record.ids), record.scores.shape[1]), np.nan)
-    dense[record.score_at] = record.scores
-    return dense
 
 
 def _name(record: StepTokens, i: int) -> str:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.data.records import Experience, Rollout
-from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens
+from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -29,18 +30,12 @@ from rlhf_pg.trainers.samples import (
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A step that was made again.
-
-    Attributes:
-        metrics: of the step, with the times of now.
-        record: what the step did; complete on the main process alone.
-        differs: where it is not as the run recorded it; empty on other processes.
-    """
+    """A step that was made again."""
 
     step: int
-    metrics: Mapping[str, Any]
-    record: StepRecord
-    differs: Sequence[Place] = ()
+    metrics: Mapping[str, Any]  # of the step, with the times of now
+    record: StepRecord  # what the step did; complete on the main process alone
+    differs: Sequence[Place]  # where it is not as recorded; empty on other processes
 
 
 class Replay:
@@ -49,9 +44,8 @@ class Replay:
     It writes nothing into the run directory and calls no callback. All methods are collective.
 
     Args:
-        trainer: has the run's config and is given what the run was given in Python. Its
-            `output_dir` is the run's.
-        run: the files of the run; by default those in `output_dir`.
+        trainer: has the run's config and is given what the run was given in Python.
+        run: the files of the run; by default those in the trainer's `output_dir`.
 
     Raises:
         ValueError: there is no run, or it began from other weights than the trainer's.
@@ -68,7 +62,16 @@ class Replay:
         trainer.learner.skipped.keeps = False
         trainer.learner.agreement.refuses = False  # other hardware may round otherwise
         trainer.on_resume(self.run.config)
-        self._check_start()
+        began = self.run.starts[0] if self.run.starts else None
+        if began is None or began.step or trainer.state.step or trainer.runtime.splits:
+            return  # of shards, fingerprints depend on how they were split
+        now = trainer.began()
+        for name, number in began.weights.items() if began.backend == now.backend else ():
+            if now.weights.get(name) != number:
+                raise ValueError(
+                    f"the run began from other weights: {name} was {number} and is "
+                    f"{now.weights.get(name, 'not there')}. Give the model as it was then"
+                )
 
     def make(self, step: int, resample: bool = False) -> Made:
         """Make a step again, counted from 1.
@@ -83,28 +86,32 @@ class Replay:
         self.go_to(step - 1)
         trainer, meter = self.trainer, Meter()
         if resample:
-            self._check_nothing_outside()
+            asked = [s.name for s in trainer.rewards.sources if s.kind == "async"]
+            asked += ["the environment"] * self.has_episodes
+            asked += [trainer.engine_name] * (trainer.engine_name != "native")
+            if asked:
+                raise ValueError(
+                    f"--resample would ask {', '.join(asked)} again, which may not answer as "
+                    "before: leave it out"
+                )
             with torch.no_grad():
                 batch = trainer.collector.collect(trainer.state.prompt_index, meter)
         else:
             batch = self.batch(step)
-        experience, metrics = self.second_half(trainer, batch, meter)
+        experience, metrics = self._second_half(batch, meter)
         record = trainer.recorder.record(step, batch, experience, 0)
         metrics = trainer.finish_step(batch, metrics, meter)
         differs = self._compare(step, record, metrics)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
-    @staticmethod
-    def second_half(
-        trainer: PolicyGradientTrainer, batch: ScoredBatch, meter: Meter
-    ) -> tuple[Experience, dict[str, Any]]:
+    def _second_half(self, batch: ScoredBatch, meter: Meter) -> tuple[Experience, dict[str, Any]]:
         """Estimate advantages and make the updates of a step."""
         with meter.time("score"):
-            experience, metrics = trainer.make_experience(
+            experience, metrics = self.trainer.make_experience(
                 batch.rollout, batch.scores, meter, batch.greedy
             )
         with meter.time("update"):
-            metrics |= trainer.update(experience, meter)
+            metrics |= self.trainer.update(experience, meter)
         return experience, metrics
 
     def go_to(self, step: int) -> None:
@@ -131,15 +138,11 @@ class Replay:
             )
         while trainer.state.step < step:
             batch, meter = self.batch(trainer.state.step + 1), Meter()
-            _, metrics = self.second_half(trainer, batch, meter)
+            _, metrics = self._second_half(batch, meter)
             trainer.finish_step(batch, metrics, meter)
 
     def batch(self, step: int) -> ScoredBatch:
-        """Return this rank's completions of a step with their scores, from the record.
-
-        Raises:
-            ValueError: there is no record of the step.
-        """
+        """Return this rank's completions of a step with their scores; ValueError without record."""
         trace, tokens = self.run.traces.get(step), self.run.tokens(step)
         if trace is None or tokens is None:
             raise ValueError(
@@ -160,27 +163,26 @@ class Replay:
         trainer = self.trainer
         runtime, tokenizer = trainer.runtime, trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
-        spans = [slice(a, a + n) for a, n in zip(record.starts, record.lengths, strict=True)]
-        ids = [record.ids[spans[i]].tolist() for i in mine]
-        prompts = record.prompts()
-        logprobs = record.numbers["sampler_logprob"]
+        starts, prompts = record.starts, record.prompts()
+        spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
+        ids = [record.ids[span].tolist() for span in spans]
+        logprobs = np.nan_to_num(record.numbers["sampler_logprob"])
         rollout = Rollout.from_tokens(
             prompts=[prompts[i] for i in mine],
             completions=ids,
-            logprobs=[torch.from_numpy(logprobs[spans[i]]).nan_to_num().tolist() for i in mine],
+            logprobs=[logprobs[span].tolist() for span in spans],
             truncated=[bool(record.truncated[i]) for i in mine],
             groups=[int(record.prompt_index[i]) for i in mine],
             pad_token_id=tokenizer.pad_token_id,
-            actions=[record.action[spans[i]].tolist() for i in mine],
+            actions=[record.action[span].tolist() for span in spans],
             device=runtime.device,
             dtype=torch.promote_types(trainer.dtype, torch.float32),
         )
-        whole = torch.full((len(record.ids), record.scores.shape[1]), math.nan, dtype=torch.float64)
-        whole[torch.from_numpy(record.score_at)] = torch.from_numpy(record.scores).double()
+        whole = torch.from_numpy(record.dense_scores())
         scores = torch.full((*rollout.completion_ids.shape, whole.shape[1]), math.nan)
         scores = scores.to(rollout.sampler_logprobs)
-        for place, i in enumerate(mine):
-            scores[place, : record.lengths[i]] = whole[spans[i]].to(scores)
+        for own, span in zip(scores, spans, strict=True):
+            own[: span.stop - span.start] = whole[span].to(scores)
         rows = [int(record.row[i]) for i in mine]
         examples = trainer.train_prompts.examples(rows)
         given = [
@@ -203,51 +205,16 @@ class Replay:
         places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
         places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # of another run
         sealed = {place: atomic.state(place).get("step", -1) for place in places}
-        for place in sorted(places, key=lambda place: sealed[place], reverse=True):
+        for place in sorted(places, key=sealed.__getitem__, reverse=True):
             if 0 < sealed[place] <= step:
                 reason = atomic.verified(place, contents=self.trainer.runtime.is_main)
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place
         return None
 
-    def _check_start(self) -> None:
-        """Refuse weights that are not those that the run began with.
-
-        Raises:
-            ValueError: a tensor differs, which is named.
-        """
-        trainer = self.trainer
-        if trainer.state.step or not self.run.starts or self.run.starts[0].step:
-            return
-        began, now = self.run.starts[0], trainer.began()
-        if trainer.runtime.splits or began.backend != now.backend:
-            return  # of shards, these depend on how they were split
-        for name, number in began.weights.items():
-            if now.weights.get(name) != number:
-                raise ValueError(
-                    f"the run began from other weights: {name} was {number} and is "
-                    f"{now.weights.get(name, 'not there')}. Give the model as it was then"
-                )
-
-    def _check_nothing_outside(self) -> None:
-        """Refuse to sample again where something else than the run would be asked.
-
-        Raises:
-            ValueError: it is named.
-        """
-        trainer = self.trainer
-        asked = [s.name for s in trainer.rewards.sources if s.kind == "async"]
-        asked += ["the environment"] * self.has_episodes
-        asked += [trainer.engine_name] * (trainer.engine_name != "native")
-        if asked:
-            raise ValueError(
-                f"--resample would ask {', '.join(asked)} again, which may not answer as before: "
-                "leave it out"
-            )
-
     def _compare(self, step: int, record: StepRecord, metrics: Mapping[str, Any]) -> list[Place]:
         """Return where a step is not as it was recorded."""
-        trainer = self.trainer
+        trainer, runtime, start = self.trainer, self.trainer.runtime, self.run.starts[-1]
         weights = trainer.weights() if step in self.run.weights else {}
         recorded = self.run.tokens(step)
         if record.tokens is None or recorded is None:
@@ -257,17 +224,8 @@ class Replay:
             *compare_tokens(recorded, record.tokens, trainer.reward_names),
             *compare_metrics(line, metrics),
         ]
-        known = self.run.weights.get(step, {}) if self._is_whole() else {}
-        other = [name for name in weights if known.get(name, weights[name]) != weights[name]]
-        places += [
-            Place(stage="weights", what=name, a=known[name], b=weights[name], rows=len(other))
-            for name in other[:1]
-        ]
+        # Fingerprints of shards depend on how they were split.
+        alike = not runtime.splits or start.processes == runtime.world
+        if alike and start.backend == runtime.kind:
+            places += compare_weights(self.run.weights.get(step, {}), weights)
         return places
-
-    def _is_whole(self) -> bool:
-        """Return whether fingerprints can be compared with the run's, which shards may forbid."""
-        start, runtime = self.run.starts[-1], self.trainer.runtime
-        return start.backend == runtime.kind and (
-            not runtime.splits or start.processes == runtime.world
-        )

@@ -3,10 +3,9 @@
 Shapes: B rows, T completion width. One process: gradients are compared tensor by tensor.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,47 +24,28 @@ OTHER_RUN = (
     *("model_name_or_path", "trust_remote_code", "attn_implementation", "model_init_kwargs"),
     *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
     *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
-    *(
-        "use_peft",
-        "lora_r",
-        "lora_alpha",
-        "lora_target_modules",
-        "critic",
-        "value_model_name_or_path",
-    ),
-    *("dynamic_sampling_rounds", "rollout_engine"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
+    *("critic", "value_model_name_or_path", "dynamic_sampling_rounds", "rollout_engine"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A step under one config.
+    """A step under one config."""
 
-    Attributes:
-        rewards: raw total scores of the completions by source; NaN where one does not apply.
-        advantages: (B,T).
-        gradient: of the whole step at the weights before it, by tensor.
-        metrics: of that pass.
-    """
-
-    rewards: Mapping[str, Sequence[float]]
-    advantages: Tensor
-    gradient: Mapping[str, Tensor]
-    metrics: Mapping[str, float]
+    rewards: Mapping[str, Sequence[float]]  # raw totals of completions by source; NaN for none
+    advantages: Tensor  # (B,T)
+    gradient: Mapping[str, Tensor]  # of the whole step at the weights before it, by tensor
+    metrics: Mapping[str, float]  # of that pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A step as it was and as it would have been.
-
-    Attributes:
-        changes: the keys of the config that differ, with both values.
-        samples: the completions.
-    """
+    """A step as it was and as it would have been."""
 
     step: int
-    changes: Mapping[str, tuple[Any, Any]]
-    samples: Samples
+    changes: Mapping[str, tuple[Any, Any]]  # the keys of the config that differ, with both values
+    samples: Samples  # the completions
     was: Side
     would_be: Side
 
@@ -76,32 +56,27 @@ class WhatIf:
 
         NaN where one of them is 0.
         """
-        names = list(self.was.gradient) if name is None else [name]
-        sides = (self.was.gradient, self.would_be.gradient)
-        product = sum(float((sides[0][n].double() * sides[1][n].double()).sum()) for n in names)
         lengths = math.prod(self.lengths(name))
         if not lengths:
             return math.nan
+        product = self._product(self.was, self.would_be, name)
         return math.degrees(math.acos(max(-1.0, min(1.0, product / lengths))))
 
     def lengths(self, name: str | None = None) -> tuple[float, float]:
         """Return the lengths of both gradients, or of those of one tensor."""
-        names = list(self.was.gradient) if name is None else [name]
-        was, now = (
-            math.sqrt(sum(float(side.gradient[n].double().square().sum()) for n in names))
-            for side in (self.was, self.would_be)
-        )
-        return was, now
+        was, now = (self._product(side, side, name) for side in (self.was, self.would_be))
+        return math.sqrt(was), math.sqrt(now)
+
+    def _product(self, a: Side, b: Side, name: str | None) -> float:
+        names = self.was.gradient if name is None else [name]
+        return sum(float((a.gradient[n].double() * b.gradient[n].double()).sum()) for n in names)
 
 
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     """Look at a step as it was, and with the config of another trainer; neither takes it.
 
-    Args:
-        replay: of the run.
-        other: the trainer of the run, with other keys. It gets the state of the run before the step
-            and the completions of the run; it is asked for nothing but their rewards, where those
-            differ.
+    The other trainer gets the state of the run before the step and the completions of the run; it
+    is asked for nothing but their rewards, where those differ.
 
     Raises:
         ValueError: there are several processes, a key differs by which other completions would have
@@ -120,7 +95,16 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
         running[name] = numbers["running"][name]
     other.checkpointer.put_back(numbers | {"running": running})
     batch = replay.batch(step)
-    would_be = _side(other, _scored_by(other, own, batch, changes))
+
+    def scored(samples: Samples, scores: Tensor) -> ScoredSamples:
+        if any(key in changes for key in REWARDS):
+            return other.collector.scored(samples)
+        raw = scores[:, :, : own.shaping.functions]
+        return ScoredSamples(samples, other.shaping.penalized(raw, samples.rollout))
+
+    samples, scores = scored(batch.samples, batch.scores)
+    greedy = None if batch.greedy is None else scored(*batch.greedy)
+    would_be = _side(other, replace(batch, samples=samples, scores=scores, greedy=greedy))
     was = _side(own, batch)
     own.checkpointer.put_back(numbers)  # running statistics have seen the step
     return WhatIf(step=step, changes=changes, samples=batch.samples, was=was, would_be=would_be)
@@ -132,7 +116,7 @@ def _changes(
     """Return the keys that differ, if the completions of one run may be those of the other."""
     if own.runtime.world > 1 or own.runtime.kind != "DDP":
         raise ValueError("what would have been is computed by one process: launch no others")
-    before, after = (dataclasses.asdict(one.resolved_args()) for one in (own, other))
+    before, after = (asdict(one.resolved_args()) for one in (own, other))
     changes = {
         key: (before[key], after[key])
         for key in before
@@ -155,25 +139,6 @@ def _changes(
     if not changes:
         raise ValueError("no key differs from the run's: name one, such as --beta 0.1")
     return changes
-
-
-def _scored_by(
-    other: PolicyGradientTrainer,
-    own: PolicyGradientTrainer,
-    batch: ScoredBatch,
-    changes: Mapping[str, Any],
-) -> ScoredBatch:
-    """Return a batch of the run with the scores that the other trainer would have."""
-
-    def scored(samples: Samples, scores: Tensor) -> ScoredSamples:
-        if any(key in changes for key in REWARDS):
-            return other.collector.scored(samples)
-        raw = scores[:, :, : own.shaping.functions]
-        return ScoredSamples(samples, other.shaping.penalized(raw, samples.rollout))
-
-    samples, scores = scored(batch.samples, batch.scores)
-    greedy = None if batch.greedy is None else scored(*batch.greedy)
-    return dataclasses.replace(batch, samples=samples, scores=scores, greedy=greedy)
 
 
 def _side(trainer: PolicyGradientTrainer, batch: ScoredBatch) -> Side:

@@ -7,10 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.charts import charts_of
-from rlhf_pg.report.html import VERSION, Table, write_document
+from rlhf_pg.report.html import Table, write_document
 from rlhf_pg.report.run_files import PLACES, RunFiles
-from rlhf_pg.report.run_page import curve_data, plain
+from rlhf_pg.report.run_page import charts_of, curve_data, plain
 from rlhf_pg.report.troubles import WINDOW, values
 
 ABSENT = "-"
@@ -24,14 +23,12 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
     """
     runs = named_runs(directories)
     curves = [curve_data(files) | {"name": visible(name)} for name, files in runs.items()]
-    keys = dict.fromkeys(key for curve in curves for key in curve["metrics"])
     charts = []
-    for chart in charts_of(keys):
+    for chart in charts_of(dict.fromkeys(key for curve in curves for key in curve["metrics"])):
         for key in chart.keys:
             title = chart.title if len(chart.keys) == 1 else f"{chart.title}: {key}"
             charts.append(asdict(replace(chart, title=title, keys=(key,))))
     data = {
-        "version": VERSION,
         "kind": "compare",
         "title": visible(" | ".join(runs)),
         "subtitle": [f"{len(runs)} runs"],
@@ -59,13 +56,16 @@ def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
 
 def difference_tables(runs: Mapping[str, RunFiles]) -> list[Table]:
     """Return results, and the keys and versions in which runs differ."""
+    columns = [_results(files.metrics) for files in runs.values()]
+    known = [key for key in columns[0] if any(column[key] is not None for column in columns)]
+    results = [[key, *(_spelled(column[key]) for column in columns)] for key in known]
     config = differing({name: files.config for name, files in runs.items()})
     config.sort(key=lambda row: row[0] in PLACES)
     versions = differing({name: environment_of(files) for name, files in runs.items()})
     unknown = [name for name, files in runs.items() if not files.starts]
     note = "" if versions else "The same packages, device and number of processes."
     return [
-        _results(runs),
+        Table(title="Results", head=["", *runs], rows=results),
         Table(
             title="Config: what differs",
             head=["key", *runs],
@@ -82,25 +82,20 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[Table]:
     ]
 
 
-def _results(runs: Mapping[str, RunFiles]) -> Table:
-    columns: list[dict[str, float]] = []
-    for files in runs.values():
-        lines = files.metrics
-        steps, rewards = [line["step"] for line in lines], _points(lines, "reward")[-WINDOW:]
-        held_out, tokens = _points(lines, "eval_reward"), _points(lines, "num_tokens")
-        column = {"steps": steps[-1] if steps else 0, "tokens": tokens[-1] if tokens else None}
-        column["seconds"] = sum(_points(lines, "step_time")) or None
-        column[f"reward, mean of the last {WINDOW} steps"] = fmean(rewards) if rewards else None
-        column["best held-out reward"] = max(held_out, default=None)
-        column["last held-out reward"] = held_out[-1] if held_out else None
-        columns.append({title: x for title, x in column.items() if x is not None})
-    titles = dict.fromkeys(title for column in columns for title in column)
-    rows = [[title, *(_spelled(column.get(title)) for column in columns)] for title in titles]
-    return Table(title="Results", head=["", *runs], rows=rows)
-
-
-def _points(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [value for _, value in values(lines, key)]
+def _results(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return how far a run came, and with what reward."""
+    keys = ("step", "num_tokens", "step_time", "reward", "eval_reward")
+    steps, tokens, seconds, rewards, held_out = (
+        [value for _, value in values(lines, key)] for key in keys
+    )
+    return {
+        "steps": steps[-1] if steps else 0,
+        "tokens": tokens[-1] if tokens else None,
+        "seconds": sum(seconds) or None,
+        f"reward, mean of the last {WINDOW} steps": fmean(rewards[-WINDOW:]) if rewards else None,
+        "best held-out reward": max(held_out, default=None),
+        "last held-out reward": held_out[-1] if held_out else None,
+    }
 
 
 def _spelled(number: float | None) -> str:
@@ -120,7 +115,7 @@ def environment_of(files: RunFiles) -> dict[str, Any]:
 
 def differing(by_run: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each key that has not the same value in all runs."""
-    keys = list(dict.fromkeys(key for own in by_run.values() for key in own))
+    keys = dict.fromkeys(key for own in by_run.values() for key in own)
     rows = [
         [str(key), *(plain(own[key]) if key in own else ABSENT for own in by_run.values())]
         for key in keys

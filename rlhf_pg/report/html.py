@@ -9,8 +9,8 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,27 @@ STYLES = ("uPlot.min.css", "report.css")
 # Two scripts: the library, and ours as one, in this order.
 LIBRARY = "uPlot.iife.min.js"
 OURS = ("base.js", "charts.js", "tokens.js", "report.js")
-VERSION = 1  # of the data's layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A small table of text on a page.
-
-    Attributes:
-        head: names of the columns.
-        rows: texts, as many in each as the head has.
-        dimmed: how many of the last rows matter less.
-        note: a line below the title.
-    """
+    """A small table of text on a page."""
 
     title: str
-    head: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    dimmed: int = 0
-    note: str = ""
+    head: list[str]  # names of the columns
+    rows: list[list[str]]  # texts, as many in each as the head has
+    dimmed: int = 0  # how many of the last rows matter less
+    note: str = ""  # a line below the title
 
     def shown(self) -> dict[str, Any]:
         """Return the table as a page has it, with control characters made visible."""
-        rows = [[visible(cell) for cell in row] for row in self.rows]
-        own = {"title": visible(self.title), "note": visible(self.note), "rows": rows}
-        return asdict(self) | own | {"head": [visible(name) for name in self.head]}
+        return {
+            "title": visible(self.title),
+            "head": list(map(visible, self.head)),
+            "rows": [list(map(visible, row)) for row in self.rows],
+            "dimmed": self.dimmed,
+            "note": visible(self.note),
+        }
 
 
 def write_document(
@@ -61,19 +57,6 @@ def write_document(
     Raises:
         OSError: it cannot be written; an earlier page stays.
     """
-    partial = path.with_name(f"partial-{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(document(title, data, steps))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def document(
-    title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
-) -> Iterator[str]:
-    """Yield the page piece by piece."""
     style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), our_script()]
     policy = (
@@ -81,34 +64,37 @@ def document(
         f"style-src {hash_of(style)}; img-src data:; connect-src 'none'; base-uri 'none'; "
         "form-action 'none'"
     )
-    yield (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{html.escape(visible(title))}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
-        f'<script type="application/json" id="data">{as_json(data)}</script>\n'
-    )
-    for script in scripts:
-        yield f"<script>{script}</script>\n"
-    # Behind the scripts, which show the curves while these are still being read.
-    for step, content in steps:
-        encoded = base64.b64encode(content).decode()
-        yield f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n'
-    yield "</body>\n</html>\n"
+    # JSON in ASCII that cannot end the element in which it stands, nor a line of a script.
+    said = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    said = said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    partial = path.with_name(f"partial-{path.name}")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(
+                '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+                f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+                '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+                '<meta name="referrer" content="no-referrer">\n'
+                f"<title>{html.escape(visible(title))}</title>\n"
+                f"<style>{style}</style>\n</head>\n<body>\n"
+                "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
+                f'<script type="application/json" id="data">{said}</script>\n'
+            )
+            file.writelines(f"<script>{script}</script>\n" for script in scripts)
+            # Behind the scripts, which show the curves while these are still being read.
+            for step, content in steps:
+                encoded = base64.b64encode(content).decode()
+                file.write(f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n')
+            file.write("</body>\n</html>\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def hash_of(text: str) -> str:
     """Return the source expression for an inline script or style."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def as_json(data: Any) -> str:
-    """Return JSON that cannot end the element in which it stands, nor a line of a script."""
-    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))  # in ASCII
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def part(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,7 @@ class RunConsole(Console):
 class Journal:
     """The console and the run directory of the main process; in others every method does nothing.
 
-    Args:
-        directory: directory of the run; made if it does not exist.
-        after_step: the step after which a resumed run goes on; lines of later steps are removed.
+    A resumed run goes on after the step `after_step`; lines of later steps are removed.
     """
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
@@ -46,23 +44,24 @@ class Journal:
         self._bar: Progress | None = None
         self._total = 0
         self._lacks_tokens = False
-        if is_main:
-            directory.mkdir(parents=True, exist_ok=True)
-            earlier = set_aside(directory) if after_step == 0 else None
-            if earlier is not None:
-                self.say(SET_ASIDE.format(directory, earlier))
-            if after_step > 0:
-                self.say(f"going on after step {after_step}")
-            self._metrics = JsonLines(directory / METRICS, after_step)
-            self._completions = JsonLines(directory / COMPLETIONS, after_step)
-            self._trace = JsonLines(directory / TRACE, after_step, synced=False)
-            self._directory = directory
-            self._report = LiveReport(directory)
-            for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
-                if int(file.stem[-8:]) > after_step:  # of a step that a resumed run takes again
-                    file.unlink()
+        if not is_main:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        if after_step > 0:
+            self.say(f"going on after step {after_step}")
+        elif (earlier := set_aside(directory)) is not None:
+            self.say(SET_ASIDE.format(directory, earlier))
+        self._metrics = JsonLines(directory / METRICS, after_step)
+        self._completions = JsonLines(directory / COMPLETIONS, after_step)
+        self._trace = JsonLines(directory / TRACE, after_step, synced=False)
+        self._directory = directory
+        self._report = LiveReport(directory)
+        for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+            if int(file.stem[-8:]) > after_step:  # of a step that a resumed run takes again
+                file.unlink()
 
     def say(self, line: str) -> None:
+        """Print a line, with characters escaped that the terminal does not know."""
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
         line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
         self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
@@ -114,7 +113,7 @@ class Journal:
             self._trace.write(line)
 
     def record(self, record: StepRecord) -> None:
-        """Save the record of a step, and show some of its completions."""
+        """Save the record of a step, and show some of its completions, escaped."""
         if not self.is_main:
             return
         step = record.trace["step"]
@@ -128,25 +127,12 @@ class Journal:
                 if not self._lacks_tokens:
                     logger.warning("%s has no step %d: %s", file.parent, step, error)
                 self._lacks_tokens = True
-        self.completions(step, record.completions, record.shown)
-
-    def completions(
-        self, step: int, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
-    ) -> None:
-        """Save completions and show some, by default all; control characters are shown escaped.
-
-        Args:
-            shown: the places of those that are shown.
-        """
-        if not self.is_main:
-            return
-        if records:
-            self._completions.write(*({"step": step, **record} for record in records))
-        for i, record in enumerate(records):
-            if shown is None or i in shown:
-                scores = [record[key] for key in record if key.startswith("rewards/")]
-                said = " ".join(_spelled(score) for score in scores)
-                self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{said}]")
+        if record.completions:
+            self._completions.write(*({"step": step, **one} for one in record.completions))
+        for i in record.shown:
+            one = record.completions[i]
+            said = " ".join(_spelled(one[key]) for key in one if key.startswith("rewards/"))
+            self.say(f"  {_text(one['prompt'])} -> {_text(one['completion'])}  [{said}]")
 
 
 def _text(turns: Any) -> str:

@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line has its step."""
+    """A file with one JSON object per line; each line has its step.
+
+    Opened again, it keeps the lines up to a step, which a resumed run does not repeat. Lines that
+    cannot be read, after a crash or a fault of the disk, are removed too.
+
+    Args:
+        synced: wait until a line is on the disk, or else leave that to the system.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
 
     def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:
-        """Open the file, keeping the lines up to a step, which a resumed run does not repeat.
-
-        Lines that cannot be read, after a crash or a fault of the disk, are removed too.
-
-        Args:
-            synced: wait until a line is on the disk, or else leave that to the system.
-
-        Raises:
-            OSError: it cannot be written; what was there stays.
-        """
         lines = path.read_bytes().splitlines() if path.exists() and keep_through_step else []
         steps = [_step(line) for line in lines]
         if math.inf in steps[:-1]:
@@ -46,12 +46,11 @@ class JsonLines:
 
         On a full disk the lines are missing, and the first time a warning says so.
         """
-        lines = "".join(f"{line_of(record)}\n" for record in records)
         size = None
         try:
             with self.path.open("a") as file:
                 size = file.tell()
-                file.write(lines)
+                file.writelines(f"{line_of(record)}\n" for record in records)
                 file.flush()
                 if self._synced:
                     os.fsync(file.fileno())

@@ -70,8 +70,7 @@ class Meter:
     def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return minima and maxima over processes; NaN if there was no slot.
 
-        Args:
-            gather: returns the rows of all processes, from (1, names) of this one.
+        `gather` returns the rows of all processes, from (1, names) of this one.
         """
         if not self._highest:
             return {}
@@ -98,8 +97,8 @@ def reward_metrics(
     Args:
         raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
         trained: (N,K) as they are trained on, weighted.
-        groups: (N,); None if no two rows share a prompt: `reward_std` is then over all rows, and
-            there is no `frac_reward_zero_std`.
+        groups: (N,). If no two rows share one, `reward_std` is over all rows, and there is no
+            `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}

@@ -43,17 +43,32 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     algorithm = str(config["algorithm"])
     base = config.get("model_name_or_path")
     start = f", from {literal(_named(base))}" if base else ""
+    names = config.get("dataset_name") or [config.get("task")]
+    data = ", ".join(literal(_named(name)) for name in names if name)
+    known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
+    rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
+    scored = ", ".join(literal(_named(name)) for name in rewards if name)
+    # The header that the Hub reads; only what can be an id of the Hub is one.
+    header = ModelCardData(
+        library_name="peft" if config.get("use_peft") else "transformers",
+        base_model=base if base and _is_hub_id(base) else None,
+        datasets=list(filter(_is_hub_id, config.get("dataset_name") or ())) or None,
+        tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
+    )
+    plain = json.loads(json.dumps(_named(dict(config)), default=str))
+    settings = {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
     parts = [
-        f"---\n{_metadata(config)}\n---\n",
+        f"---\n{header.to_yaml()}\n---\n",
         f"# {literal(directory.name)}",
         f"Trained by {literal(algorithm)} with `rlhf_pg`{start}.",
         "## Data and rewards",
-        _data(config, fingerprint),
+        f"- Data: {data or 'given in Python'}{known}\n"
+        f"- Rewards: {scored or 'of the task, or given in Python'}",
         "## How it went",
         _curve(directory),
         "## Config",
         "Keys that are not listed are at their defaults or empty.",
-        fenced(yaml.safe_dump(_settings(config), sort_keys=False).rstrip(), "yaml"),
+        fenced(yaml.safe_dump(settings, sort_keys=False).rstrip(), "yaml"),
         "## Versions",
         ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
     ]
@@ -73,20 +88,6 @@ def fenced(text: str, language: str) -> str:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _metadata(config: Mapping[str, Any]) -> str:
-    """Return the header that the Hub reads; only what can be an id of the Hub is one."""
-    names = [name for name in config.get("dataset_name") or () if _is_hub_id(name)]
-    base = config.get("model_name_or_path")
-    data = ModelCardData(
-        library_name="peft" if config.get("use_peft") else "transformers",
-        base_model=base if base and _is_hub_id(base) else None,
-        datasets=names or None,
-        tags=["rlhf_pg", "reinforcement-learning", str(config["algorithm"]).lower()],
-    )
-    header: str = data.to_yaml()
-    return header
 
 
 def _is_hub_id(name: str) -> bool:
@@ -111,21 +112,6 @@ def _named(value: Any) -> Any:
             if key not in PLACES and key != "base_url"
         }
     return value
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that hold something, as plain values."""
-    plain: dict[str, Any] = json.loads(json.dumps(_named(dict(config)), default=str))
-    return {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
-
-
-def _data(config: Mapping[str, Any], fingerprint: str | None) -> str:
-    names = config.get("dataset_name") or ([config["task"]] if config.get("task") else [])
-    data = ", ".join(literal(_named(name)) for name in names) or "given in Python"
-    known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
-    rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
-    scored = ", ".join(literal(_named(name)) for name in rewards if name)
-    return f"- Data: {data}{known}\n- Rewards: {scored or 'of the task, or given in Python'}"
 
 
 def _curve(directory: Path) -> str:

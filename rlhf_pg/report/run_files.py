@@ -11,9 +11,11 @@ one completion after another, K sources of reward.
 """
 
 import importlib.metadata
+import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,24 +47,16 @@ FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class Start:
     """A beginning of a run, or of its continuation: what it ran on, and its weights by then.
 
-    Attributes:
-        step: the steps that were taken before.
-        versions: of Python and of the packages, by name.
-        processes: how many there are.
-        backend: DDP, FSDP2, ZeRO-2 and so on.
-        device: name of the accelerator, or "cpu" with the kind of processor.
-        data: fingerprint of the rows of the data in any order.
-        rewards: fingerprint of the source of each reward function, by name; None if unknown.
-        weights: fingerprint of each tensor of the models, by name; those of a critic begin with
-            "critic.".
+    `rewards` and `weights` are fingerprints by name: of the source of each reward function, None
+    if unknown, and of each tensor of the models, where those of a critic begin with "critic.".
     """
 
-    step: int
-    versions: Mapping[str, str]
+    step: int  # the steps that were taken before
+    versions: Mapping[str, str]  # of Python and of the packages, by name
     processes: int
-    backend: str
-    device: str
-    data: str | None = None
+    backend: str  # DDP, FSDP2, ZeRO-2 and so on
+    device: str  # name of the accelerator, or "cpu" with the kind of processor
+    data: str | None = None  # fingerprint of the rows of the data in any order
     rewards: Mapping[str, str | None] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,42 +65,37 @@ class Start:
 class StepTokens:
     """The N completions of a step with their M tokens, one completion after another.
 
-    Attributes:
-        prompt_index, sample: (N,) which completions they are.
-        row: (N,) of the dataset.
-        rank: (N,) the process that trained on it.
-        truncated: (N,) bool.
-        prompt_lengths, prompt_ids: tokens of the prompts, one prompt after another; a completion
-            whose prompt is that of the completion before has none of its own, and length -1.
-        lengths: (N,) tokens of each completion.
-        ids: (M,).
-        action: (M,) bool, whether the policy chose the token.
-        score_at, scores: (S,) tokens with scores, and the scores (S,K); NaN for none of a source.
-        numbers: (M,) each, by name; NaN where the policy did not choose the token. "advantage" and
-            "sampler_logprob" are exact; others, in logged steps, are rounded to float16.
-        texts: M texts in a logged step, which together are the completions; a token that ends
-            within a character has an empty one, and the next has the character.
+    `numbers` are NaN where the policy did not choose the token. "advantage" and "sampler_logprob"
+    are exact; others, in logged steps, are rounded to float16. The texts of a logged step are
+    together the completions; a token that ends within a character has an empty one, and the next
+    has the character.
     """
 
-    prompt_index: NDArray[np.int64]
-    sample: NDArray[np.int32]
-    row: NDArray[np.int64]
-    rank: NDArray[np.int32]
-    truncated: NDArray[np.bool_]
-    prompt_lengths: NDArray[np.int32]
-    prompt_ids: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    ids: NDArray[np.int32]
-    action: NDArray[np.bool_]
-    score_at: NDArray[np.int64]
-    scores: NDArray[Any]
-    numbers: Mapping[str, NDArray[Any]]
-    texts: Sequence[str] | None = None
+    prompt_index: NDArray[np.int64]  # (N,)
+    sample: NDArray[np.int32]  # (N,) of the prompt
+    row: NDArray[np.int64]  # (N,) of the dataset
+    rank: NDArray[np.int32]  # (N,) the process that trained on it
+    truncated: NDArray[np.bool_]  # (N,)
+    prompt_lengths: NDArray[np.int32]  # (N,); -1 for the prompt of the completion before
+    prompt_ids: NDArray[np.int32]  # one prompt after another
+    lengths: NDArray[np.int32]  # (N,) tokens of each completion
+    ids: NDArray[np.int32]  # (M,)
+    action: NDArray[np.bool_]  # (M,) whether the policy chose the token
+    score_at: NDArray[np.int64]  # (S,) the tokens with scores
+    scores: NDArray[Any]  # (S,K); NaN for none of a source
+    numbers: Mapping[str, NDArray[Any]]  # (M,) each, by name
+    texts: Sequence[str] | None = None  # M
 
     @property
     def starts(self) -> NDArray[np.int64]:
         """(N,) the first token of each completion."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def dense_scores(self) -> NDArray[Any]:
+        """Return the scores of all tokens, (M,K); NaN where there are none."""
+        dense = np.full((len(self.ids), self.scores.shape[1]), np.nan)
+        dense[self.score_at] = self.scores
+        return dense
 
     def prompts(self) -> list[list[int]]:
         """Return the token ids of each completion's prompt."""
@@ -122,8 +111,8 @@ class StepTokens:
         """Write the file, which gets its name when it is whole."""
         tensors = dict(vars(self))
         numbers, texts = tensors.pop("numbers"), tensors.pop("texts")
-        tensors |= {f"numbers.{name}": _rounded(name, column) for name, column in numbers.items()}
-        tensors["scores"] = _exact(self.scores)
+        tensors |= {f"numbers.{name}": _stored(x, name in EXACT) for name, x in numbers.items()}
+        tensors["scores"] = _stored(self.scores, exact=True)
         if texts is not None:
             encoded = [text.encode("utf-8", "replace") for text in texts]
             lengths = [len(text) for text in encoded]  # seldom more than a byte has room for
@@ -136,54 +125,46 @@ class StepTokens:
 
     @classmethod
     def load(cls, path: Path) -> "StepTokens":
-        """Read a file that `save` wrote.
-
-        Raises:
-            OSError, SafetensorError, KeyError, TypeError: there is none, or it is another's.
-        """
+        """Read a file that `save` wrote."""
         stored = load_file(path)
         texts = None
         if "text" in stored:
-            text = stored.pop("text").tobytes()
-            ends = np.cumsum(stored.pop("text_lengths").astype(np.int64)).tolist()
-            starts = [0, *ends][:-1]
-            texts = [
-                text[a:b].decode("utf-8", "replace") for a, b in zip(starts, ends, strict=True)
-            ]
+            text = io.BytesIO(stored.pop("text").tobytes())
+            lengths = stored.pop("text_lengths").tolist()
+            texts = [text.read(length).decode("utf-8", "replace") for length in lengths]
         names = sorted(name for name in stored if name.startswith("numbers."))
         numbers = {name.removeprefix("numbers."): stored.pop(name) for name in names}
         return cls(texts=texts, numbers=numbers, **stored)
 
 
-def _exact(x: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers in float32, if that has all of them."""
+def _stored(x: NDArray[Any], exact: bool) -> NDArray[Any]:
+    """Return numbers in float16, or in the smaller of float32 and float64 that has all of them."""
+    if not exact:
+        return half(x)
     single = x.astype(np.float32)
     return single if np.array_equal(single, x, equal_nan=True) else x.astype(np.float64)
 
 
-def _rounded(name: str, x: NDArray[Any]) -> NDArray[Any]:
+def half(x: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers in float16, which has no large ones."""
     largest = float(np.finfo(np.float16).max)
-    return _exact(x) if name in EXACT else np.clip(x, -largest, largest).astype(np.float16)
+    clipped: NDArray[Any] = np.clip(x, -largest, largest)
+    return clipped.astype("<f2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The record of a step; complete on the main process alone.
 
-    Attributes:
-        trace: the line for trace.jsonl: step, prompts taken, tokens sampled and not trained on,
-            names of the sources of reward.
-        tokens: of all completions.
-        greedy: of the greedy completions that an estimator needs.
-        completions: for completions.jsonl, without the step; none where they are not due.
-        shown: which of them the console shows.
+    `trace` is the line for trace.jsonl: step, prompts taken, tokens sampled and not trained on,
+    names of the sources of reward.
     """
 
     trace: Mapping[str, Any]
-    tokens: StepTokens | None = None
-    greedy: StepTokens | None = None
-    completions: Sequence[Mapping[str, Any]] = ()
-    shown: Sequence[int] = ()
+    tokens: StepTokens | None = None  # of all completions
+    greedy: StepTokens | None = None  # of the greedy completions that an estimator needs
+    completions: Sequence[Mapping[str, Any]] = ()  # for completions.jsonl, where they are due
+    shown: Sequence[int] = ()  # which of them the console shows
 
 
 @dataclass(frozen=True)
@@ -196,9 +177,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """The resolved config; empty if there is none."""
         file = self.directory / "config.yaml"
-        if not file.is_file():
-            return {}
-        return yaml.load(file.read_text(), Loader=FAST_YAML) or {}
+        return yaml.load(file.read_text() if file.is_file() else "", FAST_YAML) or {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -227,8 +206,8 @@ class RunFiles:
     @cached_property
     def weights(self) -> dict[int, dict[str, str]]:
         """Fingerprints of the trained tensors, by the steps of checkpoints."""
-        lines = (line for line in self._trace if "versions" not in line)
-        return {line["step"]: line["weights"] for line in lines if "weights" in line}
+        saved = (line for line in self._trace if "weights" in line and "versions" not in line)
+        return {line["step"]: line["weights"] for line in saved}
 
     def tokens(self, step: int, greedy: bool = False) -> StepTokens | None:
         """Return the record of a step's completions; None if it cannot be read."""
@@ -244,26 +223,19 @@ def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects with a step in a file, without a line that is not whole."""
-    if not path.is_file():
-        return []
+    """Read the JSON lines of a file, if it is there, without a line that is not whole."""
     records = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
     return records
 
 
 def version(package: str) -> str:
     """Return the version of a package, or "unknown"."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return "unknown"
 
 
 def versions() -> dict[str, str]:

@@ -1,17 +1,17 @@
 """`report.html` of a run: its curves, known trouble in them, its tokens, and what it ran on."""
 
+import fnmatch
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_pg.boundary.quoted import told, visible
-from rlhf_pg.report.charts import NO_CURVES, charts_of
-from rlhf_pg.report.html import VERSION, Table, write_document
+from rlhf_pg.report.html import Table, write_document
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
 from rlhf_pg.report.troubles import is_number, troubles
@@ -22,6 +22,47 @@ REPORT = "report.html"
 MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
 FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
 SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
+# A line for each chart: its title, patterns of its keys, and what it shows. A number goes to the
+# first chart that has its key; "Other" takes what is left, a chart each.
+CATALOGUE = """
+# Reward
+Reward by source | reward rewards/*/mean rewards/greedy | Weighted total, and raw mean by source.
+Spread of scores | reward_std rewards/*/std | Standard deviation within groups, and by source.
+Groups with one score for all | frac_reward_zero_std | Nothing is learnt from these groups.
+Failed rewards | rewards/*/failed | Share of calls of a reward function that failed.
+# Policy
+KL to the reference | kl | Distance from the initial model, in nats per token.
+KL of a completion | kl/completion | Summed over the tokens of a completion, in nats.
+KL of the update | approx_kl approx_kl/after | How far one step moves; far above 0.01 is large.
+Entropy | entropy | In nats per token; at 0 the policy always says the same.
+Clipping | clip_ratio/* | Share of tokens whose ratio was clipped, and which then do not count.
+Gradient norm | grad_norm | Before clipping. Single peaks are normal, a steady rise is not.
+Loss | loss policy_loss train_loss | Its level says little: look at the reward.
+Ratio | ratio | Mean probability under the new policy by that under the old one: near 1.
+Sampler and policy apart | agreement/* sampling/sampling_logp_difference/* | In nats per token.
+Ratio of policy and sampler | sampling/importance_sampling_ratio/* | Near 1.
+Learning rate | learning_rate value_learning_rate | The rates that the optimizer used.
+Coefficients | beta entropy_coef old_kl_coef learning_rate_scale | Controllers may move them.
+# Lengths
+Length of completions | completions/mean_length completions/m??_length | Tokens of a completion.
+Truncated | completions/clipped_ratio | Share that was cut off at max_completion_length.
+Turns and tools | episodes/* tools/* | Turns, calls of tools, and how many of them failed.
+# Value
+Value loss | value_loss | Squared error of the critic.
+Explained variance | explained_variance | 1 is all, below 0 is worse than a constant.
+Clipped values | value_clip_ratio | Share of values that were clipped.
+# Time and memory
+Time by stage | step_time time/* | Seconds of a step, and of its stages.
+Speed | perf/tokens_per_second | Tokens of prompts and completions, over the whole step.
+Memory | memory/* | Memory of the accelerator, in GB.
+Updates | num_updates skipped_updates | Updates of the step, and those that were not finite.
+# Evaluation
+Held-out reward | eval_reward eval_*_reward | On held-out prompts, sampled and greedy.
+Held-out scores by source | eval_*rewards/*/mean | Mean raw scores on held-out prompts.
+Several attempts | eval_*pass@* eval_*majority@* | Share solved by one of k, and by the majority.
+Held-out length | eval_*completions/mean_length | Mean tokens of a completion.
+"""
+NO_CURVES = {"step", "num_tokens"}  # they are the axes
 
 
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
@@ -38,15 +79,28 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     """
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
+    lines, curve = files.metrics, curve_data(files)
+    known = {key for line in lines for key in line}
     logged = LoggedSteps.of(files)
     steps, left_out = logged.chosen()
-    data = run_data(files) | {
+    data = {
+        "kind": "run",
+        "title": curve["name"],
+        "subtitle": [visible(part) for part in _subtitle(files) if part],
+        "runs": [curve],
+        "charts": [asdict(chart) for chart in charts_of(curve["metrics"])],
+        # Numbers that the run has a place for, but never computed.
+        "absent": sorted(
+            visible(key) for key in known if all(line.get(key) is None for line in lines)
+        ),
+        "warnings": [asdict(trouble) for trouble in troubles(lines)],
+        "tables": [table.shown() for table in _tables(files)],
         "steps": [logged.summary(step) for step in steps],
         "columns": COLUMNS,
         "left_out": left_out,
         "running": running,
     }
-    write_document(path, data["title"], data, ((step, logged.packed(step)) for step in steps))
+    write_document(path, curve["name"], data, ((step, logged.packed(step)) for step in steps))
     return path
 
 
@@ -78,42 +132,50 @@ class LiveReport:
         self._due = self.clock() + SHARE * (self.clock() - begun)
 
 
-# ---------------------------------------------------------------------------------- the numbers
-
-
-def run_data(files: RunFiles) -> dict[str, Any]:
-    """Return what a page shows of a run beside its tokens."""
-    lines = files.metrics
-    curve = curve_data(files)
-    title = files.directory.absolute().name
-    return {
-        "version": VERSION,
-        "kind": "run",
-        "title": visible(title),
-        "subtitle": [visible(part) for part in subtitle(files)],
-        "runs": [curve],
-        "charts": [asdict(chart) for chart in charts_of(curve["metrics"])],
-        "absent": sorted(_absent(lines)),
-        "warnings": [asdict(trouble) for trouble in troubles(lines)],
-        "tables": [table.shown() for table in run_tables(files)],
-    }
-
-
-def subtitle(files: RunFiles) -> list[str]:
+def _subtitle(files: RunFiles) -> list[str]:
     """Return what a run is, in a few words each: algorithm, model, steps, versions."""
     config, lines = files.config, files.metrics
-    model = str(config.get("model_name_or_path") or "").rstrip("/")
-    if Path(model).name == "final":  # of an earlier run
-        model = str(Path(model).parent)
+    model = Path(str(config.get("model_name_or_path") or ""))
+    if model.name == "final":  # of an earlier run
+        model = model.parent
     last, planned = (lines[-1]["step"] if lines else 0), config.get("max_steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > last else ""
-    said = [str(config.get("algorithm") or "").upper(), Path(model).name, f"{last}{of} steps"]
+    said = [str(config.get("algorithm") or "").upper(), model.name, f"{last}{of} steps"]
     if files.starts:
         start = files.starts[-1]
         said.append(f"{start.processes} x {start.device} ({start.backend})")
         shown = ("torch", "transformers", "rlhf_pg", "rlhf-pg")
         said += [f"{name} {start.versions[name]}" for name in shown if name in start.versions]
-    return [part for part in said if part]
+    return said
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: the heading under which it stands, its title, what it shows, and its keys."""
+
+    group: str
+    title: str
+    what: str
+    keys: tuple[str, ...]
+
+
+def charts_of(keys: Iterable[str]) -> list[Chart]:
+    """Return the charts of these numbers, in order; each number is in one of them."""
+    left = [key for key in keys if key not in NO_CURVES]
+    charts, group = [], ""
+    for line in CATALOGUE.strip().splitlines():
+        if line.startswith("# "):
+            group = line.removeprefix("# ")
+            continue
+        title, patterns, what = line.split(" | ")
+        own: list[str] = []
+        for pattern in patterns.split():
+            own += [key for key in left if key not in own and fnmatch.fnmatchcase(key, pattern)]
+        if own:
+            charts.append(Chart(group, title, what, tuple(own)))
+            left = [key for key in left if key not in own]
+    other = [Chart("Other", key, "A number that the run logged.", (key,)) for key in sorted(left)]
+    return [*charts, *other]
 
 
 def curve_data(files: RunFiles) -> dict[str, Any]:
@@ -123,7 +185,10 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
     """
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
-    columns = {key: np.array([_number(line.get(key)) for line in lines]) for key in keys}
+    columns = {
+        key: np.array([float(x) if is_number(x := line.get(key)) else np.nan for line in lines])
+        for key in keys
+    }
     known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
     x = {"step": known.get("step", np.zeros(0))}
     x["time"] = np.nancumsum(known.get("step_time", np.zeros(len(lines))))
@@ -144,17 +209,7 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> float:
-    return float(value) if is_number(value) else np.nan
-
-
-def _absent(lines: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the numbers that the run has a place for, but never computed."""
-    known = {key for line in lines for key in line}
-    return {visible(key) for key in known if all(line.get(key) is None for line in lines)}
-
-
-def run_tables(files: RunFiles) -> list[Table]:
+def _tables(files: RunFiles) -> list[Table]:
     """Return what the run ran on, and its config."""
     tables = []
     if files.starts:

@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
+from rlhf_pg.report.run_files import RunFiles, half, tokens_file
 from rlhf_pg.report.troubles import is_number
 
 MOST_COMPLETIONS = 10_000
@@ -31,8 +31,6 @@ LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
 LONGEST_EXTRA = 300  # characters of a further column
 OWN = {"step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated", "error"}
 WIDE = 1 << 16
-
-Record = Mapping[str, Any]
 
 # The numbers of a token, in the order in which they are shown; a run has those that it computes.
 # The colour of one that is diverging shows its sign, of others the size.
@@ -52,16 +50,11 @@ NAMES = [str(column["name"]) for column in COLUMNS]
 
 @dataclass(frozen=True)
 class LoggedSteps:
-    """The logged steps of a run, whose tokens are read one step at a time.
-
-    Attributes:
-        records: lines of completions.jsonl by step.
-        weights: of the sources of reward, by name; 1 where not given.
-    """
+    """The logged steps of a run, whose tokens are read one step at a time."""
 
     files: RunFiles
-    records: Mapping[int, list[dict[str, Any]]]
-    weights: Mapping[str, float]
+    records: Mapping[int, list[dict[str, Any]]]  # lines of completions.jsonl by step
+    weights: Mapping[str, float]  # of the sources of reward, by name; 1 where not given
 
     @classmethod
     def of(cls, files: RunFiles) -> "LoggedSteps":
@@ -71,18 +64,58 @@ class LoggedSteps:
         for record in files.completions:
             records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
-        given = files.config.get("reward_weights")
-        weights = {}
-        if isinstance(given, list) and len(given) == len(names) and all(map(is_number, given)):
-            weights = dict(zip(names, given, strict=True))
+        given = files.config.get("reward_weights") or ()
+        weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
         return cls(files, dict(sorted(records.items())), weights)
 
     def packed(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""
-        tokens = self.files.tokens(step)
-        if tokens is not None and tokens.texts is None:
-            tokens = None
-        return _pack(step, self.records[step], tokens, self.weights)
+        tokens, records = self.files.tokens(step), self.records[step]
+        header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}
+        arrays: list[bytes] = []
+        if tokens is None or tokens.texts is None:
+            said = [((x.get("prompt_index"), x.get("sample", i)), x) for i, x in enumerate(records)]
+            lengths: list[int | None] = [None] * len(records)
+        else:
+            by_place = {(x.get("prompt_index"), x.get("sample")): x for x in records}
+            places = zip(tokens.prompt_index.tolist(), tokens.sample.tolist(), strict=True)
+            said = [(place, by_place.get(place, {})) for place in places]
+            lengths = tokens.lengths.tolist()
+            # One id may have several texts, where a character is spread over tokens.
+            entries: dict[tuple[int, str], int] = {}
+            pairs = zip(tokens.ids.tolist(), tokens.texts, strict=True)
+            entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
+            header |= {
+                "tokens": len(tokens.ids),
+                "columns": [name for name in NAMES if name in tokens.numbers],
+                "vocabulary": {
+                    "ids": [one for one, _ in entries],
+                    "texts": [visible(text) for _, text in entries],
+                },
+                "wide": len(entries) > WIDE,
+            }
+            arrays.append(_planes(np.array(entry, "<u4" if header["wide"] else "<u2")))
+            arrays.append(tokens.action.astype(np.uint8).tobytes())
+            arrays += [_planes(half(tokens.numbers[name])) for name in header["columns"]]
+        numbers: dict[Any, int] = {}
+        prompts: list[dict[str, Any]] = []
+        completions: list[dict[str, Any]] = []
+        for ((index, sample), record), length in zip(said, lengths, strict=True):
+            if index not in numbers:
+                numbers[index] = len(prompts)
+                prompts.append({"index": index, "turns": _turns(record.get("prompt", []))})
+            completions.append(
+                {
+                    "prompt": numbers[index],
+                    "sample": sample,
+                    "length": length,
+                    "turns": _turns(record.get("completion", [])) if length is None else None,
+                    **_facts(record, self.weights),
+                }
+            )
+        header |= {"prompts": prompts, "completions": completions}
+        text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+        return gzip.compress(b"".join([struct.pack("<I", len(text)), text, *arrays]), 6, mtime=0)
 
     def summary(self, step: int) -> dict[str, Any]:
         """Return what a page needs of a step before it is opened: its size, best and worst."""
@@ -133,69 +166,12 @@ class LoggedSteps:
         return sorted(chosen), note if len(chosen) < len(steps) else ""
 
 
-def _pack(
-    step: int,
-    records: Sequence[Record],
-    tokens: StepTokens | None,
-    weights: Mapping[str, float],
-) -> bytes:
-    header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}
-    numbers: dict[Any, int] = {}
-    places: list[tuple[Any, Any, int | None]]
-    prompts: list[dict[str, Any]] = []
-    completions: list[dict[str, Any]] = []
-    if tokens is None:
-        places = [(x.get("prompt_index"), x.get("sample", i), None) for i, x in enumerate(records)]
-        known = dict(zip(places, records, strict=True))
-    else:
-        columns = (tokens.prompt_index, tokens.sample, tokens.lengths)
-        places = list(zip(*(x.tolist() for x in columns), strict=True))
-        by_place = {(x.get("prompt_index"), x.get("sample")): x for x in records}
-        known = {place: by_place.get(place[:2], {}) for place in places}
-    for index, sample, length in places:
-        record = known[index, sample, length]
-        if index not in numbers:
-            numbers[index] = len(prompts)
-            prompts.append({"index": index, "turns": _turns(record.get("prompt"))})
-        completions.append(
-            {
-                "prompt": numbers[index],
-                "sample": sample,
-                "length": length,
-                "turns": _turns(record.get("completion")) if length is None else None,
-                **_facts(record, weights),
-            }
-        )
-    header |= {"prompts": prompts, "completions": completions}
-    arrays: list[bytes] = []
-    if tokens is not None:
-        header["tokens"] = len(tokens.ids)
-        header["columns"] = [name for name in NAMES if name in tokens.numbers]
-        # One id may have several texts, where a character is spread over tokens.
-        entries: dict[tuple[int, str], int] = {}
-        pairs = zip(tokens.ids.tolist(), tokens.texts or (), strict=True)
-        entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
-        header["vocabulary"] = {
-            "ids": [one for one, _ in entries],
-            "texts": [visible(text) for _, text in entries],
-        }
-        header["wide"] = len(entries) > WIDE
-        arrays.append(_planes(np.array(entry, np.uint32 if header["wide"] else np.uint16)))
-        arrays.append(tokens.action.astype(np.uint8).tobytes())
-        largest = float(np.finfo(np.float16).max)
-        for name in header["columns"]:
-            column = tokens.numbers[name].astype(np.float64)
-            arrays.append(_planes(np.clip(column, -largest, largest).astype(np.float16)))
-    said = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
-    return gzip.compress(b"".join([struct.pack("<I", len(said)), said, *arrays]), 6, mtime=0)
-
-
-def _facts(record: Record, weights: Mapping[str, float]) -> dict[str, Any]:
+def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
     """Return what is known of a completion beside its tokens."""
     names = [name for name in record if name.startswith("rewards/")]
     scores = {name: record[name] for name in names if is_number(record[name])}
     extra = [
-        (visible(name), _short(value))
+        (visible(name), _text(value, LONGEST_EXTRA))
         for name, value in record.items()
         if name not in OWN and name not in names and value is not None
     ]
@@ -205,50 +181,39 @@ def _facts(record: Record, weights: Mapping[str, float]) -> dict[str, Any]:
         "scores": [[visible(n.removeprefix("rewards/")), score] for n, score in scores.items()],
         "advantage": record["advantage"] if is_number(record.get("advantage")) else None,
         "truncated": record.get("truncated") is True,
-        "error": _short(record["error"]) if record.get("error") else None,
+        "error": _text(record["error"], LONGEST_EXTRA) if record.get("error") else None,
         "extra": extra,
     }
 
 
-def _turns(prompt: Any) -> list[list[str]]:
+def _turns(said: Any) -> list[list[str]]:
     """Return the roles and texts of a chat; of a plain text one pair without a role."""
-    if prompt is None:
-        return []
-    turns = prompt if isinstance(prompt, list) else [prompt]
-    return [
-        [visible(str(turn.get("role", ""))), _text(_content(turn))]
-        if isinstance(turn, dict)
-        else ["", _text(turn if isinstance(turn, str) else _json(turn))]
-        for turn in turns
-    ]
+    turns = [{"content": said}] if isinstance(said, str) else said
+    return [[visible(str(turn.get("role", ""))), _text(_content(turn))] for turn in turns]
 
 
 def _content(turn: Mapping[str, Any]) -> str:
     """Return all that a message says: its text or parts, and calls of tools."""
-    content = turn.get("content")
-    parts = content if isinstance(content, list) else [] if content is None else [content]
-    texts = []
+    content = turn.get("content") or []
+    parts = [content] if isinstance(content, str) else content
+    said = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part
-        texts.append(text if isinstance(text, str) else _json(part))
+        said.append(text if isinstance(text, str) else _string(part))
     others = {k: v for k, v in turn.items() if k not in ("role", "content") and v}
-    return "\n".join([*texts, *([_json(others)] if others else [])])
+    return "\n".join([*said, *([_string(others)] if others else [])])
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _string(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _text(text: str, longest: int = LONGEST_TEXT) -> str:
+def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
+    text = _string(value)
     more = f" ... ({len(text):,} characters)" if len(text) > longest else ""
     return visible(text[:longest]) + more
 
 
-def _short(value: Any) -> str:
-    return _text(value if isinstance(value, str) else _json(value), LONGEST_EXTRA)
-
-
 def _planes(numbers: NDArray[Any]) -> bytes:
     """Return all lowest bytes, then all second ones, and so on."""
-    own = np.ascontiguousarray(numbers.astype(numbers.dtype.newbyteorder("<")))
-    return own.view(np.uint8).reshape(len(own), own.itemsize).T.tobytes()
+    return numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize).T.tobytes()

@@ -29,13 +29,8 @@ PROJECT = "rlhf_pg"
 class Trackers:
     """The trackers of the main process; in other processes nothing is opened.
 
-    `Accelerator` has these too, but there one that fails ends the others and the run.
-
-    Args:
-        names: as `report_to` has them.
-
-    Raises:
-        ValueError: one is not installed.
+    `Accelerator` has these too, but there one that fails ends the others and the run. `names` are
+    those of `report_to`; ValueError if one is not installed.
     """
 
     def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
@@ -54,7 +49,6 @@ class Trackers:
         """Open the trackers for a run, and close them however it ends.
 
         Args:
-            directory: directory of the run; a resumed run goes on in the trackers too.
             run_name: None leaves it to them.
             config: logged as hyper-parameters.
             resumed: leave out a tracker that cannot start, since the run has more to lose.
@@ -77,7 +71,8 @@ class Trackers:
             raise
         finally:
             for name in list(self._open):
-                self._close(name)
+                self._try(name, lambda tracker: tracker.finish())
+            self._open.clear()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Report the line of a step, without the numbers that were not computed."""
@@ -106,13 +101,10 @@ class Trackers:
                 tracker.store_init_configuration(plain)
             except Exception as error:  # of whatever kind its library raises
                 failures.append(f"report_to: {name} cannot start: {told(error)}")
-                self._close(name)
+                if name in self._open:
+                    self._try(name, lambda tracker: tracker.finish())
+                self._open.pop(name, None)
         return "; ".join(failures) or None
-
-    def _close(self, name: str) -> None:
-        if name in self._open:
-            self._try(name, lambda tracker: tracker.finish())
-        self._open.pop(name, None)
 
     def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
         """Do something with a tracker; one that fails is left out of the rest of the run."""

@@ -5,10 +5,10 @@ skips the steps in which its number was not computed.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 WINDOW = 10  # steps
 
@@ -18,21 +18,13 @@ Points = list[tuple[int, float]]  # step, value
 
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
-    """A stretch of a curve that is known trouble.
+    """A stretch of a curve that is known trouble."""
 
-    Attributes:
-        key: of the number whose curve shows it.
-        step: with which it began.
-        until: step with which it ended; None if it goes on.
-        title: what it is called.
-        text: what it means, and what to do.
-    """
-
-    key: str
-    step: int
-    until: int | None
+    key: str  # of the number whose curve shows it
+    step: int  # with which it began
+    until: int | None  # step with which it ended; None if it goes on
     title: str
-    text: str
+    text: str  # what it means, and what to do
 
 
 def troubles(lines: Sequence[Line]) -> list[Trouble]:
@@ -90,13 +82,14 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     found = []
     for key, points, is_bad, title, text in rules:
         points = values(lines, key) if points is None else points
-        for began, until in _stretch(points, is_bad):
+        if stretch := _stretch(points, is_bad):
+            began, until = stretch
             found.append(Trouble(key=key, step=began, until=until, title=title, text=text))
-    skipped = [step for step, count in values(lines, "skipped_updates") if count > 0]
-    if skipped:
-        title, text = "Updates skipped", "See skipped/ in the directory of the run for their rows."
-        key = "skipped_updates"
-        found.append(Trouble(key=key, step=skipped[0], until=None, title=title, text=text))
+    key, title = "skipped_updates", "Updates skipped"
+    text = "See skipped/ in the directory of the run for their rows."
+    skipped = [step for step, count in values(lines, key) if count > 0]
+    for step in skipped[:1]:
+        found.append(Trouble(key=key, step=step, until=None, title=title, text=text))
     return sorted(found, key=lambda trouble: (trouble.until is not None, trouble.step))
 
 
@@ -120,23 +113,20 @@ def values(lines: Sequence[Line], key: str) -> Points:
     return [(line["step"], float(line[key])) for line in lines if is_number(line.get(key))]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a line is a finite number, which a switch is not."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= sys.float_info.max
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) <= sys.float_info.max
 
 
-def _stretch(points: Points, is_bad: Callable[[float], bool]) -> Iterator[tuple[int, int | None]]:
-    """Yield the latest stretch of steps over which the mean of the window is bad, if any is."""
-    if len(points) < WINDOW:
-        return
+def _stretch(points: Points, is_bad: Callable[[float], bool]) -> tuple[int, int | None] | None:
+    """Return the latest stretch of steps over which the mean of the window is bad, if any is."""
     bad = [
         is_bad(fmean(value for _, value in points[end - WINDOW : end]))
         for end in range(WINDOW, len(points) + 1)
     ]
     if not any(bad):
-        return
+        return None
     last = len(bad) - 1 - bad[::-1].index(True)
     first = last
     while first > 0 and bad[first - 1]:
@@ -144,4 +134,4 @@ def _stretch(points: Points, is_bad: Callable[[float], bool]) -> Iterator[tuple[
     # The first step of the first bad window that is bad itself: trouble seldom begins at once.
     window = points[first : first + WINDOW]
     began = next((step for step, value in window if is_bad(value)), window[0][0])
-    yield began, None if last == len(bad) - 1 else points[last + WINDOW - 1][0]
+    return began, None if last == len(bad) - 1 else points[last + WINDOW - 1][0]

@@ -10,13 +10,74 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhf_pg.runtime.bf16_updates import MASTER, MasterWeights
-from rlhf_pg.runtime.full_weights import full
+from rlhf_pg.runtime.full_weights import full, put
 from rlhf_pg.runtime.watchdog import Watch, waits
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value is not shaped like the parameter
 TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
+MASTER = "master"  # the key of the float32 weights through which bfloat16 ones are updated
+
+
+class MasterWeights:
+    """Updates of permanent float32 copies, which are then rounded into the model's weights.
+
+    The 8 bits of bfloat16 would lose changes below 0.2 %. Weights that are not in bfloat16 are
+    updated themselves. The optimizer's parameter groups hold the copies from now on.
+
+    Raises:
+        ValueError: the optimizer already has moments of bfloat16 weights.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        if any(p.dtype == torch.bfloat16 for p in optimizer.state):
+            raise ValueError(
+                "optimizers: yours has moments already, of bfloat16 weights: give a new one"
+            )
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        lossy = [p for p in trained if p.dtype == torch.bfloat16]
+        self._of: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().float()) for p in lossy}
+        self._weights = {master: weight for weight, master in self._of.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [self.of(p) for p in group["params"]]
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the tensor that the optimizer updates for a weight: its copy or itself."""
+        return self._of.get(weight, weight)
+
+    def weight(self, updated: Tensor) -> Tensor:
+        """Return the weight that `updated` stands for, the inverse of `of`."""
+        return self._weights.get(updated, updated)
+
+    def take_gradients(self) -> None:
+        """Move the gradients, in float32, to where the optimizer looks for them."""
+        for weight, master in self._of.items():
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update what has a gradient, and round the copies into the weights."""
+        self.optimizer.step()
+        for weight, master in self._of.items():
+            if master.grad is not None:
+                weight.copy_(master)
+
+    def state(self) -> Iterator[State]:
+        """Yield all trained weights in float32, even those that the model has in float32.
+
+        DeepSpeed, which may load them, holds the latter in bfloat16.
+        """
+        for group in self.optimizer.param_groups if self._of else ():
+            for updated in group["params"]:
+                yield self.weight(updated), MASTER, full(updated)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights after they have been loaded."""
+        for weight, master in self._of.items():
+            master.copy_(weight)
 
 
 class DDPBackend:
@@ -62,10 +123,8 @@ class DDPBackend:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
-        if last:
-            return nullcontext()
-        hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
-        return hold_back
+        hold_back: Any = self._accelerator.no_sync
+        return nullcontext() if last else hold_back(self._wrapped)
 
     @waits
     def backward(self, loss: Tensor) -> None:
@@ -114,13 +173,13 @@ class DDPBackend:
         self.optimizer.state.clear()
         self._updates.refresh()
         for weight, key, value in state:
-            if key == MASTER:
-                self._updates.load(weight, key, value)
-                continue
             updated = self._updates.of(weight)
-            is_count = key == COUNTER
-            own = count(self.optimizer, updated, value) if is_count else self._like(updated, value)
-            self.optimizer.state[updated][key] = own
+            if key == COUNTER:
+                self.optimizer.state[updated][key] = count(self.optimizer, updated, value)
+            elif key != MASTER:
+                self.optimizer.state[updated][key] = self._like(updated, value)
+            elif updated.dtype == torch.float32:
+                put(updated, value)
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Move a moment to the device of its parameter."""

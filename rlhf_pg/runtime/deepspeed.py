@@ -18,8 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from rlhf_pg.runtime.bf16_updates import MASTER
-from rlhf_pg.runtime.ddp import COUNTER, DDPBackend, State, count
+from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, count
 from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.runtime.watchdog import waits
 
@@ -32,13 +31,10 @@ class DeepSpeedBackend(DDPBackend):
         self._bf16 = any(p.dtype == torch.bfloat16 for p in self.module.parameters())
         if any(p.dtype == torch.float64 for p in self.module.parameters()):
             raise ValueError("DeepSpeed does not train in float64: set dtype to float32")
-        config = _config(self._accelerator, self._bf16) | {
-            "gradient_clipping": self.max_grad_norm,
-            "zero_allow_untested_optimizer": True,
-        }
-        engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=_offloaded(self.optimizer, config), config=config
-        )
+        own = {"gradient_clipping": self.max_grad_norm, "zero_allow_untested_optimizer": True}
+        config = _config(self._accelerator, self._bf16) | own
+        optimizer = _offloaded(self.optimizer, config)
+        engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
         self.optimizer = self._zero.optimizer
@@ -67,11 +63,7 @@ class DeepSpeedBackend(DDPBackend):
 
     @waits
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share of the loss.
-
-        Raises:
-            ValueError: an update was interrupted before.
-        """
+        """Add the gradient of this process's share; ValueError after `discard_update`."""
         if self._is_broken:
             raise ValueError(
                 "an update was broken off, and DeepSpeed keeps half of its gradient: resume from a "
@@ -82,6 +74,7 @@ class DeepSpeedBackend(DDPBackend):
     def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of some parameters, which the next step then leaves unchanged."""
         own = {id(p) for p in module.parameters()}
+        norms = getattr(self._zero, "norm_for_param_grads", {})
         for i, (parameters, piece) in enumerate(self._groups()):
             if id(parameters[0]) not in own:
                 continue
@@ -89,9 +82,8 @@ class DeepSpeedBackend(DDPBackend):
             # The norm is computed from these; with offloading it is kept by parameter.
             for gradient in self._zero.averaged_gradients.get(i) or ():
                 gradient.zero_()
-            norms = getattr(self._zero, "norm_for_param_grads", {})
-            for parameter in parameters:
-                if (key := self._zero.get_param_id(parameter)) in norms:
+            for key in map(self._zero.get_param_id, parameters):
+                if key in norms:
                     norms[key] = torch.zeros_like(norms[key])  # multiplying by 0 would keep NaN
 
     def discard_update(self) -> None:
@@ -180,8 +172,7 @@ def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
 def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     """Return the launcher's DeepSpeed config without what the recipe decides.
 
-    Raises:
-        ValueError: the config has an optimizer or a schedule, or no ZeRO.
+    ValueError if it has an optimizer or a schedule, or no ZeRO.
     """
     plugin = accelerator.state.deepspeed_plugin
     config = _decided(copy.deepcopy(plugin.deepspeed_config))
@@ -212,16 +203,11 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return an optimizer that updates on the CPU, if its state is to be there.
-
-    Raises:
-        ValueError: there is no such optimizer for the CPU.
-    """
+    """Return an optimizer that updates on the CPU, if its state is to be there and it can."""
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    there = isinstance(optimizer, DeepSpeedCPUAdam)
+    there, kind = isinstance(optimizer, DeepSpeedCPUAdam), type(optimizer)
     if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):
         return optimizer
-    kind = type(optimizer)
     if kind not in (Adam, AdamW):  # accelerate would treat it as Adam
         raise ValueError(
             f"the DeepSpeed config offloads the optimizer, and there is no {kind.__name__} for "

@@ -31,10 +31,8 @@ class FSDPBackend(DDPBackend):
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """Shard a module that is not trained, even parts that the launcher wants to keep whole.
-
-        Without a backward pass, whole weights would never be released.
-        """
+        """Shard a module that is not trained, even parts that the launcher wants to keep whole."""
+        # Without a backward pass, whole weights would never be released.
         _sharded(accelerator, module).set_reshard_after_forward(True)
         return module
 
@@ -58,8 +56,11 @@ class FSDPBackend(DDPBackend):
 
 
 def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
-    """Shard a module in place, into the layers of `transformers` and the rest."""
-    module._no_split_modules = _layers(module)  # type: ignore[assignment]
+    """Shard a module in place, into the layers that `transformers` keeps together, and the rest."""
+    parts = list(module.modules())
+    names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
+    there = {type(part).__name__ for part in parts}
+    module._no_split_modules = sorted(names & there)  # type: ignore[assignment]
     plugin = accelerator.state.fsdp_plugin
     wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
@@ -89,12 +90,3 @@ def _set_apart(module: nn.Module) -> None:
                 if id(parameter) in copies:
                     setattr(part, name, copies[id(parameter)])
         taken |= {id(p) for p in child.parameters()}
-
-
-def _layers(module: nn.Module) -> list[str]:
-    """Return the class names of the layers that a model in the module wants to keep together."""
-    names = {
-        name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
-    }
-    classes = {type(part).__name__ for part in module.modules()}
-    return sorted(names & classes)

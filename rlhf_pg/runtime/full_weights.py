@@ -21,11 +21,7 @@ CPU = torch.device("cpu")
 
 
 def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what FSDP and DeepSpeed cannot shard.
-
-    Raises:
-        ValueError: weights are quantized, or the optimizer has been used or has 8-bit moments.
-    """
+    """Refuse (ValueError) what FSDP and DeepSpeed cannot shard."""
     if not all(p.is_floating_point() for p in module.parameters()):
         raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
     if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
@@ -51,9 +47,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager[Any]:
-    """Gather ZeRO-3 parameters inside the block; with `write`, the main process's values are kept.
+    """Gather ZeRO-3 parameters inside the block; collective.
 
-    It is collective.
+    With `write`, the main process's values are kept.
     """
     split = [p for p in parameters if hasattr(p, "ds_id")]
     if not split:
@@ -80,27 +76,27 @@ def put(parameter: Tensor, value: Tensor) -> None:
 class FullWeights:
     """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
 
-    Args:
-        module: before it is sharded; `pieces` is the same module afterwards.
-        splits: whether it is going to be sharded. Otherwise this is the module itself, and nothing
-            is copied.
-        watch: of this process, which may have to wait for the others.
+    The module is given before it is sharded; `pieces` is the same afterwards. Nothing is copied
+    unless it `splits`.
     """
 
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
-        self.pieces, self.watch = module, watch
-        self.module = _outline(module) if splits else module
+        self.module = self.pieces = module
+        self.watch = watch
+        if splits:  # a copy whose parameters have a shape but no memory; its buffers are whole
+            empty: dict[int, Any] = {
+                id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad)
+                for p in module.parameters()
+            }
+            self.module = copy.deepcopy(module, empty)
         self._users = 0
 
     @contextmanager
     def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
-        """Give `module` its weights inside the block, and no memory otherwise; collective.
+        """Give `module` its weights, or those `trained`, inside the block only; collective.
 
-        Within another such block for the same module it changes nothing.
-
-        Args:
-            device: where to put them; None: this process helps to gather and keeps nothing.
-            trained: gather only the trained parameters.
+        Without a device this process helps to gather and keeps nothing. Within another such block
+        for the same module it changes nothing.
         """
         self._users += 1
         try:
@@ -110,14 +106,13 @@ class FullWeights:
         finally:
             self._users -= 1
             if not self._users:
-                self._empty()
+                for own, _ in self._pairs():
+                    if not own.is_meta:
+                        _put_in_place(own, own.to("meta"))
 
     @contextmanager
     def modified(self, trained: bool = False) -> Iterator[None]:
-        """Write what every process changes in `module` inside the block back to the shards.
-
-        The change is made on the CPU; collective.
-        """
+        """Write what every process changes in `module`, on the CPU, to the shards; collective."""
         with self.gathered(CPU, trained):
             yield
             self._spread(trained)
@@ -139,11 +134,6 @@ class FullWeights:
                 for name, buffer in part.named_buffers(recurse=False):
                     part._buffers[name] = buffer.to(device)
 
-    def _empty(self) -> None:
-        for own, _ in self._pairs():
-            if not own.is_meta:
-                _put_in_place(own, own.to("meta"))
-
     def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters of `module` with their sharded ones, tied ones once."""
         if self.module is self.pieces:
@@ -154,14 +144,6 @@ class FullWeights:
             for name, own in self.module.named_parameters()
             if own.requires_grad or not trained
         ]
-
-
-def _outline(module: nn.Module) -> nn.Module:
-    """Copy a module with parameters that have a shape but no memory; buffers are copied whole."""
-    empty: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
-    }
-    return copy.deepcopy(module, empty)
 
 
 def _put_in_place(parameter: Tensor, value: Tensor) -> None:

@@ -28,11 +28,8 @@ SHARED = "raised_together"  # an attribute of the errors that all processes rais
 class Runtime:
     """The current process and its connection to the others.
 
-    Args:
-        timeout: `ddp_timeout`, in seconds; the first `Runtime` also sets that of the process group.
-
-    Raises:
-        ValueError: the launcher asks for what is not supported here.
+    The timeout is `ddp_timeout`, in seconds; the first `Runtime` also sets that of the process
+    group. ValueError if the launcher asks for what is not supported here.
     """
 
     def __init__(self, timeout: int = 1800) -> None:
@@ -79,25 +76,25 @@ class Runtime:
 
     @property
     def device_name(self) -> str:
-        """The name of the accelerator, or the processor's kind with "cpu" in front."""
-        if self.device.type == "cuda":  # pragma: no cover
+        """The name of the accelerator, or "cpu" with the kind of processor."""
+        if self.device.type == "cuda":
             return str(torch.cuda.get_device_name(self.device))
         return f"{self.device.type} ({platform.machine()})"
 
     @property
     def peak_memory(self) -> float:
         """The most bytes that this process has had so far, of the GPU's memory if it uses one."""
-        if self.device.type == "cuda":  # pragma: no cover
+        if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
     def describe(self) -> str:
         """Describe the processes, for example "2 processes (gloo, ZeRO-3), cpu"."""
-        if self.world == 1:
-            how = "" if self.kind == "DDP" else f" ({self.kind})"
-            return f"1 process{how}, {self.device.type}"
-        how = f"{torch.distributed.get_backend()}, {self.kind}"
-        return f"{self.world} processes ({how}), {self.device.type}"
+        if self.world > 1:
+            how = f"{torch.distributed.get_backend()}, {self.kind}"
+            return f"{self.world} processes ({how}), {self.device.type}"
+        how = "" if self.kind == "DDP" else f" ({self.kind})"
+        return f"1 process{how}, {self.device.type}"
 
     @property
     def splits(self) -> bool:
@@ -108,13 +105,9 @@ class Runtime:
     def prepare(
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
-        """Return the backend that trains a module, on its device and with gradients shared by all.
+        """Return the backend that trains a module; ValueError if the launcher's does not fit it.
 
-        Args:
-            max_grad_norm: 0 leaves the gradient as it is.
-
-        Raises:
-            ValueError: the launcher's config does not fit.
+        A `max_grad_norm` of 0 leaves the gradient as it is.
         """
         trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
@@ -134,8 +127,7 @@ class Runtime:
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
         """Return the rows of all processes in order of rank, and where this process's own are.
 
-        Args:
-            rows: (B,...); B may differ between processes, the other dimensions may not.
+        Of (B,...) only B may differ between processes.
         """
         if self.world == 1:
             return rows, slice(0, len(rows))
@@ -150,9 +142,7 @@ class Runtime:
     @waits
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum over all processes."""
-        if self.world == 1:
-            return x
-        summed: Tensor = self._accelerator.reduce(x, reduction="sum")
+        summed: Tensor = self._accelerator.reduce(x, reduction="sum") if self.world > 1 else x
         return summed
 
     @waits
@@ -173,17 +163,16 @@ class Runtime:
 
     def first_error(self, failure: str | None) -> str | None:
         """Return, on all processes, the failure of the first process that has one, or None."""
-        if self.world == 1 or not self.all_reduce_max(int(failure is not None)):
+        if self.world == 1:
             return failure
         mine = "" if failure is None else f"rank {self.rank}: {failure}".replace("\0", "\\0")
-        return next(text for text in self.gather_text(mine) if text)
+        return next((text for text in self.gather_text(mine) if text), None)
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
-        """Make an error that one process raises inside the block fail all of them; collective.
+        """Make an error of a kind, raised inside by any process, fail all of them; collective.
 
-        Raises:
-            kind: raised here or on another process. `leave_together` knows that all have it.
+        `leave_together` knows that all have it.
         """
         failure = None
         try:
@@ -205,12 +194,7 @@ class Runtime:
         return mean, self.all_reduce_sum(squares) / count
 
     def leave_together(self, place: str, error: BaseException) -> bool:
-        """Return whether all processes end in the same place, by any error; not a collective.
-
-        Args:
-            place: name of the place in the run.
-            error: what ends this process.
-        """
+        """Return whether all processes end in the same place, by any error; not a collective."""
         if self.watch is None or SHARED in error.__dict__:
             return True
         return self.watch.leave_together(place)
@@ -227,20 +211,20 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     Every process loads the weights itself, whatever the launcher says: weights that are not in
     memory could not be copied for a reference or a critic.
     """
-    kind = accelerator.distributed_type
+    kind, state = accelerator.distributed_type, accelerator.state
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         return "DDP", DDPBackend
-    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version == 2:
+    if kind == DistributedType.FSDP and state.fsdp_plugin.fsdp_version == 2:
         from rlhf_pg.runtime.fsdp import FSDPBackend
 
         disable_fsdp_ram_efficient_loading()
-        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        state.fsdp_plugin.cpu_ram_efficient_loading = False
         return "FSDP2", FSDPBackend
     if kind == DistributedType.DEEPSPEED:
         from rlhf_pg.runtime.deepspeed import DeepSpeedBackend
 
         unset_hf_deepspeed_config()
-        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}", DeepSpeedBackend
+        return f"ZeRO-{state.deepspeed_plugin.zero_stage}", DeepSpeedBackend
     raise ValueError(
         f"the launcher asks for {kind.value}, which is not supported: use DDP, FSDP with "
         "fsdp_version 2, or DeepSpeed (ZeRO), as in recipes/accelerate/"

@@ -28,9 +28,6 @@ class Termination:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._reset()
-
-    def _reset(self) -> None:
         self.stopping, self._stop = False, False
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
 
@@ -41,7 +38,7 @@ class Termination:
         Only the main thread can handle signals; in any other, they keep their effect. A signal that
         was ignored, as under nohup, stays ignored.
         """
-        self._reset()
+        self.stopping, self._stop, self._asked = False, False, None
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
@@ -53,9 +50,8 @@ class Termination:
             for number in theirs:
                 signal.signal(number, self._note)
             if any(name in os.environ for name in LAUNCHED):
-                threading.Thread(
-                    target=self._watch_parent, args=(os.getppid(), ended), daemon=True
-                ).start()
+                watched = (os.getppid(), ended)
+                threading.Thread(target=self._watch_parent, args=watched, daemon=True).start()
             yield
         finally:
             ended.set()
@@ -63,7 +59,7 @@ class Termination:
                 signal.signal(number, old)
 
     def _watch_parent(self, parent: int, ended: threading.Event) -> None:
-        """Treat the loss of the launcher, which may not pass a SIGTERM on, as a SIGTERM.
+        """Treat the loss of the launcher as a SIGTERM, which it may not have passed on.
 
         Nobody else would end this process, and it would be in the way of the restarted run.
         """

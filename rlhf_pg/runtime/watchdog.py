@@ -58,11 +58,8 @@ class Watch:
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
     error ends it first. A process with work of its own (it may be saving, or closing its trackers)
     may go on until it waits for others, for at most `timeout` seconds. A process that has waited
-    for `timeout` seconds makes every process report its stacks and end.
-
-    Args:
-        store: the `torch.distributed.Store` of all processes.
-        timeout: in seconds.
+    for `timeout` seconds makes every process report its stacks and end. `store` is that of
+    `torch.distributed`, which all processes share.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
@@ -121,8 +118,7 @@ class Watch:
     def leave_together(self, place: str) -> bool:
         """Return whether all processes are leaving from the same place; all get the same answer.
 
-        If they are, none is in a collective or on its way to one, so they may start another
-        together.
+        If they are, none is in a collective or on its way to one: they may start another together.
         """
         departure = f"leaves/{next(self._departures)}"
         keys = [f"{departure}/{rank}" for rank in range(self._world)]
@@ -149,8 +145,7 @@ class Watch:
 
     def _answer(self) -> None:
         """Confirm that this process knows, and wait for the others, whose connections it breaks."""
-        silent = self._meet("knows", [r for r in range(self._world) if r != self._rank])
-        if silent:
+        if silent := self._meet("knows", [r for r in range(self._world) if r != self._rank]):
             self._say(f"no answer from ranks {silent}: gone, or frozen")
         if self._rank == 0:
             time.sleep(POLL)  # others may be counting answers

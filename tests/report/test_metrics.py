@@ -166,6 +166,11 @@ def metrics_of(step, **numbers):
     return dict.fromkeys(KEYS) | {"step": step, "step_time": 0.25} | numbers
 
 
+def record(journal, step, *completions):
+    shown = range(len(completions))
+    journal.record(StepRecord(trace={"step": step}, completions=completions, shown=shown))
+
+
 def run(journal, steps, **numbers):
     with journal.progress(steps):
         for step in range(1, steps + 1):
@@ -175,7 +180,7 @@ def run(journal, steps, **numbers):
 def test_main_process_keeps_every_step_and_sample(tmp_path, capsys):
     journal = Journal(tmp_path / "new" / "run", 0, is_main=True)
     run(journal, 3, reward=0.5, kl=math.nan)
-    journal.completions(3, [RECORD, RECORD | {"rewards/exact": math.nan}])
+    record(journal, 3, RECORD, RECORD | {"rewards/exact": math.nan})
     kept = read(tmp_path / "new" / "run" / "metrics.jsonl")
     assert kept == [metrics_of(step, reward=0.5, kl=None) for step in (1, 2, 3)]
     assert read(tmp_path / "new" / "run" / "completions.jsonl") == [
@@ -188,7 +193,7 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     journal = Journal(tmp_path / "run", 0, is_main=False)
     journal.say("hello")
     run(journal, 3, reward=0.5)
-    journal.completions(1, [RECORD])
+    record(journal, 1, RECORD)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -217,8 +222,8 @@ def test_terminal_shows_progress_bar_with_last_numbers(tmp_path, capsys, monkeyp
 def test_resumed_journal_continues_after_its_step(tmp_path, capsys):
     first = Journal(tmp_path, 0, is_main=True)
     run(first, 3)
-    first.completions(2, [RECORD])
-    first.completions(3, [RECORD])
+    record(first, 2, RECORD)
+    record(first, 3, RECORD)
     Journal(tmp_path, 2, is_main=True).step(metrics_of(3, reward=9.0))
     assert [line["reward"] for line in read(tmp_path / "metrics.jsonl")] == [None, None, 9.0]
     assert [line["step"] for line in read(tmp_path / "completions.jsonl")] == [2]
@@ -256,7 +261,7 @@ def test_earlier_runs_are_numbered_after_highest(tmp_path):
 )
 @pytest.mark.parametrize("key", ["prompt", "completion"])
 def test_control_characters_are_shown_escaped(tmp_path, capsys, key, hostile):
-    Journal(tmp_path, 0, is_main=True).completions(1, [RECORD | {key: hostile}])
+    record(Journal(tmp_path, 0, is_main=True), 1, RECORD | {key: hostile})
     out = capsys.readouterr().out
     assert repr(hostile) in out
     assert out.replace("\n", "").isprintable()

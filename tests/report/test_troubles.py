@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pg.report.charts import charts_of
+from rlhf_pg.report.run_page import charts_of
 from rlhf_pg.report.troubles import Trouble, troubles
 
 LENGTH = "completions/mean_length"
