@@ -49,10 +49,7 @@ class Save:
             self.do(step)
 
     def check(self) -> None:
-        """Raise OSError on all processes if a step has failed on any; collective.
-
-        What was begun is removed. The message is that of the first process with a failure.
-        """
+        """Remove what was begun and raise OSError on all processes if a step failed on any."""
         error = self._failure
         reason = self.runtime.first_error(f"{type(error).__name__}: {error}" if error else None)
         if reason is None:
@@ -129,10 +126,7 @@ def recover_all(directory: Path) -> None:
 
 
 def verified(path: Path, contents: bool = True) -> str | None:
-    """Return why a directory is not the whole one that was published; None if it is.
-
-    Without `contents` only the size of every file is compared, not its SHA-256.
-    """
+    """Return why a directory is not as it was published, at least in sizes; None if it is."""
     try:
         files = json.loads((path / STATE).read_text()).get("files")
         if files is None:

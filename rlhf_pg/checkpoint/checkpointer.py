@@ -78,8 +78,7 @@ class Checkpointer:
     def save(self, runtime: Runtime, path: Path | None = None, prunes: bool = True) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
 
-        Args:
-            prunes: remove older checkpoints beyond `limit`; or else the next save does.
+        Unless it `prunes`, the next save removes older checkpoints beyond `limit`.
 
         Raises:
             OSError: on all processes, it could not be written. Nothing of it remains, and what was
@@ -135,10 +134,7 @@ class Checkpointer:
                 yield name, whole, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
-        """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
-
-        With `final` without a reference that moves, which only a resumed run needs.
-        """
+        """Save what `from_pretrained` reads, and unless it is `final` a reference that moves."""
         for name, whole, part in self._saved_parts(final):
             with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
                 if name == "model":
@@ -171,11 +167,8 @@ class Checkpointer:
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
         """Restore a checkpoint directory, and return the config that was saved there; collective.
 
-        True and "latest" mean the newest whole one; None restores nothing.
-
-        Raises:
-            ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
-                of another.
+        True and "latest" mean the newest whole one; None restores nothing. ValueError if there is
+        none, it is not whole, or a new run would mix with the checkpoints of another.
         """
         run = self.directory.parent
         if runtime.is_main:
@@ -234,20 +227,14 @@ class Checkpointer:
         raise ValueError("; ".join([none, *broken]))
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
-        """Return why not every process can resume from a checkpoint; None if all can. Collective.
-
-        The main process reads all of it; the others compare sizes.
-        """
+        """Return why not every process can resume from a checkpoint; None if all can."""
         reason = atomic.verified(path, contents=runtime.is_main)
         if reason is None and "counters" not in atomic.state(path):
             reason = "it is a model alone, as final/ is, without optimizer and counters"
         return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
-        """Restore a saved state in place; return the config that was saved with it.
-
-        ValueError if it is not of this run: see `compatibility.check`.
-        """
+        """Restore a saved state of this run (`compatibility.check`); return the config in it."""
         state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
         counters, prints = asdict(self.state), self.fingerprints()
@@ -291,10 +278,7 @@ class Checkpointer:
 def optimizer_tensors(
     trained: DDPBackend, names: Mapping[Tensor, str], keep: bool = True
 ) -> dict[str, Tensor]:
-    """Return the optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
-
-    Without `keep` this process only helps another to gather it.
-    """
+    """Return `{parameter name}.{key}` -> tensor, on the CPU; without `keep` only help to gather."""
     return {
         f"{names[parameter]}.{key}": value.cpu().contiguous()
         for parameter, key, value in trained.state()

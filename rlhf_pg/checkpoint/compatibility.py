@@ -55,12 +55,8 @@ def check(
 ) -> list[str]:
     """Refuse to resume from another run's state; return what to warn of.
 
-    Args:
-        saved: contents of `state.json`.
-        config, fingerprints, running, counters: those of this run; of the last two the names.
-
-    Raises:
-        ValueError: something has changed; the message names it and the remedy.
+    `saved` is that of `state.json`, the others are this run's. ValueError names what has changed,
+    and the remedy.
     """
     if saved["counters"].keys() != set(counters):
         raise ValueError(

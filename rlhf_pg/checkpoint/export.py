@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Write model (or its adapter), tokenizer and critic into a directory; collective.
-
-    Raises:
-        OSError: on all processes, they could not be written.
-    """
+    """Write model (or its adapter), tokenizer and critic; OSError on all if that fails."""
     saving = atomic.Save(runtime, path)
     _write(checkpointer, saving, path)
     saving.check()

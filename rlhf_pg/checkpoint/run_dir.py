@@ -62,12 +62,10 @@ def set_aside(directory: Path) -> Path | None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, which is made, in a file that says who holds it.
+    """Make the directory of a run, and hold its lock, in a file that says who holds it.
 
-    The lock is the system's, so it ends when the process does, for whatever reason.
-
-    Raises:
-        ValueError: another run has the directory, or it cannot be written to.
+    The lock is the system's, so it ends when the process does, for whatever reason. ValueError if
+    another run has the directory, or it cannot be written to.
     """
     file = directory / LOCK
     lock = FileLock(file, fallback_to_soft=False)

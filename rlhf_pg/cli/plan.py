@@ -37,10 +37,8 @@ def plan(flags: Sequence[str]) -> None:
     room, kind = options.device, "cuda"
     if room is None:
         kind = here.type
-        if kind == "cuda":
-            room = float(torch.cuda.mem_get_info(here)[1])
-        else:
-            room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        on_cpu = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        room = float(torch.cuda.mem_get_info(here)[1]) if kind == "cuda" else on_cpu
 
     def build(args: Any) -> planning.MetaModels:
         return planning.build_meta_models(args, here, kind, room if kind == "cuda" else None)
@@ -87,12 +85,13 @@ def plan(flags: Sequence[str]) -> None:
 def _table(memory: planning.Memory) -> Table:
     unit, name = (2**30, "GiB") if memory.peak >= 2**30 else (2**20, "MiB")
     table = Table(f"{name} on each process", "update", "rollout")
+    phases = (memory.update, memory.rollout)
     for part in dict.fromkeys([*memory.update, *memory.rollout]):
-        sizes = [phase.get(part, 0.0) for phase in (memory.update, memory.rollout)]
+        sizes = [phase.get(part, 0.0) for phase in phases]
         if any(sizes):
             table.add_row(part, *(_short(size / unit) for size in sizes))
-    totals = (sum(phase.values()) for phase in (memory.update, memory.rollout))
-    table.add_row("total", *(_short(total / unit) for total in totals), style="bold")
+    totals = [_short(sum(phase.values()) / unit) for phase in phases]
+    table.add_row("total", *totals, style="bold")
     return table
 
 

@@ -84,9 +84,6 @@ def _missing(name: str) -> Any:
     return missing
 
 
-# ------------------------------------------------------------------------------------------ show
-
-
 def _show(made: Made, rows: Sequence[int] | None) -> None:
     """Print a step: how it agrees with the record, its numbers, and its completions."""
     console, record, tokens = Console(), made.record, made.record.tokens
@@ -167,9 +164,9 @@ def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
 
 
 def _check_rows(rows: Sequence[int] | None, count: int) -> None:
-    unknown = [row for row in rows or () if row >= count]
-    if unknown:
-        fail(f"--rows {unknown[0]}: the step has rows 0 to {count - 1}")
+    for row in rows or ():
+        if row >= count:
+            fail(f"--rows {row}: the step has rows 0 to {count - 1}")
 
 
 def _table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

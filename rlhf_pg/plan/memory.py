@@ -69,9 +69,6 @@ def build_meta_models(
         device: the device here, whose kernels are used.
         kind: device of the run, "cuda" or "cpu".
         memory: bytes of each GPU of the run.
-
-    Raises:
-        ValueError: there is no such model, or a trainer would refuse the config.
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -131,10 +128,7 @@ def _without_data(
 def predicted_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
-    """Estimate what one process keeps in memory, if all rows have their greatest length.
-
-    Its device is of a kind, "cuda" or "cpu", and has `room` bytes.
-    """
+    """Estimate what a process with `room` bytes keeps, if all rows have their greatest length."""
     args, width = meta.args, meta.args.max_completion_length
     update, rollout = (_kept(meta, layout, processes, sampling) for sampling in (False, True))
     left = room - sum(update.values()) if kind == "cuda" else room

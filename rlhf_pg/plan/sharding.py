@@ -28,10 +28,7 @@ SHARDINGS = (
 def bytes_per_parameter(
     layout: Sharding, b: int, processes: int, rollout: bool = False, optim: str = ""
 ) -> dict[str, float]:
-    """Return what one process keeps of each trained parameter of `b` bytes, by part.
-
-    With `rollout` while it samples, rather than while it updates. `optim` is the config's.
-    """
+    """Return what a process keeps of a trained parameter of `b` bytes, as it updates or samples."""
     # In torch's AdamW they have the dtype that it updates: that of the masters for 16-bit weights.
     moments = 8 if layout.deepspeed else 2 * max(b, 4)
     if optim == "adamw_8bit":
@@ -60,10 +57,7 @@ def memory_by_part(
     rollout: bool = False,
     optim: str = "",
 ) -> dict[str, float]:
-    """Return the bytes of each part of these parameters on one process (`bytes_per_parameter`).
-
-    Frozen parameters have weights alone.
-    """
+    """Return the bytes by part on a process; frozen parameters have weights alone."""
     total: dict[str, float] = {}
     for parameter in {id(p): p for p in parameters}.values():
         each = bytes_per_parameter(layout, parameter.element_size(), processes, rollout, optim)

@@ -26,10 +26,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.25}
 def settled_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
-    """Return `micro_batch_tokens`, or for auto a number that fits on all processes; collective.
-
-    `module` is the trained one, before it is sharded and before there is a reference.
-    """
+    """Return `micro_batch_tokens`; for auto what fits beside the unsharded module; collective."""
     if args.micro_batch_tokens != "auto":
         return args.token_budget
     row = longest_prompt + args.max_completion_length

@@ -51,9 +51,8 @@ class Difference:
 def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     """Compare two runs up to the first step that differs.
 
-    Args:
-        rtol: numbers are equal within this share of the largest of their kind; 0 is bit by bit.
-            Above 0 weights are not compared, of which only hashes are kept.
+    Numbers are equal within a share `rtol` of the largest of their kind; 0 is bit by bit. Above 0
+    weights are not compared, of which only hashes are kept.
     """
     one, other = RunFiles(a), RunFiles(b)
     names = named_runs([a, b])
@@ -62,12 +61,22 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     lines = [{line["step"]: line for line in run.metrics} for run in (one, other)]
     steps = [lines[0].keys() | one.traces.keys(), lines[1].keys() | other.traces.keys()]
     common = sorted(steps[0] & steps[1])
-    found, step = list(_weights_before(one, other) if rtol == 0 else ()), 0
+    found: list[Place] = []
+    step = 0
+    if rtol == 0 and one.starts and other.starts:
+        first, second = one.starts[0], other.starts[0]
+        alike = (first.backend, first.processes) == (second.backend, second.processes)
+        if alike or first.backend == second.backend == "DDP":  # or they are sharded otherwise
+            found = compare_weights(first.weights, second.weights)
     for step in common if not found else ():
-        found = [
-            *_recorded(one, other, step, rtol),
-            *compare_metrics(lines[0].get(step, {}), lines[1].get(step, {}), rtol),
-        ]
+        files = [tokens_file(run.directory, step) for run in (one, other)]
+        there = all(file.is_file() for file in files)
+        if there and files[0].read_bytes() != files[1].read_bytes():
+            records = one.tokens(step), other.tokens(step)
+            if records[0] is not None and records[1] is not None:
+                sources = one.traces.get(step, {}).get("sources", [])
+                found += compare_tokens(records[0], records[1], sources, rtol)
+        found += compare_metrics(lines[0].get(step, {}), lines[1].get(step, {}), rtol)
         if rtol == 0 and step in one.weights and step in other.weights:
             found += compare_weights(one.weights[step], other.weights[step])
         if found:
@@ -83,17 +92,6 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     )
 
 
-def _weights_before(a: RunFiles, b: RunFiles) -> list[Place]:
-    """Compare the weights before the first step, unless they were sharded in different ways."""
-    if not (a.starts and b.starts):
-        return []
-    one, other = a.starts[0], b.starts[0]
-    alike = (one.backend, one.processes) == (other.backend, other.processes)
-    if not alike and not one.backend == other.backend == "DDP":
-        return []
-    return compare_weights(one.weights, other.weights)
-
-
 def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
     """Compare hashes by the names of tensors; return the first place, if there is one."""
     names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
@@ -101,17 +99,6 @@ def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
         Place(stage="weights", what=name, a=a.get(name), b=b.get(name), rows=len(names))
         for name in names[:1]
     ]
-
-
-def _recorded(a: RunFiles, b: RunFiles, step: int, rtol: float) -> Iterator[Place]:
-    """Compare the records of a step, where both runs have one."""
-    files = [tokens_file(run.directory, step) for run in (a, b)]
-    there = all(file.is_file() for file in files)
-    if there and files[0].read_bytes() != files[1].read_bytes():
-        one, other = a.tokens(step), b.tokens(step)
-        if one is not None and other is not None:
-            sources = a.traces.get(step, {}).get("sources", [])
-            yield from compare_tokens(one, other, sources, rtol)
 
 
 def compare_metrics(

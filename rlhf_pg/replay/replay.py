@@ -39,16 +39,11 @@ class Made:
 
 
 class Replay:
-    """The steps of a run, made again by a trainer that is built as the run's was.
+    """The steps of a run, made again by a trainer with its config, and what it was given in Python.
 
-    It writes nothing into the run directory and calls no callback. All methods are collective.
-
-    Args:
-        trainer: has the run's config and is given what the run was given in Python.
-        run: the files of the run; by default those in the trainer's `output_dir`.
-
-    Raises:
-        ValueError: there is no run, or it began from other weights than the trainer's.
+    It writes nothing into the run directory, by default the trainer's `output_dir`, and calls no
+    callback. All methods are collective. ValueError if there is no run, or it began from other
+    weights than the trainer's.
     """
 
     def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
@@ -74,10 +69,7 @@ class Replay:
                 )
 
     def make(self, step: int, resample: bool = False) -> Made:
-        """Make a step again, counted from 1.
-
-        Args:
-            resample: sample and score its completions again, too.
+        """Make a step again, counted from 1; with `resample` sample and score again, too.
 
         Raises:
             ValueError: the run did not take it, its record is missing, there is no checkpoint to
@@ -101,7 +93,18 @@ class Replay:
         experience, metrics = self._second_half(batch, meter)
         record = trainer.recorder.record(step, batch, experience, 0)
         metrics = trainer.finish_step(batch, metrics, meter)
-        differs = self._compare(step, record, metrics)
+        weights = trainer.weights() if step in self.run.weights else {}
+        recorded = self.run.tokens(step)
+        differs: list[Place] = []
+        if record.tokens is not None and recorded is not None:
+            line = next((one for one in self.run.metrics if one["step"] == step), {})
+            differs += compare_tokens(recorded, record.tokens, trainer.reward_names)
+            differs += compare_metrics(line, metrics)
+            # Fingerprints of shards depend on how they were split.
+            start, runtime = self.run.starts[-1], trainer.runtime
+            alike = not runtime.splits or start.processes == runtime.world
+            if alike and start.backend == runtime.kind:
+                differs += compare_weights(self.run.weights.get(step, {}), weights)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
     def _second_half(self, batch: ScoredBatch, meter: Meter) -> tuple[Experience, dict[str, Any]]:
@@ -211,21 +214,3 @@ class Replay:
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place
         return None
-
-    def _compare(self, step: int, record: StepRecord, metrics: Mapping[str, Any]) -> list[Place]:
-        """Return where a step is not as it was recorded."""
-        trainer, runtime, start = self.trainer, self.trainer.runtime, self.run.starts[-1]
-        weights = trainer.weights() if step in self.run.weights else {}
-        recorded = self.run.tokens(step)
-        if record.tokens is None or recorded is None:
-            return []
-        line = next((one for one in self.run.metrics if one["step"] == step), {})
-        places = [
-            *compare_tokens(recorded, record.tokens, trainer.reward_names),
-            *compare_metrics(line, metrics),
-        ]
-        # Fingerprints of shards depend on how they were split.
-        alike = not runtime.splits or start.processes == runtime.world
-        if alike and start.backend == runtime.kind:
-            places += compare_weights(self.run.weights.get(step, {}), weights)
-        return places

@@ -16,11 +16,7 @@ ABSENT = "-"
 
 
 def write_comparison(directories: Sequence[Path], out: Path) -> Path:
-    """Write the page that compares runs, a chart for each number, and return its path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page that compares runs, a chart for each number, and return its path."""
     runs = named_runs(directories)
     curves = [curve_data(files) | {"name": visible(name)} for name, files in runs.items()]
     charts = []

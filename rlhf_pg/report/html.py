@@ -48,14 +48,9 @@ class Table:
 def write_document(
     path: Path, title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
 ) -> None:
-    """Write a page atomically: whoever opens it meanwhile sees the earlier one, whole.
+    """Write a page with what its script shows (data, and packed tokens by step).
 
-    Args:
-        data: what the script shows; NaN becomes null.
-        steps: packed tokens by step.
-
-    Raises:
-        OSError: it cannot be written; an earlier page stays.
+    Whoever opens it meanwhile, and after an OSError, sees the earlier one, whole.
     """
     style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), our_script()]

@@ -18,13 +18,8 @@ class JsonLines:
     """A file with one JSON object per line; each line has its step.
 
     Opened again, it keeps the lines up to a step, which a resumed run does not repeat. Lines that
-    cannot be read, after a crash or a fault of the disk, are removed too.
-
-    Args:
-        synced: wait until a line is on the disk, or else leave that to the system.
-
-    Raises:
-        OSError: it cannot be written; what was there stays.
+    cannot be read, after a crash or a fault of the disk, are removed too. If that cannot be done
+    (OSError), what was there stays. Unless `synced`, the system decides when lines go to the disk.
     """
 
     def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:

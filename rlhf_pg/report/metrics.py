@@ -68,10 +68,7 @@ class Meter:
         return {name: total / count if count else math.nan for name, (total, count) in pairs}
 
     def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return minima and maxima over processes; NaN if there was no slot.
-
-        `gather` returns the rows of all processes, from (1, names) of this one.
-        """
+        """Return extremes over the rows that `gather` returns; NaN if there was no slot."""
         if not self._highest:
             return {}
         names = sorted(self._highest)

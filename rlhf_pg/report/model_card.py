@@ -33,12 +33,9 @@ PAPERS = {
 
 
 def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Path) -> str:
-    """Return the model card of a run in Markdown.
+    """Return the model card of a run in Markdown, from its config and `metrics.jsonl`.
 
-    Args:
-        config: every key of the run, with `algorithm`, the name of the algorithm.
-        fingerprint: of the training data.
-        directory: of the run, where `metrics.jsonl` is.
+    The config has the name of the algorithm too; the fingerprint is that of the training data.
     """
     algorithm = str(config["algorithm"])
     base = config.get("model_name_or_path")

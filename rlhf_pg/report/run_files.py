@@ -154,11 +154,7 @@ def half(x: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The record of a step; complete on the main process alone.
-
-    `trace` is the line for trace.jsonl: step, prompts taken, tokens sampled and not trained on,
-    names of the sources of reward.
-    """
+    """The record of a step; complete on the main process alone."""
 
     trace: Mapping[str, Any]
     tokens: StepTokens | None = None  # of all completions

@@ -68,19 +68,23 @@ NO_CURVES = {"step", "num_tokens"}  # they are the axes
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
     """Write the report of a run, from its files alone, and return its path.
 
-    What is missing, of a run that was killed or is an old one, is not shown.
-
-    Args:
-        running: the page reloads itself, as the run writes it again.
-        out: by default `report.html` in the run's directory.
-
-    Raises:
-        OSError: it cannot be written.
+    What is missing, of a run that was killed or is an old one, is not shown. With `running` the
+    page reloads itself, as the run writes it again.
     """
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
     lines, curve = files.metrics, curve_data(files)
     known = {key for line in lines for key in line}
+    tables = []
+    if files.starts:
+        rows = [[str(x.step), str(x.processes), x.backend, x.device] for x in files.starts]
+        head = ["after step", "processes", "backend", "device"]
+        tables.append(Table(title="Beginnings", head=head, rows=rows))
+        rows = [[name, version] for name, version in files.starts[-1].versions.items()]
+        tables.append(Table(title="Versions", head=["package", "version"], rows=rows))
+    if files.config:
+        rows = [[str(key), plain(value)] for key, value in files.config.items()]
+        tables.append(Table(title="Config", head=["key", "value"], rows=rows))
     logged = LoggedSteps.of(files)
     steps, left_out = logged.chosen()
     data = {
@@ -94,7 +98,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
             visible(key) for key in known if all(line.get(key) is None for line in lines)
         ),
         "warnings": [asdict(trouble) for trouble in troubles(lines)],
-        "tables": [table.shown() for table in _tables(files)],
+        "tables": [table.shown() for table in tables],
         "steps": [logged.summary(step) for step in steps],
         "columns": COLUMNS,
         "left_out": left_out,
@@ -179,10 +183,7 @@ def charts_of(keys: Iterable[str]) -> list[Chart]:
 
 
 def curve_data(files: RunFiles) -> dict[str, Any]:
-    """Return the numbers of a run in columns, over steps, tokens and seconds.
-
-    Of more than `MOST_POINTS` steps, neighbours become their mean.
-    """
+    """Return the numbers of a run in columns, over steps, tokens and seconds."""
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
     columns = {
@@ -207,24 +208,6 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
         "metrics": {visible(key): curves[key] for key in keys if key in curves},
         "mean_of": width,
     }
-
-
-def _tables(files: RunFiles) -> list[Table]:
-    """Return what the run ran on, and its config."""
-    tables = []
-    if files.starts:
-        rows = [
-            [str(start.step), str(start.processes), start.backend, start.device]
-            for start in files.starts
-        ]
-        head = ["after step", "processes", "backend", "device"]
-        tables.append(Table(title="Beginnings", head=head, rows=rows))
-        versions = [[name, version] for name, version in files.starts[-1].versions.items()]
-        tables.append(Table(title="Versions", head=["package", "version"], rows=versions))
-    if files.config:
-        rows = [[str(key), plain(value)] for key, value in files.config.items()]
-        tables.append(Table(title="Config", head=["key", "value"], rows=rows))
-    return tables
 
 
 def plain(value: Any) -> str:

@@ -139,10 +139,7 @@ class LoggedSteps:
         }
 
     def chosen(self) -> tuple[list[int], str]:
-        """Return the steps that a page has room for, and what to say of the others.
-
-        The first, the best and the worst are in it, and then the latest.
-        """
+        """Return the steps that a page has room for, and a note if these are not all."""
         steps = list(self.records)
         sizes = {step: self.summary(step) for step in steps}
         scored = [step for step in steps if sizes[step]["best"] is not None]

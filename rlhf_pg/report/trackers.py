@@ -48,13 +48,8 @@ class Trackers:
     ) -> Iterator[None]:
         """Open the trackers for a run, and close them however it ends.
 
-        Args:
-            run_name: None leaves it to them.
-            config: logged as hyper-parameters.
-            resumed: leave out a tracker that cannot start, since the run has more to lose.
-
-        Raises:
-            ValueError: one cannot start; raised on all processes, or the others would hang.
+        A resumed run has more to lose: there a tracker that cannot start is left out. Otherwise it
+        is a ValueError on all processes, or the others would hang.
         """
         try:
             failure = self._start(directory, run_name, config)

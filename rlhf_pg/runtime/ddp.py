@@ -23,10 +23,8 @@ class MasterWeights:
     """Updates of permanent float32 copies, which are then rounded into the model's weights.
 
     The 8 bits of bfloat16 would lose changes below 0.2 %. Weights that are not in bfloat16 are
-    updated themselves. The optimizer's parameter groups hold the copies from now on.
-
-    Raises:
-        ValueError: the optimizer already has moments of bfloat16 weights.
+    updated themselves. The optimizer's parameter groups hold the copies from now on; ValueError if
+    it already has moments of bfloat16 weights.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,12 +81,9 @@ class MasterWeights:
 class DDPBackend:
     """The trained module with its optimizer, and the verbs of training.
 
-    Other backends override what they do differently.
-
-    Args:
-        module: on its device; it is wrapped here, once.
-        optimizer: of its parameters; `self.optimizer` has the learning rates from now on.
-        max_grad_norm: 0 leaves the gradient as it is.
+    Other backends override what they do differently. The module is on its device, and is wrapped
+    here, once; `self.optimizer` has the learning rates from now on. A `max_grad_norm` of 0 leaves
+    the gradient as it is.
     """
 
     watch: Watch | None = None

@@ -4,7 +4,6 @@ The engine's backward and step are called here, not by accelerate, which steps i
 recipe decides what DeepSpeed would read from its own config (precision, clipping, accumulation).
 """
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,7 +56,7 @@ class DeepSpeedBackend(DDPBackend):
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of one micro-batch."""
+        """Say whether this micro-batch is the last."""
         self._wrapped.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -170,12 +169,9 @@ def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
 
 
 def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
-    """Return the launcher's DeepSpeed config without what the recipe decides.
-
-    ValueError if it has an optimizer or a schedule, or no ZeRO.
-    """
+    """Return the launcher's DeepSpeed config without what the recipe decides."""
     plugin = accelerator.state.deepspeed_plugin
-    config = _decided(copy.deepcopy(plugin.deepspeed_config))
+    config = _decided(plugin.deepspeed_config)
     for key in ("optimizer", "scheduler"):
         if key in config:
             raise ValueError(

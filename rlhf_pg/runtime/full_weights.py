@@ -47,10 +47,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager[Any]:
-    """Gather ZeRO-3 parameters inside the block; collective.
-
-    With `write`, the main process's values are kept.
-    """
+    """Gather ZeRO-3 parameters; with `write` keep the main process's values; collective."""
     split = [p for p in parameters if hasattr(p, "ds_id")]
     if not split:
         return nullcontext()
@@ -76,8 +73,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
 class FullWeights:
     """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
 
-    The module is given before it is sharded; `pieces` is the same afterwards. Nothing is copied
-    unless it `splits`.
+    The module is given before it is sharded, if it `splits`; `pieces` is the same afterwards.
     """
 
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:

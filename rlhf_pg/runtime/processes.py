@@ -105,10 +105,7 @@ class Runtime:
     def prepare(
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
-        """Return the backend that trains a module; ValueError if the launcher's does not fit it.
-
-        A `max_grad_norm` of 0 leaves the gradient as it is.
-        """
+        """Return the backend that trains a module; ValueError if the launcher's does not fit."""
         trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
         return trained
@@ -125,10 +122,7 @@ class Runtime:
 
     @waits
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """Return the rows of all processes in order of rank, and where this process's own are.
-
-        Of (B,...) only B may differ between processes.
-        """
+        """Return the rows (B,...) of all, where only B may differ, and where this process's are."""
         if self.world == 1:
             return rows, slice(0, len(rows))
         counts = self._accelerator.gather(torch.tensor([len(rows)], device=self.device)).tolist()
@@ -150,8 +144,7 @@ class Runtime:
         """Take the maximum over all processes."""
         if self.world == 1:
             return x  # no GPU is waited for
-        everyone, _ = self.gather(torch.tensor([x], device=self.device))
-        return int(everyone.max())
+        return int(self.gather(torch.tensor([x], device=self.device))[0].max())
 
     def gather_text(self, own: str) -> list[str]:
         """Return the texts of all processes in order of rank; none may hold a NUL."""
@@ -170,17 +163,13 @@ class Runtime:
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
-        """Make an error of a kind, raised inside by any process, fail all of them; collective.
-
-        `leave_together` knows that all have it.
-        """
+        """Make an error of a kind inside the block, on any process, fail all; collective."""
         failure = None
         try:
             yield
         except kind as error:
             failure = error
-        reason = self.first_error(None if failure is None else str(failure))
-        if reason is not None:
+        if (reason := self.first_error(None if failure is None else str(failure))) is not None:
             shared = kind(reason)
             shared.__dict__[SHARED] = True
             raise shared from failure

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -58,8 +58,8 @@ class Watch:
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
     error ends it first. A process with work of its own (it may be saving, or closing its trackers)
     may go on until it waits for others, for at most `timeout` seconds. A process that has waited
-    for `timeout` seconds makes every process report its stacks and end. `store` is that of
-    `torch.distributed`, which all processes share.
+    for `timeout` seconds makes every process report its stacks and end. The store is that of
+    torch.distributed.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
@@ -169,41 +169,40 @@ class Watch:
     def _watch(self) -> None:
         while not self._stop.wait(POLL):
             try:
-                if self._waited() > self._timeout:
-                    place = self._wait[0] if self._wait else ""
-                    text = f"has waited {self._timeout} s in {place} (ddp_timeout): "
+                wait = self._wait
+                if wait is not None and time.monotonic() - wait[1] > self._timeout:
+                    text = f"has waited {self._timeout} s in {wait[0]} (ddp_timeout): "
                     self._publish(text + "another process hangs", hung=True)
                 if self._store.check(["first"]):
-                    self._end(Failure(*json.loads(self._store.get("first"))))
+                    self._heard = failure = Failure(*json.loads(self._store.get("first")))
+                    if failure.hung:
+                        self._leave(failure.text)
+                    self._say(failure.text)
+                    self._meet("knows", ())
+                    self._end_when_waiting("cannot go on without the others", self._timeout)
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
                 orphaned = os.getppid() != self._launcher  # all then save and end by themselves
                 grace = PARTING if orphaned else GRACE
                 self._end_when_waiting(text, patience=float("inf"), grace=grace)
 
-    def _waited(self, since: float = 0.0) -> float:
-        """Return for how many seconds after `since` the main thread has waited for others."""
-        wait = self._wait
-        return 0.0 if wait is None else time.monotonic() - max(wait[1], since)
-
-    def _end(self, failure: Failure) -> None:
-        self._heard = failure
-        if failure.hung:
-            self._leave(failure.text)
-        self._say(failure.text)
-        self._meet("knows", ())
-        self._end_when_waiting("cannot go on without the others", self._timeout)
-
     def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
         """End the process once it waits for others; return if it ends by itself."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
-            if self._waited(heard) > grace or time.monotonic() - heard > patience:
+            wait, now = self._wait, time.monotonic()
+            waits = wait is not None and now - max(wait[1], heard) > grace
+            if waits or now - heard > patience:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:
         """End the process without interrupting its main thread, which is not possible."""
-        self._say(f"{why}\n{stacks()}")
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                stack = "".join(traceback.format_stack(frame)).rstrip()
+                why += f"\nStack of {names.get(ident, ident)}:\n{stack}"
+        self._say(why)
         self._answer()
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -216,25 +215,13 @@ class Watch:
             sys.stderr.flush()
 
 
-def stacks() -> str:
-    """Describe where every other thread of this process is."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"Stack of {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
-
-
 def waits(verb: Callable[P, R]) -> Callable[P, R]:
     """Decorate a method of `Runtime` that returns only when other processes have come as far."""
 
     @functools.wraps(verb)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
-        runtime: Any = args[0]
-        if runtime.watch is None:
-            return verb(*args, **kwargs)
-        with runtime.watch.waiting(verb.__name__):
+        owner: Any = args[0]
+        with nullcontext() if owner.watch is None else owner.watch.waiting(verb.__name__):
             return verb(*args, **kwargs)
 
     return watched
@@ -248,10 +235,9 @@ def broadcasts_failure(method: Callable[P, R]) -> Callable[P, R]:
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            runtime = getattr(args[0], "runtime", None)
-            together = isinstance(error, Terminated)
-            if runtime is not None and runtime.watch is not None and not together:
-                runtime.watch.tell(error)
+            watch = getattr(getattr(args[0], "runtime", None), "watch", None)
+            if watch is not None and not isinstance(error, Terminated):
+                watch.tell(error)
             raise
 
     return telling
