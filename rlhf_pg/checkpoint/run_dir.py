@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 
 # In the order in which they are set aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
-    *("config.yaml", "completions.jsonl", "checkpoints", "best", "final"),
-    *("tensorboard", "wandb", "run-id", "skipped", "model.sha256"),
-    *("report.html", "tokens", "trace.jsonl"),
+    *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "tensorboard"),
+    *("wandb", "run-id", "skipped", "model.sha256", "report.html", "tokens", "trace.jsonl"),
     *("metrics.json", "metrics.jsonl"),
 )
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"

@@ -136,8 +136,8 @@ def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     lines = [[name, *(_number(side.metrics.get(name)) for side in sides)] for name in names]
     console.print(_table("the step", ["metric", "was", "would be"], lines))
     angles = {name: found.angle(name) for name in (None, *found.was.gradient)}
-    turned = [name for name in angles if name is not None and not math.isnan(angles[name])]
-    turned.sort(key=angles.__getitem__, reverse=True)
+    known = {name: -1.0 if math.isnan(angle) else angle for name, angle in angles.items()}
+    turned = sorted(found.was.gradient, key=known.__getitem__, reverse=True)
     lines = [
         [name or "the gradient", f"{_number(angles[name])}°", *map(_number, found.lengths(name))]
         for name in (None, *turned[:MOST_TENSORS])

@@ -64,11 +64,8 @@ def build_meta_models(
     """Build the models that a recipe would load or make, on the meta device.
 
     Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's data.
-
-    Args:
-        device: the device here, whose kernels are used.
-        kind: device of the run, "cuda" or "cpu".
-        memory: bytes of each GPU of the run.
+    The kernels used are those of a device here; the run has a `kind` of device, "cuda" or "cpu",
+    and GPUs with `memory` bytes. ValueError if there is no such model, or the config is refused.
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)

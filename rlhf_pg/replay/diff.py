@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_pg.report.comparison import differing, environment_of, named_runs
-from rlhf_pg.report.run_files import PLACES, RunFiles, StepTokens, tokens_file
+from rlhf_pg.report.run_files import PLACES, StepTokens, tokens_file
 
 GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update computes
 
@@ -44,8 +44,8 @@ class Difference:
     only_b: int = 0
 
     def __bool__(self) -> bool:
-        lengths = bool(self.only_a or self.only_b)
-        return bool(self.config or self.versions) or self.step is not None or lengths
+        other = self.config, self.versions, self.only_a, self.only_b
+        return self.step is not None or any(other)
 
 
 def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
@@ -54,8 +54,8 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     Numbers are equal within a share `rtol` of the largest of their kind; 0 is bit by bit. Above 0
     weights are not compared, of which only hashes are kept.
     """
-    one, other = RunFiles(a), RunFiles(b)
     names = named_runs([a, b])
+    one, other = names.values()
     config = differing({name: run.config for name, run in names.items()})
     versions = differing({name: environment_of(run) for name, run in names.items()})
     lines = [{line["step"]: line for line in run.metrics} for run in (one, other)]
@@ -114,10 +114,7 @@ def compare_metrics(
 def compare_tokens(
     a: StepTokens, b: StepTokens, sources: Sequence[str], rtol: float = 0.0
 ) -> Iterator[Place]:
-    """Yield the first place of every stage that differs between two records of a step.
-
-    Stages after one whose rows cannot be laid beside one another are left out.
-    """
+    """Yield the first place of every stage that differs, up to one whose rows do not correspond."""
     facts = [
         list(zip(x.prompt_index.tolist(), x.row.tolist(), x.prompts(), strict=True)) for x in (a, b)
     ]

@@ -75,12 +75,9 @@ class WhatIf:
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     """Look at a step as it was, and with the config of another trainer; neither takes it.
 
-    The other trainer gets the state of the run before the step and the completions of the run; it
-    is asked for nothing but their rewards, where those differ.
-
-    Raises:
-        ValueError: there are several processes, a key differs by which other completions would have
-            been sampled, or nothing differs.
+    The other gets state and completions of the run, and is asked for nothing but their rewards,
+    where those differ. ValueError if there are several processes, a key differs by which other
+    completions would have been sampled, or nothing differs.
     """
     own = replay.trainer
     other.on_resume(replay.run.config)

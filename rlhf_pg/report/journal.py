@@ -33,10 +33,7 @@ class RunConsole(Console):
 
 
 class Journal:
-    """The console and the run directory of the main process; in others every method does nothing.
-
-    A resumed run goes on after the step `after_step`; lines of later steps are removed.
-    """
+    """The console and run directory of the main process, begun after a step; elsewhere inert."""
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
         self.is_main = is_main

@@ -37,10 +37,7 @@ class JsonLines:
         self._has_failed = False
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Append a line for each record; if `synced`, they are on the disk when this returns.
-
-        On a full disk the lines are missing, and the first time a warning says so.
-        """
+        """Append a line for each record; if the disk is full, they are missing: one warning."""
         size = None
         try:
             with self.path.open("a") as file:

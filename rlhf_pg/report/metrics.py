@@ -40,8 +40,7 @@ class Meter:
         total = total.detach().to(torch.float64)
         # Filling in a number spares the synchronisation that copying it to a GPU would cost.
         count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
-        pair = torch.stack([total, count])
-        self._sums.setdefault(name, []).append(pair)
+        self._sums.setdefault(name, []).append(torch.stack([total, count]))
 
     def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
         """Add the True slots of a (B,T) tensor."""

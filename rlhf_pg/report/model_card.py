@@ -122,9 +122,7 @@ def _curve(directory: Path) -> str:
     kept = [line for line in lines if "eval_reward" in line or line in kept][-2 * MOST_ROWS :]
     columns = [name for name in COLUMNS if any(line.get(name) is not None for line in kept)]
     rows = [["step", *columns], ["---"] * (1 + len(columns))]
-    rows += [[str(line["step"]), *(_number(line.get(name)) for name in columns)] for line in kept]
+    for line in kept:
+        numbers = [line.get(name) for name in columns]
+        rows.append([str(line["step"]), *("" if x is None else f"{x:.4g}" for x in numbers)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else ""

@@ -85,7 +85,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     if files.config:
         rows = [[str(key), plain(value)] for key, value in files.config.items()]
         tables.append(Table(title="Config", head=["key", "value"], rows=rows))
-    logged = LoggedSteps.of(files)
+    logged = LoggedSteps(files)
     steps, left_out = logged.chosen()
     data = {
         "kind": "run",
@@ -109,10 +109,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
 
 
 class LiveReport:
-    """The report of a run, kept up to date while it goes on, at 1 % of its time at most.
-
-    A report that cannot be written is one warning, and the run goes on.
-    """
+    """The report of a run, kept up to date in 1 % of its time; failures are one warning."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock

@@ -14,7 +14,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,25 +47,19 @@ COLUMNS = [
 NAMES = [str(column["name"]) for column in COLUMNS]
 
 
-@dataclass(frozen=True)
 class LoggedSteps:
     """The logged steps of a run, whose tokens are read one step at a time."""
 
-    files: RunFiles
-    records: Mapping[int, list[dict[str, Any]]]  # lines of completions.jsonl by step
-    weights: Mapping[str, float]  # of the sources of reward, by name; 1 where not given
-
-    @classmethod
-    def of(cls, files: RunFiles) -> "LoggedSteps":
-        """Read the completions of a run."""
-        records: dict[int, list[dict[str, Any]]] = {}
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.records: dict[int, list[dict[str, Any]]] = {}  # lines of completions.jsonl by step
         names: dict[str, None] = {}
-        for record in files.completions:
-            records.setdefault(record["step"], []).append(record)
+        for record in sorted(files.completions, key=lambda record: int(record["step"])):
+            self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
         given = files.config.get("reward_weights") or ()
-        weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
-        return cls(files, dict(sorted(records.items())), weights)
+        # Of the sources of reward, by name; 1 where not given.
+        self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
 
     def packed(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""

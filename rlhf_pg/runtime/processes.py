@@ -42,37 +42,23 @@ class Runtime:
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
         )
         self.kind, self._backend = _backend(self._accelerator)
+        self.splits = self.kind in ("FSDP2", "ZeRO-3")  # a process has a shard of each weight
+        self.rank = int(self._accelerator.process_index)
+        self.world = int(self._accelerator.num_processes)
+        self.is_main = self.rank == 0
+        cpu, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
+        self.loading_device = cpu if self.splits else self.device  # a GPU may not hold it all
+        self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
-            atexit.register(_leave, self._accelerator)
+            # At exit, from the last to the first. A gloo thread that drops a tensor takes the
+            # interpreter's lock, and aborts the process if the interpreter is about to end.
+            # Destroying a group ends its threads, except those of a group that a module still
+            # holds, as FSDP2's do: these get the lock while this thread sleeps.
+            atexit.register(time.sleep, LAST_TENSORS)
+            atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
-            atexit.register(self.watch.stop)  # before the group is destroyed
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._accelerator.device)
-
-    @property
-    def loading_device(self) -> torch.device:
-        """The device on which to load a model; a GPU that gets a shard may not hold it all."""
-        return torch.device("cpu") if self.splits else self.device
-
-    @property
-    def rank(self) -> int:
-        return int(self._accelerator.process_index)
-
-    @property
-    def world(self) -> int:
-        return int(self._accelerator.num_processes)
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def main_host(self) -> torch.device | None:
-        """The memory of the main process's host; None elsewhere (see `FullWeights.gathered`)."""
-        return torch.device("cpu") if self.is_main else None
+            atexit.register(self.watch.stop)
 
     @property
     def device_name(self) -> str:
@@ -95,11 +81,6 @@ class Runtime:
             return f"{self.world} processes ({how}), {self.device.type}"
         how = "" if self.kind == "DDP" else f" ({self.kind})"
         return f"1 process{how}, {self.device.type}"
-
-    @property
-    def splits(self) -> bool:
-        """True if every process has only a shard of each weight."""
-        return self.kind in ("FSDP2", "ZeRO-3")
 
     @waits
     def prepare(
@@ -218,14 +199,3 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
         f"the launcher asks for {kind.value}, which is not supported: use DDP, FSDP with "
         "fsdp_version 2, or DeepSpeed (ZeRO), as in recipes/accelerate/"
     )
-
-
-def _leave(accelerator: Accelerator) -> None:
-    """Leave the process group before the interpreter ends.
-
-    A gloo thread that drops a tensor takes the interpreter's lock, and aborts the process if the
-    interpreter is about to end. Destroying a group ends its threads, except those of a group that a
-    module still holds, as FSDP2's do: these get the lock while this thread sleeps.
-    """
-    accelerator.state.destroy_process_group()
-    time.sleep(LAST_TENSORS)

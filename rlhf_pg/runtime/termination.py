@@ -42,10 +42,9 @@ class Termination:
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
-        self._process = os.getpid()
         # None stands for a handler that is not Python's and could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
-        ended = threading.Event()
+        self._process, ended = os.getpid(), threading.Event()
         try:
             for number in theirs:
                 signal.signal(number, self._note)

@@ -191,8 +191,8 @@ class Watch:
         heard = time.monotonic()
         while not self._stop.wait(POLL):
             wait, now = self._wait, time.monotonic()
-            waits = wait is not None and now - max(wait[1], heard) > grace
-            if waits or now - heard > patience:
+            has_waited = wait is not None and now - max(wait[1], heard) > grace
+            if has_waited or now - heard > patience:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:
