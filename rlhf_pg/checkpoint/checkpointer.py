@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.models import load_weights
+from rlhf_pg.models import load_weights, merged
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State
 
@@ -146,6 +146,11 @@ class Checkpointer:
                     save.main(partial(part.save, path / name, moments))
                 else:
                     save.main(partial(part.save, path / name))
+        if final and self.config.get("save_merged"):
+            policy: Any = self.parts["model"]
+            with policy.gathered(save.runtime.main_host):
+                save.main(lambda: merged(policy.module).save_pretrained(path / "merged"))
+                save.main(lambda: self.tokenizer.save_pretrained(path / "merged"))
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of what changes during a run and is not a tensor."""

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 
@@ -10,7 +9,6 @@ from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.models import merged
 from rlhf_pg.report.model_card import model_card
 from rlhf_pg.runtime import Runtime
 
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
     """Write model (or its adapter), tokenizer and critic; OSError on all if that fails."""
     saving = atomic.Save(runtime, path)
-    _write(checkpointer, saving, path)
+    checkpointer.save_models(saving, path, final=True)
     saving.check()
 
 
@@ -28,20 +26,10 @@ def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) ->
     """Save as `save` does, with a model card, but all of it appears or the old directory stays."""
     saving, partial = atomic.Save(runtime, path), atomic.partial_of(path)
     saving.main(lambda: atomic.begin(path))
-    _write(checkpointer, saving, partial)
+    checkpointer.save_models(saving, partial, final=True)
     saving.main(lambda: _write_card(checkpointer, partial))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
     saving.check()
-
-
-def _write(checkpointer: Checkpointer, saving: atomic.Save, path: Path) -> None:
-    checkpointer.save_models(saving, path, final=True)
-    if checkpointer.config.get("save_merged"):
-        policy, tokenizer = checkpointer.parts["model"], checkpointer.tokenizer
-        with policy.gathered(saving.runtime.main_host):
-            module: Any = policy.module
-            saving.main(lambda: merged(module).save_pretrained(path / "merged"))
-            saving.main(lambda: tokenizer.save_pretrained(path / "merged"))
 
 
 def _write_card(checkpointer: Checkpointer, path: Path) -> None:

@@ -97,11 +97,8 @@ def probe(
 
 
 def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Copy a module with tensors that seem to be on a device and hold no memory, so that only
-    shapes are computed.
-
-    Integer inputs stay real, since masks and lengths are read.
-    """
+    """Copy a module with tensors that seem to be on a device, of which only shapes are computed."""
+    # Integer inputs stay real, since masks and lengths are read.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def empty(tensor: Tensor) -> Tensor:
@@ -114,8 +111,7 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     copied = copy.deepcopy(module, meta)
     for part in copied.modules():
         if isinstance(part, LOADED) and checkpoints(part):
-            # Its hook is bound to the model that was copied.
-            checkpoint_activations(part, offloads(part))
+            checkpoint_activations(part, offloads(part))  # its hook is bound to what was copied
     return copied
 
 

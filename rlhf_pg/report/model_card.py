@@ -17,8 +17,7 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from rlhf_pg.boundary.quoted import quoted, visible
-from rlhf_pg.report.json_lines import read
-from rlhf_pg.report.run_files import PACKAGES, PLACES, version
+from rlhf_pg.report.run_files import PACKAGES, PLACES, RunFiles, version
 
 MOST_ROWS = 12  # of the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
@@ -113,8 +112,7 @@ def _named(value: Any) -> Any:
 
 def _curve(directory: Path) -> str:
     """Return a table of a few steps, the last among them."""
-    file = directory / "metrics.jsonl"
-    lines = read(file) if file.is_file() else []  # a device may have no end
+    lines = RunFiles(directory).metrics
     if not lines:
         return "No step was taken."
     every = -(-len(lines) // MOST_ROWS)

@@ -47,6 +47,9 @@ class Runtime:
         self.world = int(self._accelerator.num_processes)
         self.is_main = self.rank == 0
         cpu, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
+        on_gpu = self.device.type == "cuda"
+        processor = f"{self.device.type} ({platform.machine()})"
+        self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else processor
         self.loading_device = cpu if self.splits else self.device  # a GPU may not hold it all
         self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
@@ -59,13 +62,6 @@ class Runtime:
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
             atexit.register(self.watch.stop)
-
-    @property
-    def device_name(self) -> str:
-        """The name of the accelerator, or "cpu" with the kind of processor."""
-        if self.device.type == "cuda":
-            return str(torch.cuda.get_device_name(self.device))
-        return f"{self.device.type} ({platform.machine()})"
 
     @property
     def peak_memory(self) -> float:
