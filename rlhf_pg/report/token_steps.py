@@ -96,13 +96,13 @@ class LoggedSteps:
         for ((index, sample), record), length in zip(said, lengths, strict=True):
             if index not in numbers:
                 numbers[index] = len(prompts)
-                prompts.append({"index": index, "turns": _turns(record.get("prompt", []))})
+                prompts.append({"index": index, "turns": _turns(record.get("prompt"))})
             completions.append(
                 {
                     "prompt": numbers[index],
                     "sample": sample,
                     "length": length,
-                    "turns": _turns(record.get("completion", [])) if length is None else None,
+                    "turns": _turns(record.get("completion")) if length is None else None,
                     **_facts(record, self.weights),
                 }
             )
@@ -178,7 +178,7 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 
 def _turns(said: Any) -> list[list[str]]:
     """Return the roles and texts of a chat; of a plain text one pair without a role."""
-    turns = [{"content": said}] if isinstance(said, str) else said
+    turns = [{"content": said}] if isinstance(said, str) else said or []
     return [[visible(str(turn.get("role", ""))), _text(_content(turn))] for turn in turns]
 
 
