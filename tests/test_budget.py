@@ -27,18 +27,18 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3289,
-    "data": 1482,
-    "models": 2807,
-    "rollout": 3413,
-    "rewards": 2955,
-    "supervised": 1287,
-    "trainers": 3997,
-    "runtime": 1366,
-    "checkpoint": 877,
-    "report": 1895,
-    "plan": 523,
-    "tasks": 1179,
+    "config": 3272,
+    "data": 1286,
+    "models": 2473,
+    "rollout": 3397,
+    "rewards": 2929,
+    "supervised": 1067,
+    "trainers": 3989,
+    "runtime": 1205,
+    "checkpoint": 773,
+    "report": 1674,
+    "plan": 481,
+    "tasks": 1040,
     "boundary": 544,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
