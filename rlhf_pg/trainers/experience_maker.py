@@ -49,7 +49,9 @@ def advantage_inputs(
         moving_average: the baseline of an estimator that has one.
     """
     mask = rollout.action_mask
-    shaped = _shaped(scores, rollout, shaping, runtime)
+    if (measured := shaping.measured(scores)) is not None:  # running statistics go first
+        shaping.observe(runtime.gather(measured)[0])
+    shaped = shaping(scores, rollout)
     minus_kl = _minus_kl(rollout, outputs, args, kl_coef, meter)
     step_scores, step_mask = shaping.steps(shaped)
     # A row without a token of its own has no score, and no KL either.
@@ -59,8 +61,12 @@ def advantage_inputs(
     raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
+    rewards = minus_kl + step_scores
+    if args.whiten_rewards:  # divided by their standard deviation over the step
+        stats = runtime.mean_and_var(rewards, mask)
+        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
     inputs = AdvantageInputs(
-        rewards=_whitened(minus_kl + step_scores, mask, runtime, args),
+        rewards=rewards,
         mask=mask,
         scores=trained,
         groups=groups,
@@ -100,6 +106,9 @@ def build_experience(
     mask = rollout.action_mask
     if args.normalize_advantages:
         advantages = whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))
+    positive = None
+    if args.positive_nll_coef:
+        positive = sum_step_scores(shaping.judged(scores)).nansum(1) > args.positive_nll_threshold
     experience = Experience.of(
         rollout,
         advantages=advantages,
@@ -109,7 +118,7 @@ def build_experience(
         ref_logprobs=outputs.ref_logprobs,
         values=outputs.values,
         returns=returns,
-        positive=_positive(scores, shaping, args),
+        positive=positive,
     )
     if args.mask_truncated_completions:
         # They count in every statistic above, and models may still attend to them. Only the losses
@@ -117,23 +126,6 @@ def build_experience(
         mask = mask & ~rollout.truncated[:, None]
         experience = dataclasses.replace(experience, action_mask=mask)
     return experience
-
-
-def _shaped(scores: Tensor, rollout: Rollout, shaping: Shaping, runtime: Runtime) -> Tensor:
-    """Shape scores (B,T,K) for training; running statistics take in this step first."""
-    if (measured := shaping.measured(scores)) is not None:
-        shaping.observe(runtime.gather(measured)[0])
-    return shaping(scores, rollout)
-
-
-def _whitened(
-    rewards: Tensor, mask: Tensor, runtime: Runtime, args: PolicyGradientConfig
-) -> Tensor:
-    """Divide rewards (B,T) by their standard deviation over the step (`whiten_rewards`)."""
-    if not args.whiten_rewards:
-        return rewards
-    stats = runtime.mean_and_var(rewards, mask)
-    return whiten(rewards, mask, shift_mean=False, stats=stats)
 
 
 def _minus_kl(
@@ -150,14 +142,6 @@ def _minus_kl(
     kl = kl_estimate(outputs.old_logprobs, outputs.ref_logprobs, args.kl_estimator)
     meter.add_masked("kl", kl, rollout.action_mask)
     return -kl_coef * kl
-
-
-def _positive(scores: Tensor, shaping: Shaping, args: PolicyGradientConfig) -> Tensor | None:
-    """Mark the rows (B,) whose total score is above `positive_nll_threshold`."""
-    if args.positive_nll_coef == 0:
-        return None
-    said = sum_step_scores(shaping.judged(scores)).nansum(1)
-    return said > args.positive_nll_threshold
 
 
 def _of_greedy(greedy: ScoredSamples, shaping: Shaping, groups: Tensor) -> Tensor:

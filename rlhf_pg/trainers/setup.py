@@ -107,7 +107,13 @@ class TrainerSetup(TrainingLoop):
         tools: Sequence[Tool] | None = None,
         environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
     ) -> None:
-        args = self._of_this_type(args).located()
+        args = self.config_type() if args is None else args
+        if not isinstance(args, self.config_type):
+            kind = f"{type(args).__module__}.{type(args).__name__}"
+            raise ValueError(
+                f"args must be rlhf_pg's {self.config_type.__name__}, got {quoted(kind)}"
+            )
+        args = args.located()
         check_precision(args.dtype)
         self.callbacks = checked(callbacks)
         again = given_again(
@@ -128,7 +134,19 @@ class TrainerSetup(TrainingLoop):
         self.termination = Termination(self.runtime)
         factory = given.environment_factory
         self.environments = None if factory is None else source_of(factory)
-        self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
+        self.rewards = Rewards(
+            given.reward_funcs,
+            args.reward_weights,
+            reward_processing_classes,
+            self.runtime.device,
+            self.environments is not None and self.environments.pays,
+            args.reward_model_sees_eos,
+            args.trust_remote_code,
+            args.reward_workers,
+            args.reward_timeout,
+            args.on_reward_error,
+            args.reward_error_value,
+        )
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
@@ -136,20 +154,36 @@ class TrainerSetup(TrainingLoop):
         self.model = policy_of(
             given.model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
-        self.processing_class = self._tokenizer(processing_class)
+        self.processing_class = models.load_tokenizer(
+            processing_class,
+            self.model,
+            args.pad_token,
+            args.trust_remote_code,
+            args.model_init_kwargs.get("revision"),
+        )
+        set_template_arguments(self.processing_class, args.chat_template_kwargs)
         self.episode_runner = new_episode_runner(
             args, given.tools, self.environments, self.model, self.processing_class
         )
         self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        self._settle_positions(self.environments is not None)
+        longest = self.longest_row  # one set of positions for rows of all lengths
+        if self.environments is not None and self._limit is not None:
+            longest = max(longest, self._limit)
+        for module in filter(None, (self.model, self.critic)):
+            models.settle_positions(module, longest)
         self.state = TrainState()
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
         self.learner = self._new_learner(optimizers)
         self.collector = self._new_collector()
         self.checkpointer = self._new_checkpointer()
-        self.recorder = self._new_recorder()
+        self.recorder = Recorder(
+            self.runtime,
+            self.processing_class,
+            self.shaping.names,
+            parameters=lambda: self.checkpointer.parameters,
+        )
 
     @property
     def engine(self) -> RolloutEngine:
@@ -159,26 +193,6 @@ class TrainerSetup(TrainingLoop):
     @engine.setter
     def engine(self, engine: RolloutEngine) -> None:
         self.collector.engine = engine
-
-    def _tokenizer(self, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-        """Return the given tokenizer or that of the model, with the arguments of its template."""
-        args, revision = self.args, self.args.model_init_kwargs.get("revision")
-        tokenizer = models.load_tokenizer(
-            given, self.model, args.pad_token, args.trust_remote_code, revision
-        )
-        set_template_arguments(tokenizer, args.chat_template_kwargs)
-        return tokenizer
-
-    def _of_this_type(self, args: PolicyGradientConfig | None) -> PolicyGradientConfig:
-        """Return the config, by default that of the algorithm; refuse one of another."""
-        args = self.config_type() if args is None else args
-        if not isinstance(args, self.config_type):
-            kind = type(args)
-            raise ValueError(
-                f"args must be rlhf_pg's {self.config_type.__name__}, got "
-                f"{quoted(f'{kind.__module__}.{kind.__name__}')}"
-            )
-        return args
 
     def _settled(self, args: PolicyGradientConfig, given: Inputs) -> PolicyGradientConfig:
         """Return the config of this run, which never changes.
@@ -200,23 +214,6 @@ class TrainerSetup(TrainingLoop):
             model = os.fspath(given.model)
             changes["model_name_or_path"] = found(model, None) or model
         return dataclasses.replace(args, **changes)
-
-    def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
-        args = self.args
-        environment = self.environments is not None and self.environments.pays
-        return Rewards(
-            functions,
-            args.reward_weights,
-            processing_classes,
-            self.runtime.device,
-            environment,
-            args.reward_model_sees_eos,
-            args.trust_remote_code,
-            args.reward_workers,
-            args.reward_timeout,
-            args.on_reward_error,
-            args.reward_error_value,
-        )
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
         args, environments = self.args, self.environments
@@ -277,14 +274,6 @@ class TrainerSetup(TrainingLoop):
         self.controllers = Controllers(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
         self.moving_average = MovingAverage() if averaging else None
-
-    def _settle_positions(self, own_prompts: bool) -> None:
-        """Fix one set of positions for rows of all lengths (`settle_positions`)."""
-        longest = self.longest_row
-        if own_prompts and self._limit is not None:
-            longest = max(longest, self._limit)
-        for module in filter(None, (self.model, self.critic)):
-            models.settle_positions(module, longest)
 
     def _new_learner(self, optimizers: Optimizers) -> Learner:
         args, runtime, longest = self.args, self.runtime, self.train_prompts.longest
@@ -367,14 +356,6 @@ class TrainerSetup(TrainingLoop):
             running=self.running,
             limit=self.args.save_total_limit,
             found=self._open_keys,
-        )
-
-    def _new_recorder(self) -> Recorder:
-        return Recorder(
-            self.runtime,
-            self.processing_class,
-            self.shaping.names,
-            parameters=lambda: self.checkpointer.parameters,
         )
 
     # ------------------------------------------------------------------- what a run says of itself
