@@ -33,7 +33,7 @@ TODAY = {
     "rollout": 3397,
     "rewards": 2929,
     "supervised": 1067,
-    "trainers": 3989,
+    "trainers": 3954,
     "runtime": 1205,
     "checkpoint": 773,
     "report": 1674,
