@@ -41,12 +41,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        url: str,
-        timeout: float,
-        retries: int,
-        concurrency: int,
-        key: str = "",
+        self, url: str, timeout: float, retries: int, concurrency: int, key: str = ""
     ) -> None:
         self.url, self.timeout, self.retries = url, timeout, retries
         self._free = asyncio.Semaphore(concurrency)

@@ -24,10 +24,9 @@ def visible(text: str) -> str:
     return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
-def shown(value: object, secret: str = "") -> str:
-    """Return the `repr` of anything, `quoted`, with *** in place of a secret."""
-    text = repr(value)
-    return quoted(text.replace(secret, "***") if secret else text)
+def shown(value: object) -> str:
+    """Return the `repr` of anything, `quoted`."""
+    return quoted(repr(value))
 
 
 def told(error: BaseException) -> str:

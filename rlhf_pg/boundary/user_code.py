@@ -5,8 +5,8 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -50,34 +50,39 @@ def call_beside(
         TimeoutError: from the future: it took longer than `timeout` seconds.
     """
     call = partial(function, *arguments, **keywords)
+    late = TimeoutError(f"no answer within {timeout:g} s" if timeout is not None else "")
+    if inspect.iscoroutinefunction(function):
 
-    async def outcome() -> Any:
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                said = call() if inspect.iscoroutinefunction(function) else _in_thread(call)
-                said = await said
-                return await said if inspect.isawaitable(said) else said
-        except TimeoutError:
-            if limit.expired():
-                raise TimeoutError(f"no answer within {timeout:g} s") from None
-            raise
+        async def outcome() -> Any:
+            try:
+                async with asyncio.timeout(timeout) as limit:
+                    return await call()
+            except TimeoutError as error:
+                raise late if limit.expired() else error from None
 
-    return begin(outcome)
+        return begin(outcome)
 
-
-def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         settle: Callable[[Any], None] = future.set_result
         try:
-            outcome = call()
+            with foreign("a function"):
+                said = call()
+            said = wait_for(said) if inspect.isawaitable(said) else said
         except BaseException as error:  # any error belongs to the caller, not to this thread
-            settle, outcome = future.set_exception, error
-        loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
+            settle, said = future.set_exception, error
+        with suppress(InvalidStateError):  # it was late
+            settle(said)
+
+    def expire() -> None:
+        with suppress(InvalidStateError):
+            future.set_exception(late)
 
     threading.Thread(target=run, daemon=True).start()
+    if timeout is not None:
+        loop = event_loop()
+        loop.call_soon_threadsafe(loop.call_later, timeout, expire)
     return future
 
 

@@ -4,9 +4,8 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -164,7 +163,6 @@ class _Playing:
             self.groups.setdefault(episode.prompt_index, {})[episode.sample] = episode
         # The episode of each call, and the method that takes the result and says if a turn follows.
         self.waiting: dict[Future[Any], tuple[Episode, Callable[[Episode, Any], bool]]] = {}
-        self.ended: SimpleQueue[Future[Any]] = SimpleQueue()
 
     def run(self) -> None:
         for prompt_index, group in self.groups.items():
@@ -175,20 +173,15 @@ class _Playing:
             finished = [] if self.session.idle else self.session.step()
             for request, sample, completion in finished:
                 self._turn(self.groups[request.prompt_index][sample], completion)
-            try:
-                if self.waiting:
-                    self._returned(self.ended.get(block=self.session.idle))
-                while True:
-                    self._returned(self.ended.get_nowait())
-            except Empty:
-                pass
+            if self.session.idle:
+                wait(self.waiting, return_when=FIRST_COMPLETED)
+            for future in [future for future in self.waiting if future.done()]:  # as they began
+                self._returned(future)
 
     def _call(
         self, episode: Episode, take: Callable[[Episode, Any], bool], method: Any, *arguments: Any
     ) -> None:
-        future = call_beside(self.runner.timeout, method, *arguments)
-        self.waiting[future] = episode, take
-        future.add_done_callback(self.ended.put)
+        self.waiting[call_beside(self.runner.timeout, method, *arguments)] = episode, take
 
     def _returned(self, future: Future[Any]) -> None:
         episode, take = self.waiting.pop(future)
