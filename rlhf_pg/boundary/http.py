@@ -43,7 +43,7 @@ class Client:
     def __init__(
         self, url: str, timeout: float, retries: int, concurrency: int, key: str = ""
     ) -> None:
-        self.url, self.timeout, self.retries = url, timeout, retries
+        self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
         self._free = asyncio.Semaphore(concurrency)
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         self._client = httpx2.AsyncClient(
@@ -78,9 +78,11 @@ class Client:
                         status, text = await self._once(path, content, most)
                     if status < 300:
                         # vLLM answers some requests in plain text, "Success: ...".
-                        is_json = text[:1] in (b"{", b"[")
+                        is_json = text.lstrip()[:1] in (b"{", b"[")
                         return read(json.loads(text, parse_constant=_refuse) if is_json else None)
-                    what = f"status {status}: {quoted(_message(text))}"
+                    said = _message(text)
+                    said = said.replace(self._key, "***") if self._key else said
+                    what = f"status {status}: {quoted(said)}"
                     if status < 500 and status not in TEMPORARY:
                         raise Refused(f"the server at {self.url} refuses {path or '/'} with {what}")
                 except TimeoutError:

@@ -86,7 +86,7 @@ class Shown:
         return replace(self, inputs=inputs, columns=columns, facts=facts)
 
     def arguments(self, source: Source) -> dict[str, Any]:
-        """Return copies of what a function takes, but the environments themselves.
+        """Return what a function takes; a plain or async one gets copies, but of environments.
 
         A column that has the name of a fact goes before it, but for a reward model.
         """
@@ -95,8 +95,9 @@ class Shown:
         offered = {**self.inputs, **both[0], **both[1]}
         by_kwargs = {*self.inputs, *self.columns, *OF_TRL} if source.takes_all else set()
         names = (offered.keys() & (source.asked | by_kwargs)) - source.bound
-        copied = {name: copy.deepcopy(offered[name]) for name in names - {"environments"}}
-        return copied | {name: offered[name] for name in names & {"environments"}}
+        if source.kind in ("model", "worker"):  # which changes nothing, or is sent copies
+            return {name: offered[name] for name in names}
+        return {x: offered[x] if x == "environments" else copy.deepcopy(offered[x]) for x in names}
 
 
 def show(
@@ -148,20 +149,21 @@ class Log:
         """
         if column in OWN_COLUMNS or column.startswith("rewards/"):
             raise ValueError(f"log_extra: the run itself has a column {column!r}: rename it")
-        if len(values) != self.count:
+        plain = [_plain(value) for value in _plain(values)]
+        if len(plain) != self.count:
             raise ValueError(
-                f"log_extra: column {column!r} has {len(values)} values for {self.count} "
-                "completions"
+                f"log_extra: column {column!r} has {len(plain)} values for {self.count} completions"
             )
-        self.extra[column] = [x if _is_json(x) else shown(x) for x in values]
+        self.extra[column] = [x if _is_json(x) else shown(x) for x in plain]
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a number, which is averaged over the calls and processes of a step."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def into(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments with the log functions that are among them."""
-        return {**arguments, **{name: getattr(self, name) for name in LOGS if name in arguments}}
+        """Return arguments with the log functions where a place is left for them."""
+        places = [name for name in LOGS if name in arguments and arguments[name] is None]
+        return {**arguments, **{name: getattr(self, name) for name in places}}
 
 
 def call(source: Source, arguments: Mapping[str, Any], count: int) -> Answer:
@@ -191,7 +193,7 @@ async def call_async(
     try:
         async with asyncio.timeout(timeout) as limit:
             said = await source.function(**log.into(arguments))
-    except (Exception, SystemExit) as error:
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
         raise CallFailed(late(timeout) if limit.expired() else f"raised {told(error)}") from error
     return Answer(read_scores(said, count), log.extra, log.metrics)
 

@@ -14,7 +14,8 @@ from pydantic import Field
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
-from rlhf_pg.rewards.remote import Seconds, Whole, key_in
+from rlhf_pg.data.chat import text_of
+from rlhf_pg.rewards.remote import Seconds, Whole, check_address, key_in
 
 OPENAI = "https://api.openai.com/v1"
 SYSTEM = """\
@@ -77,15 +78,19 @@ class Judge:
         self.low, self.high = map(float, pair)
         if self.low >= self.high:
             raise ValueError(f'scale must be two numbers, as "1-10" or [1, 10], got {shown(scale)}')
-        self.pattern = re.compile(pattern or SCORE)
+        try:
+            self.pattern = re.compile(pattern or SCORE)
+        except re.error as error:
+            raise ValueError(f"pattern {shown(pattern)} does not compile: {error}") from None
         if not self.pattern.groups:
             raise ValueError(f"pattern {shown(pattern)} needs a group (...) around the number")
         self.how = (PATTERN_VERDICT if pattern else JSON_VERDICT).format(
             low=self.low, high=self.high
         )
-        self.fields: dict[str, Any] = {"model": model, **(request or {})}
+        self.fields: dict[str, Any] = {"model": model, "extra_body": request or {}}
         if temperature is not None:
             self.fields["temperature"] = temperature
+        check_address(base_url)
         self.api_key_env = api_key_env or ("OPENAI_API_KEY" if base_url == OPENAI else None)
         self.client = AsyncOpenAI(
             base_url=base_url,
@@ -122,7 +127,8 @@ class Judge:
             self._body(dict(zip(table, row, strict=True)))
             for row in zip(*table.values(), strict=True)
         ]
-        keys = [_digest([self.low, self.high, self.pattern.pattern, body]) for body in bodies]
+        asked = [str(self.client.base_url), self.low, self.high, self.pattern.pattern]
+        keys = [_digest([*asked, body]) for body in bodies]
         new = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self._known}
         await asyncio.gather(*(self._judge(key, body) for key, body in new.items()))
         return [(self._known[key] - self.low) / (self.high - self.low) for key in keys]
@@ -168,8 +174,7 @@ def as_text(value: Any) -> str:
     """Return a prompt, a completion or a column as text; a chat turn by turn, with its roles."""
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         return "\n\n".join(
-            f"[{m.get('role', '?')}]\n{m.get('content') or ''}{m.get('tool_calls') or ''}"
-            for m in value
+            f"[{m.get('role', '?')}]\n{text_of(m)}{m.get('tool_calls') or ''}" for m in value
         )
     return str(value)
 

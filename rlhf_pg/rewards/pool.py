@@ -5,12 +5,14 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import Pipe, context, spawn
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +24,8 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_modules import import_file, loaded
 from rlhf_pg.rewards.functions import Answer, CallFailed, Source, call, late
 
-START = 300.0  # seconds for a worker to be ready
+START = 300.0  # seconds for a worker to be ready, and to import a function
+END = 5.0  # seconds for a process whose pipe has closed to end
 PR_SET_PDEATHSIG = 1
 # A function must not take the trainer's GPU or its cores.
 ALONE = {
@@ -33,25 +36,14 @@ ALONE = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+# Not multiprocessing's spawn, which imports the script that trains and may have no main guard.
+SCRIPT = "import sys; sys.path[:] = {path!r}; from rlhf_pg.rewards.pool import work; work({pipe})"
 Ready = Callable[[], None] | None
 Task = tuple["Future[Any]", bytes, float | None]
 
 
-class Worker(context.SpawnProcess):
-    """A process that does not import the script that trains, which may have no main guard."""
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        whole = spawn.get_preparation_data
-
-        def without_main(name: str) -> dict[str, Any]:
-            return {k: data for k, data in whole(name).items() if not k.startswith("init_main")}
-
-        spawn.get_preparation_data = without_main
-        try:
-            return context.SpawnProcess._Popen(process_obj)
-        finally:
-            spawn.get_preparation_data = whole
+class NotStarted(RuntimeError):
+    """An error of a worker that is not ready for its first call."""
 
 
 class Pool:
@@ -79,8 +71,9 @@ class Pool:
         """Have a function of this package called in a worker.
 
         Raises:
-            CallFailed: from the future: the call took longer than `timeout` seconds, or ended its
-                process. Exceptions of the function itself are raised as they are.
+            CallFailed: from the future: the call failed, took longer than `timeout` seconds, or
+                ended its process.
+            NotStarted: from the future: there is no process for it.
         """
         future: Future[Any] = Future()
         self._tasks.put((future, pickle.dumps((function, args)), timeout))
@@ -113,7 +106,7 @@ class Pool:
             sent = pickle.dumps(source)
             if b"__main__" in sent:
                 raise TypeError("it is part of the script itself")
-            self.schedule(_ready_for, [*loaded().values()], sent).result()
+            self.schedule(_check, [*loaded().values()], sent, timeout=START).result()
         except Exception as error:
             raise ValueError(
                 f"reward function {source.name} cannot be sent to a worker or imported there "
@@ -124,69 +117,102 @@ class Pool:
 
 def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None:
     """Do tasks with one worker, which is started when there is one; the body of a thread."""
-    worker: Worker | None = None
+    worker: subprocess.Popen[bytes] | None = None
     while (task := tasks.get()) is not None:
         future, sent, timeout = task
         if not future.set_running_or_notify_cancel():
             continue
         try:
-            if worker is None or not worker.is_alive():
-                pipe, other = Pipe()
-                worker = Worker(target=_work, args=(other, memory, os.getpid(), ready), daemon=True)
-                worker.start()
-                other.close()
-                if not pipe.poll(START):
-                    raise CallFailed("did not start its worker process")
-                pipe.recv_bytes()
+            if worker is None or worker.poll() is not None:
+                worker, pipe = _started(memory, ready)
             pipe.send_bytes(sent)
             if not pipe.poll(timeout):
                 raise CallFailed(late(timeout))
-            answer, error = pickle.loads(pipe.recv_bytes())
-            if error is None:
+            answer, failure = pickle.loads(pipe.recv_bytes())
+            if failure is None:
                 future.set_result(answer)
             else:
-                future.set_exception(error)
-        except (EOFError, OSError):
-            assert worker is not None
-            worker.join()
-            killed = ", as when memory runs out" * (worker.exitcode == -signal.SIGKILL)
-            why = f"ended its worker process: exit code {worker.exitcode}{killed}"
-            future.set_exception(CallFailed(why))
-        except CallFailed as error:
-            assert worker is not None
-            worker.kill()
-            worker.join()
+                future.set_exception(CallFailed(failure))
+        except Exception as error:  # it belongs to the caller, not to this thread
+            code = None
+            if isinstance(error, EOFError | OSError) and worker is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = worker.wait(END)
+                killed = ", as when memory runs out" * (code == -signal.SIGKILL)
+                error = CallFailed(f"ended its worker process: exit code {code}{killed}")
+            if worker is not None:
+                _kill(worker)
             future.set_exception(error)
     if worker is not None:
-        worker.kill()
+        _kill(worker)
 
 
-def _work(pipe: Connection, memory: int, trainer: int, ready: Ready) -> None:
-    """Answer calls; the body of a worker."""
+def _started(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connection]:
+    """Start a worker, and wait until it is ready."""
+    pipe, other = Pipe()
+    script = SCRIPT.format(path=[path or os.getcwd() for path in sys.path], pipe=other.fileno())
+    try:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what functions print is not the trainer's output
+            env=without_launcher() | ALONE,
+            pass_fds=[other.fileno()],
+            start_new_session=True,  # Ctrl-C is for the trainer, and children die with it
+        )
+    except OSError as error:
+        raise NotStarted(f"a worker process cannot be started: {told(error)}") from error
+    other.close()
+    try:
+        pipe.send_bytes(pickle.dumps((os.getpid(), memory, ready)))
+        failure = pickle.loads(pipe.recv_bytes()) if pipe.poll(START) else f"not in {START:g} s"
+    except (EOFError, OSError) as error:
+        failure = told(error)
+    if failure is not None:
+        _kill(worker)
+        raise NotStarted(f"a worker process does not start: {failure}")
+    return worker, pipe
+
+
+def _kill(worker: "subprocess.Popen[bytes]") -> None:
+    """Kill a worker, and whatever it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def work(number: int) -> None:
+    """Answer calls that come through a pipe; the body of a worker.
+
+    Args:
+        number: of the pipe's file.
+    """
+    pipe = Connection(number)
+    trainer, memory, ready = pickle.loads(pipe.recv_bytes())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != trainer:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the trainer
-    os.dup2(2, 1)  # what functions print is not the trainer's output
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # should the machine's memory end, workers go first
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
-    environment = without_launcher() | ALONE
-    os.environ.clear()
-    os.environ.update(environment)
-    if ready is not None:
-        ready()
-    pipe.send_bytes(b"")
+    failure: str | None = None
+    try:
+        if ready is not None:
+            ready()
+    except Exception as error:
+        failure = told(error)
+    pipe.send_bytes(pickle.dumps(failure))
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
-        answer: Any = None
-        failure: Exception | None = None
+        answer, failure = None, None
         try:
             answer = function(*args)
+        except CallFailed as error:
+            failure = str(error)
         except Exception as error:
-            failure = error if isinstance(error, CallFailed) else RuntimeError(told(error))
+            failure = f"raised {told(error)}"
         pipe.send_bytes(pickle.dumps((answer, failure)))
 
 
@@ -201,7 +227,7 @@ def _load(files: Sequence[str], sent: bytes) -> Any:
     return pickle.loads(sent)
 
 
-def _ready_for(files: Sequence[str], sent: bytes) -> None:
+def _check(files: Sequence[str], sent: bytes) -> None:
     _load(files, sent)
 
 

@@ -15,6 +15,7 @@ from transformers import (
 
 from rlhf_pg.data.chat import encode
 from rlhf_pg.masking import widen
+from rlhf_pg.models import about
 from rlhf_pg.rewards.reward_model import Classifier, micro_batches
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
@@ -74,13 +75,14 @@ class ProcessRewardModel(Classifier):
         answers = [self._steps(ids) for ids in completion_ids]
         rows, places = [], []  # token ids, and where the steps are judged
         for i, (prompt, steps) in enumerate(zip(prompts, answers, strict=True)):
-            with self.row(i) as ids:
-                ids += encode(prompt, self.processing_class, i)
+            with about(self.who):
+                ids = encode(prompt, self.processing_class, i)
                 ends = []
                 for step, _ in steps:
                     for part in (step, self.separator):
                         ids += self.processing_class.encode(part, add_special_tokens=False)
                     ends.append(len(ids) - 1)
+                self.check_length(ids, i)
             rows.append(ids)
             places.append(ends)
         for batch in micro_batches([len(ids) for ids in rows]):

@@ -38,14 +38,8 @@ class HttpReward:
         retries: Annotated[int, Field(ge=0)] = 5,  # see `rlhf_pg.boundary.http.Client`
         api_key_env: str | None = None,  # the variable with a key, sent as Authorization: Bearer
     ) -> None:
-        parts = httpx2.URL(url)
-        if parts.userinfo or parts.query or parts.fragment or not parts.host:
-            raise ValueError(
-                f"an address is http://host:port/path, got {quoted(url)}; a user, a password or a "
-                "query would be saved with the config: name an environment variable with the key "
-                "in api_key_env"
-            )
-        self.batch_size = batch_size
+        check_address(url)
+        parts, self.batch_size = httpx2.URL(url), batch_size
         self.client = Client(url, timeout, retries, concurrency, key_in(api_key_env))
         port = "" if parts.port is None else f":{parts.port}"
         self.__name__ = f"{parts.host}{port}{parts.path}".rstrip("/")
@@ -85,17 +79,35 @@ class HttpReward:
         return await self.client.ask("", body, read)
 
 
+def check_address(url: str) -> None:
+    """Refuse an address that cannot be asked, or that holds what would be saved with the config.
+
+    Raises:
+        ValueError: it is not http(s), or has a user, a password, a query or a fragment.
+    """
+    parts = httpx2.URL(url)
+    is_http = parts.scheme in ("http", "https") and parts.host
+    if not is_http or parts.userinfo or parts.query or parts.fragment:
+        raise ValueError(
+            f"an address is http://host:port/path, got {quoted(url)}; a user, a password or a "
+            "query would be saved with the config: name an environment variable with the key in "
+            "api_key_env"
+        )
+
+
 def key_in(variable: str | None) -> str:
     """Return the key in an environment variable; empty if none is named.
 
     Raises:
-        ValueError: it is not set.
+        ValueError: it is not set, or the key itself was given in place of a name.
     """
     if variable is None:
         return ""
+    if not variable.isidentifier():
+        raise ValueError("api_key_env: name the environment variable that holds the key")
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
-            f"api_key_env: there is no environment variable {quoted(variable)}: put the key there"
+            f"api_key_env: there is no environment variable {variable}: put the key there"
         )
     return key

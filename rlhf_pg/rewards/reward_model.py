@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -72,25 +71,13 @@ class Classifier:
             processing_class, model, self.who, trust_remote_code, self.labels
         )
 
-    @contextmanager
-    def row(self, row: int) -> Iterator[list[int]]:
-        """Encode a row inside, into the list that it gets.
-
-        Raises:
-            ValueError: a text that the tokenizer cannot encode, or without a position for every
-                token; the message names the model and the row.
-        """
-        ids: list[int] = []
-        try:
-            yield ids
-        except ValueError as error:
-            raise ValueError(f"{self.who}: {error}") from error
+    def check_length(self, ids: Sequence[int], row: int) -> None:
+        """Refuse a text without a position for every token (ValueError)."""
         limit = max_positions(self.model)
         if limit is not None and len(ids) > limit:
             raise ValueError(
-                f"{self.who}: text in row {row} has {len(ids)} tokens, beyond its "
-                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
-                "prompts"
+                f"text in row {row} has {len(ids)} tokens, beyond its max_position_embeddings of "
+                f"{limit}: lower max_completion_length, or shorten the prompts"
             )
 
     def padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -146,8 +133,9 @@ class RewardModel(Classifier):
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             eos = self.sees_eos and bool(known[i])
             cut = truncated[i] and not known[i]  # a limit on turns does not cut the last one off
-            with self.row(i) as ids:
-                ids += encode_whole(prompt, completion, self.processing_class, i, eos, cut)
+            with about(self.who):
+                ids = encode_whole(prompt, completion, self.processing_class, i, eos, cut)
+                self.check_length(ids, i)
             rows.append(ids)
         scores = torch.zeros(len(rows), dtype=torch.float64)
         for batch in micro_batches([len(ids) for ids in rows]):

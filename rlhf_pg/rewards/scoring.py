@@ -29,7 +29,7 @@ from rlhf_pg.rewards.functions import (
     late,
     show,
 )
-from rlhf_pg.rewards.pool import Pool
+from rlhf_pg.rewards.pool import NotStarted, Pool
 from rlhf_pg.rewards.process import ProcessRewardModel
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import at_end, ends
@@ -298,6 +298,8 @@ class Rewards:
             return future.result(patience)
         except TimeoutError as error:
             raise CallFailed(late(self.timeout)) from error
+        except NotStarted as error:
+            raise CallFailed(f"cannot be called: {error}") from error
         finally:
             future.cancel()
 

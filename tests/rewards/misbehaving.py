@@ -6,6 +6,7 @@ The file imports nothing heavy, since every worker imports it.
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -129,6 +130,18 @@ def meets(prompts, completions):
     while len(list(place.iterdir())) < 2:
         time.sleep(0.01)
     return [1.0] * len(completions)
+
+
+def breaks():
+    """What a process cannot get ready by."""
+    raise ZeroDivisionError
+
+
+def hangs_with_a_child(completions):
+    """Write the number of a child into the file that the first completion names, then hang."""
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(completions[0]).write_text(str(child.pid))
+    child.wait()
 
 
 class Judge:

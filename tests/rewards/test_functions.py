@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.functions import source_fingerprint
+from rlhf_pg.rewards.functions import show, source_fingerprint
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -187,11 +187,17 @@ def test_environments_are_handed_over_uncopied():
 
 
 def test_column_overrides_trainer_argument_of_same_name():
-    said = Rewards([lambda step, **_: step, lambda ended, **_: [int(e == "no") for e in ended]])
-    columns = {"step": [5, 6, 7], "ended": ["yes", "no", "no"]}
+    said = Rewards(
+        [
+            lambda step, **_: step,
+            lambda ended, **_: [int(e == "no") for e in ended],
+            lambda log_extra: log_extra,
+        ]
+    )
+    columns = {"step": [5, 6, 7], "ended": ["yes", "no", "no"], "log_extra": [1, 2, 3]}
     known = {"ended": [True] * 3, "state": TrainerState(global_step=3)}
     scores = sum_step_scores(said(PROMPTS, COMPLETIONS, IDS, columns, **known))
-    assert scores.tolist() == [[5, 0], [6, 1], [7, 1]]
+    assert scores.tolist() == [[5, 0, 1], [6, 1, 2], [7, 1, 3]]
 
 
 def test_single_function_needs_no_list():
@@ -527,3 +533,15 @@ def test_object_with_every_attribute_has_no_known_source():
 
     assert source_fingerprint(Proxy()) is None
     assert source_fingerprint(length) is not None
+
+
+def test_logged_columns_may_be_arrays_and_tensors():
+    def logs(completions, log_extra):
+        log_extra("array", np.arange(3))
+        log_extra("tensor", torch.tensor([0.5, 1, 2]))
+        log_extra("numbers", [np.float32(1), np.int64(2), None])
+        return [0.0] * 3
+
+    shown = show(PROMPTS, COMPLETIONS, IDS, {})
+    extra = Rewards(logs).judge(shown, torch.ones(3, 3)).extra
+    assert extra == {"array": [0, 1, 2], "tensor": [0.5, 1.0, 2.0], "numbers": [1.0, 2, None]}

@@ -132,6 +132,12 @@ def test_completion_stands_as_data_between_marks_that_it_cannot_guess(server):
     assert user["content"].count(mark) == 6
 
 
+def test_request_adds_fields_of_any_server(server):
+    scores(make(server, request={"max_tokens": 9, "chat_template_kwargs": {"a": 1}}), ["a"])
+    body = server.asked[0].body
+    assert (body["max_tokens"], body["chat_template_kwargs"]) == (9, {"a": 1})
+
+
 def test_rubric_is_read_from_a_file(server, tmp_path):
     (tmp_path / "rubric.md").write_text("Be strict.\n")
     scores(make(server, rubric=str(tmp_path / "rubric.md")), ["a"])
@@ -221,6 +227,8 @@ def test_missing_column_is_named_before_anything_is_asked(server):
         ({"scale": "high"}, "scale must be two numbers"),
         ({"scale": [3, 3]}, "scale must be two numbers"),
         ({"pattern": r"\d+"}, "needs a group"),
+        ({"pattern": "("}, "does not compile"),
+        ({"base_url": "http://me:word@host/v1"}, "a user, a password"),
     ],
 )
 def test_unusable_option_is_refused(server, options, reason):
@@ -245,3 +253,5 @@ def test_resumed_run_asks_nothing_twice(server, tmp_path):
     scores(make(server, cache=cache, pattern=r"(\d)"), ["a"])
     scores(make(server, cache=cache, pattern=r"(7)"), ["a"])
     assert len(server.asked) == 8
+    scores(make(server, cache=cache, base_url=server.url + "/v2", pattern=r"(7)"), ["a"])
+    assert len(server.asked) == 9

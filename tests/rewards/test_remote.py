@@ -71,7 +71,9 @@ def test_server_gets_batches_with_columns_and_scores_keep_their_order(server):
     }
 
 
-@pytest.mark.parametrize("form", [{"scores": [1, None]}, {"rewards": [1, None]}, [1, None]])
+@pytest.mark.parametrize(
+    "form", [{"scores": [1, None]}, {"rewards": [1, None]}, [1, None], b"\n[1, null]\n"]
+)
 def test_each_form_of_answer_is_read(server, form):
     server.answer = lambda asked: Said(form)
     assert scores(HttpReward(server.url)) == [1, None]
@@ -232,10 +234,15 @@ def test_redirect_to_another_host_is_not_followed(server, pauses):
     assert other.asked == []
 
 
-def test_key_is_sent(server, monkeypatch):
+def test_key_is_sent_and_not_shown(server, monkeypatch):
     monkeypatch.setenv("SCORE_KEY", "sk-secret")
-    assert scores(HttpReward(server.url, api_key_env="SCORE_KEY")) == [1, 2]
+    reward = HttpReward(server.url, api_key_env="SCORE_KEY")
+    assert scores(reward) == [1, 2]
     assert server.asked[0].headers["authorization"] == "Bearer sk-secret"
+    server.answer = lambda asked: Said({"error": f"no: {asked.headers['authorization']}"}, 401)
+    said = failure(reward)
+    assert "status 401" in said
+    assert "sk-secret" not in said
 
 
 def test_column_that_is_no_json_is_an_error_and_nothing_is_sent(server):
@@ -250,7 +257,9 @@ def test_column_that_is_no_json_is_an_error_and_nothing_is_sent(server):
         ({"url": "http://"}, "an address is http"),
         ({"url": "http://me:secret@host/score"}, "a user, a password"),
         ({"url": "http://host/score?token=secret"}, "a user, a password"),
+        ({"url": "ftp://host/score"}, "an address is http"),
         ({"api_key_env": "ABSENT_KEY"}, "there is no environment variable ABSENT_KEY"),
+        ({"api_key_env": "sk-secret"}, "name the environment variable"),
     ],
 )
 def test_unusable_option_is_refused_before_anything_is_asked(options, reason):

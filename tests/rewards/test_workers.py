@@ -18,7 +18,7 @@ from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.functions import show
-from rlhf_pg.rewards.pool import Pool
+from rlhf_pg.rewards.pool import NotStarted, Pool
 from tests.rewards import misbehaving as faults
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_output_of_function_is_not_the_trainers(capfd):
 
 def test_function_of_users_file_runs_in_worker(tmp_path):
     (tmp_path / "helper.py").write_text("BONUS = 7.0\n")
-    file = tmp_path / "mine.py"
+    file = tmp_path / "in_worker.py"
     file.write_text(
         "import helper\ndef bonus(completions):\n    return [helper.BONUS for _ in completions]\n"
     )
@@ -198,6 +198,25 @@ def test_worker_that_dies_between_calls_is_replaced():
     assert another not in (number, float(os.getpid()))
 
 
+def test_process_that_does_not_start_is_the_failure_of_its_call():
+    with pytest.raises(NotStarted, match=r"does not start: ZeroDivisionError"):
+        Pool(1, ready=faults.breaks).schedule(os.getpid).result(60)
+    made = rewards(faults.process)
+    assert totals(made, ["a"] * 6)
+    made.pool = Pool(1, ready=faults.breaks)
+    with pytest.raises(ValueError, match=r"process cannot be called: .*ZeroDivisionError"):
+        totals(made)
+    with pytest.raises(ValueError, match=r"process cannot be called"):  # its thread still serves
+        totals(made)
+
+
+def test_children_of_a_killed_worker_die_with_it(tmp_path):
+    made = rewards(faults.hangs_with_a_child, timeout=2.0)
+    with pytest.raises(ValueError, match="did not return within"):
+        totals(made, [str(tmp_path / "child")] * 6)
+    wait_until_gone(int((tmp_path / "child").read_text()), zombie=True)
+
+
 def test_wrong_number_of_logged_values_is_failure():
     with pytest.raises(ValueError, match="log_extra: column 'seen' has 1 values for 3 completions"):
         rewards(faults.logs_too_few, on_error="error")(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
@@ -233,6 +252,14 @@ def test_late_async_function_is_given_up(on_error):
     (scores,) = totals(made)
     assert all(score != score for score in scores[:3])
     assert scores[3:] == LENGTHS[3:]
+
+
+def test_cancelled_async_function_is_a_failed_call():
+    async def cancelled(completions):
+        raise asyncio.CancelledError
+
+    with pytest.raises(ValueError, match="reward function cancelled raised CancelledError"):
+        totals(Rewards([cancelled]))
 
 
 def test_timeout_of_function_itself_is_no_late_call():

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -88,7 +88,9 @@ def code(
             return 0.0
         passed, deadline = 0, time.monotonic() + total_timeout
         for test in tests:
-            passes = time.monotonic() < deadline and test.verdict(program, sandbox) == "passed"
+            left = deadline - time.monotonic()
+            limited = replace(sandbox, timeout=min(timeout, left))
+            passes = left > 0 and test.verdict(program, limited) == "passed"
             passed += passes
             if not (passes or partial):
                 break

@@ -4,7 +4,9 @@ import threading
 
 import pytest
 
+from rlhf_pg.rewards.pool import NotStarted, Pool
 from rlhf_pg.rewards.verifiers import make_verifier, math_answers
+from tests.rewards import misbehaving as faults
 
 
 def boxed(text: str) -> str:
@@ -107,6 +109,12 @@ def test_scores_keep_their_rows_over_several_processes() -> None:
     answers = [boxed(str(i if i < 7 else i + 1)) for i in range(40)]
     scores = make_verifier("math", {})([], answers, None, answer=truths)
     assert scores == [float(i < 7) for i in range(40)]
+
+
+def test_process_that_cannot_start_is_an_error_not_a_wrong_answer(monkeypatch) -> None:
+    monkeypatch.setattr(math_answers, "workers", lambda: Pool(1, ready=faults.breaks))
+    with pytest.raises(NotStarted, match="ZeroDivisionError"):
+        make_verifier("math", {})([], [boxed("1")], None, answer=["1"])
 
 
 def test_numbers_are_no_code() -> None:
