@@ -80,7 +80,7 @@ class Client:
                         # vLLM answers some requests in plain text, "Success: ...".
                         is_json = text.lstrip()[:1] in (b"{", b"[")
                         return read(json.loads(text, parse_constant=_refuse) if is_json else None)
-                    said = _message(text)
+                    said = "redirects are not followed" if status < 400 else _message(text)
                     said = said.replace(self._key, "***") if self._key else said
                     what = f"status {status}: {quoted(said)}"
                     if status < 500 and status not in TEMPORARY:
@@ -91,7 +91,7 @@ class Client:
                     what = f"no answer ({told(_origin(error))})"
                 except Refused:
                     raise
-                except (ValueError, TypeError, LookupError) as error:
+                except (ValueError, TypeError, LookupError, RecursionError) as error:
                     what = f"an answer that cannot be used ({told(error)})"
         raise Unanswered(
             f"the server at {self.url} gave {what}, to {path or '/'}, in {self.retries + 1} "

@@ -18,8 +18,8 @@ PATIENCE = 1.0  # seconds that an async call may take beyond its own timeout to 
 
 
 @cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all async rewards, environments and tools of the process.
+def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
+    """Return a loop of the process; by default that of all async rewards, environments and tools.
 
     A client or a semaphore that they share is bound to the loop of its first use.
     """
@@ -28,61 +28,61 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def begin(call: Callable[[], Awaitable[Any]]) -> Future[Any]:
-    """Call an async function on the event loop of the process."""
+def begin(call: Callable[[], Awaitable[Any]], loop: str = "users") -> Future[Any]:
+    """Call an async function on an event loop of the process."""
 
     async def outcome() -> Any:
         with foreign("an async function"):
             return await call()
 
-    return asyncio.run_coroutine_threadsafe(outcome(), event_loop())
+    return asyncio.run_coroutine_threadsafe(outcome(), event_loop(loop))
 
 
 def call_beside(
-    timeout: float | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+    timeout: float | None, function: Callable[..., Any], /, *arguments: Any, **keywords: Any
 ) -> Future[Any]:
-    """Call a function, plain or async, beside all others.
+    """Call a function, plain or async, concurrently with all others.
 
     A plain one has its own thread, which is left behind if it is late, and does not keep the
-    process from ending.
+    process from ending. What can be awaited is cancelled if it is late, and not waited for.
 
     Raises:
         TimeoutError: from the future: it took longer than `timeout` seconds.
+        RuntimeError: from the future: it raised what would end the run.
     """
-    call = partial(function, *arguments, **keywords)
-    late = TimeoutError(f"no answer within {timeout:g} s" if timeout is not None else "")
-    if inspect.iscoroutinefunction(function):
-
-        async def outcome() -> Any:
-            try:
-                async with asyncio.timeout(timeout) as limit:
-                    return await call()
-            except TimeoutError as error:
-                raise late if limit.expired() else error from None
-
-        return begin(outcome)
-
     future: Future[Any] = Future()
 
-    def run() -> None:
-        settle: Callable[[Any], None] = future.set_result
+    def settle(call: Callable[[], Any]) -> None:
         try:
             with foreign("a function"):
                 said = call()
-            said = wait_for(said) if inspect.isawaitable(said) else said
+            if inspect.isawaitable(said):
+                begun = begin(lambda: said)
+                begun.add_done_callback(lambda done: settle(done.result))
+                future.add_done_callback(lambda _: begun.cancel())
+                return
+            end: Callable[[Any], None] = future.set_result
         except BaseException as error:  # any error belongs to the caller, not to this thread
-            settle, said = future.set_exception, error
+            end, said = future.set_exception, error
+            if not isinstance(error, Exception):
+                said = RuntimeError(f"a function raised {told(error)}")
         with suppress(InvalidStateError):  # it was late
-            settle(said)
+            end(said)
 
     def expire() -> None:
         with suppress(InvalidStateError):
-            future.set_exception(late)
+            future.set_exception(TimeoutError(f"no answer within {timeout:g} s"))
 
-    threading.Thread(target=run, daemon=True).start()
-    if timeout is not None:
-        loop = event_loop()
-        loop.call_soon_threadsafe(loop.call_later, timeout, expire)
+    if timeout is not None:  # in a thread, since a function may block the event loop
+        timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), expire)
+        timer.daemon = True
+        timer.start()
+        future.add_done_callback(lambda _: timer.cancel())
+    call = partial(settle, partial(function, *arguments, **keywords))
+    if inspect.iscoroutinefunction(function):
+        call()
+    else:
+        threading.Thread(target=call, daemon=True).start()
     return future
 
 

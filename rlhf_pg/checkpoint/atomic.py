@@ -126,7 +126,7 @@ def recover_all(directory: Path) -> None:
 
 
 def verified(path: Path, contents: bool = True) -> str | None:
-    """Return why a directory is not as it was published, at least in sizes; None if it is."""
+    """Return how a directory differs, in sizes or `contents`, from what was published, or None."""
     try:
         files = json.loads((path / STATE).read_text()).get("files")
         if files is None:

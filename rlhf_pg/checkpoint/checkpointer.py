@@ -67,7 +67,7 @@ class Checkpointer:
         return found
 
     def path(self, step: int | None = None) -> Path:
-        """Return the place of the checkpoint of a step, by default of the last one."""
+        """Return the place of the checkpoint of a step, by default of the one just made."""
         return self.directory / f"step-{self.state.step if step is None else step:08d}"
 
     def steps(self) -> list[int]:
@@ -134,7 +134,11 @@ class Checkpointer:
                 yield name, whole, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
-        """Save what `from_pretrained` reads, and unless it is `final` a reference that moves."""
+        """Save what `from_pretrained` reads.
+
+        Unless it is `final`, also a reference that moves; if it is, and `save_merged` is set, also
+        the model with its adapter merged, in `merged/`.
+        """
         for name, whole, part in self._saved_parts(final):
             with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
                 if name == "model":
@@ -232,7 +236,7 @@ class Checkpointer:
         raise ValueError("; ".join([none, *broken]))
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
-        """Return why not every process can resume from a checkpoint; None if all can."""
+        """Return why not every process can resume from a checkpoint, or None; collective."""
         reason = atomic.verified(path, contents=runtime.is_main)
         if reason is None and "counters" not in atomic.state(path):
             reason = "it is a model alone, as final/ is, without optimizer and counters"

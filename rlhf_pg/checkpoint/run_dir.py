@@ -45,7 +45,7 @@ def begun(directory: Path) -> Iterator[None]:
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Move files with names of a run's to `earlier-N/`; return that, or None if there are none."""
+    """Move what is named as files of a run are to `earlier-N/`; return that, or None if none is."""
     supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
     there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:

@@ -59,7 +59,11 @@ def doctor(flags: Sequence[str]) -> None:
 
 def packages() -> Iterator[Finding]:
     """Compare what this package requires, by itself and for each extra, with what is installed."""
-    extras = sorted(set(metadata.metadata(NAME).get_all("Provides-Extra") or ()))
+    try:
+        extras = sorted(set(metadata.metadata(NAME).get_all("Provides-Extra") or ()))
+    except metadata.PackageNotFoundError:  # started in its source tree
+        yield Finding("requirements", "unknown", False, f"pip install {NAME}")
+        return
     for extra in ("", *(name for name in extras if name not in FOR_DEVELOPMENT)):
         for one in map(Requirement, metadata.requires(NAME) or ()):
             of_extra = one.marker is not None and "extra" in str(one.marker)
@@ -79,12 +83,14 @@ def packages() -> Iterator[Finding]:
 
 def surroundings() -> Iterator[Finding]:
     """Describe CPUs and GPUs, the programs that some features call, and the disk."""
+    ours = hasattr(os, "sched_getaffinity")  # macOS has none
+    count = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("CPUs", f"{os.cpu_count()}, {memory / 1e9:.0f} GB of memory")
+    yield Finding("CPUs", f"{count}, {memory / 1e9:.0f} GB of memory")
     try:
         import torch
 
-        count = torch.cuda.device_count()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:  # a library of CUDA that is not there, for example
         remedy = "pip install --force-reinstall torch"
         yield Finding("import torch", told(error), False, remedy, is_needed=True)
@@ -93,7 +99,8 @@ def surroundings() -> Iterator[Finding]:
         if not count:
             has_driver = shutil.which("nvidia-smi") is not None
             why = "the driver's nvidia-smi is here, but torch sees none" if has_driver else "none"
-            remedy = f"install a torch for the driver (this has {torch.version.cuda}): pytorch.org"
+            built = torch.version.cuda or "no CUDA"
+            remedy = f"install a torch for the driver (this has {built}): pytorch.org"
             yield Finding("GPU", why, not has_driver, remedy if has_driver else "")
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)

@@ -80,8 +80,10 @@ def read(flags: Sequence[str]) -> Named:
     recipe = None if options.config is None else find_recipe(options.config)
     out = None if options.json is None else Path(options.json).absolute()
     if out is not None:  # before hours of sampling
-        if not out.parent.is_dir() or out.is_dir():
-            fail(f"--json: there is no directory {quoted(str(out.parent))}, or no place for a file")
+        if out.is_dir():
+            fail(f"--json: {quoted(str(out))} is a directory")
+        if not out.parent.is_dir():
+            fail(f"--json: there is no directory {quoted(str(out.parent))}")
         if not os.access(out if out.exists() else out.parent, os.W_OK):
             fail(f"--json: {quoted(str(out))} cannot be written")
     if target is None:

@@ -48,7 +48,7 @@ def parser_of(command: str, recipe: object = None) -> argparse.ArgumentParser:
             add("--system_prompt", metavar="TEXT", help="system message in front of the chat")
             add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
             share = _number(float, 0.001, 1)
-            add("--top_p", type=share, default=1.0, help="mass of the likeliest tokens")
+            add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
             longest = "tokens of an answer (default: 512)"
             add("--max_completion_length", type=count, default=512, help=longest)

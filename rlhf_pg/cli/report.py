@@ -23,8 +23,9 @@ def report(flags: Sequence[str]) -> None:
     names, out = _read("report", flags)
     if len(names) != 1:
         fail("report needs one run: rlhf-pg report OUTPUT_DIR")
+    directory = run_directory(names[0])
     try:
-        print(visible(str(write_report(run_directory(names[0]), Path(out) if out else None))))
+        print(visible(str(write_report(directory, Path(out) if out else None))))
     except OSError as error:
         fail(f"{error}: write it elsewhere with rlhf-pg report ... --out")
 
@@ -41,6 +42,8 @@ def compare(flags: Sequence[str]) -> None:
         fail(f"{error}: write it elsewhere with rlhf-pg compare ... --out")
     console = Console()
     for shown in (table.shown() for table in difference_tables(named_runs(directories))):
+        if not shown["rows"]:
+            continue
         console.print(Text(f"\n{shown['title']}", style="bold"))
         if shown["note"]:
             console.print(Text(shown["note"]))

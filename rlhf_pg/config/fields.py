@@ -53,9 +53,12 @@ def config(cls: type[C]) -> type[C]:
             which names the key.
     """
     options = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
-    for name, hint in vars(cls).get("__annotations__", {}).items():
-        if hint in (int, float, int | None, float | None):  # to pydantic True is 1
-            cls.__annotations__[name] = Annotated[hint, BeforeValidator(_number)]
+    cls.__annotations__ = {
+        name: Annotated[hint, BeforeValidator(_number)]  # to pydantic True is 1
+        if hint in (int, float, int | None, float | None)
+        else hint
+        for name, hint in inspect.get_annotations(cls).items()
+    }
     bases = [field for base in cls.__mro__[:0:-1] for _, field in _fields(base)]
     texts = {field.name: field.metadata.get("help", "") for field in bases}
     for field in bases:  # pydantic takes its own descriptions of inherited keys

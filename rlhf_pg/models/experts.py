@@ -41,7 +41,12 @@ class Balance:
     top_k: int
 
     def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """Sum what tokens chose, by (N,E) logits per router; each stands for some rows, (N,)."""
+        """Sum what tokens chose.
+
+        Args:
+            logits: of each router, (N,E).
+            rows: (N,), in how many rows each token stands.
+        """
         layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
         wide = torch.promote_types(layers.dtype, torch.float32)
         probability = layers.softmax(-1, dtype=wide)

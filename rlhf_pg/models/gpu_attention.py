@@ -37,7 +37,7 @@ class OnGPU:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         width = max(-(-query.shape[2] // 8) * 8, NARROWEST)  # every kernel here takes this
         wide = [
-            x if x.shape[2] == width else nn.functional.pad(x, (0, width - x.shape[2]))
+            x if x.shape[2] >= width else nn.functional.pad(x, (0, width - x.shape[2]))
             for x in (query, key, value)
         ]
         heads = (query.shape[0], key.shape[0], width)

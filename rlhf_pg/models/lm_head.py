@@ -48,7 +48,10 @@ class ChunkedLMHead:
     transform: LogitTransform = NOTHING  # of this model
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log p and entropy of tokens (N,) behind hidden (N,H), in at least float32."""
+        """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution.
+
+        Both are (N,), in at least float32.
+        """
         layer = output_layer(self.model)
         assert layer is not None
         linear: Any = _plain(layer)

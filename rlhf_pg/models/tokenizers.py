@@ -22,7 +22,8 @@ def load_tokenizer(
 
     Raises:
         ValueError: there is no tokenizer that can be loaded, it has no EOS token, or no pad token
-            but `pad_token`, it has ids beyond the model's embedding rows, or it lacks one of them.
+            but `pad_token`, it has ids beyond the model's embedding rows, or cannot decode one of
+            the model's.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -74,7 +75,7 @@ def load_tokenizer(
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Return whether a tokenizer was saved at a path, which a Hub id is assumed to have."""
+    """Return whether a tokenizer was saved at a path; of a Hub id that is assumed."""
     here = Path(path)  # without these files, `AutoTokenizer` may make up an empty one
     return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
 
@@ -98,7 +99,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's.
+
+    Raises:
+        ValueError: the generation config's `eos_token_id` is neither an id nor a list of ids.
+    """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    return sorted({tokenizer.eos_token_id, *(i for i in ids if i is not None)})
+    known = [i for i in ids if i is not None]
+    if not all(type(i) is int for i in known):
+        raise ValueError(
+            "eos_token_id in the model's generation_config must be an id or a list of ids, got "
+            f"{shown(configured)}"
+        )
+    return sorted({tokenizer.eos_token_id, *known})

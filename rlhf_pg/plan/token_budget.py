@@ -26,7 +26,10 @@ SHARE = {"cuda": 0.9, "cpu": 0.25}
 def settled_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
-    """Return `micro_batch_tokens`; for auto what fits beside the unsharded module; collective."""
+    """Return `micro_batch_tokens`, for "auto" as many as fit beside the module; collective.
+
+    The module is not sharded yet.
+    """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
     row = longest_prompt + args.max_completion_length

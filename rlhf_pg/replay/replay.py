@@ -39,7 +39,7 @@ class Made:
 
 
 class Replay:
-    """The steps of a run, made again by a trainer with its config, and what it was given in Python.
+    """The steps of a run, made again by a trainer with its config and what Python gave it.
 
     It writes nothing into the run directory, by default the trainer's `output_dir`, and calls no
     callback. All methods are collective. ValueError if there is no run, or it began from other

@@ -33,7 +33,7 @@ class RunConsole(Console):
 
 
 class Journal:
-    """The console and run directory of the main process, begun after a step; elsewhere inert."""
+    """Console and run directory of the main process, after a step; elsewhere idle."""
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
         self.is_main = is_main

@@ -93,8 +93,8 @@ def reward_metrics(
     Args:
         raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
         trained: (N,K) as they are trained on, weighted.
-        groups: (N,). If no two rows share one, `reward_std` is over all rows, and there is no
-            `frac_reward_zero_std`.
+        groups: (N,). If it is None, or no two rows share one, `reward_std` is over all rows, and
+            there is no `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}

@@ -219,11 +219,13 @@ def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON lines of a file, if it is there, without a line that is not whole."""
+    """Read the records of a file of JSON lines, if it is there, without a line that is none."""
     records = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

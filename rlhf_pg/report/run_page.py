@@ -109,7 +109,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
 
 
 class LiveReport:
-    """The report of a run, kept up to date in 1 % of its time; failures are one warning."""
+    """The report of a run, kept up to date in at most 1 % of its time; failures are one warning."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock

@@ -57,7 +57,8 @@ class LoggedSteps:
         for record in sorted(files.completions, key=lambda record: int(record["step"])):
             self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
-        given = files.config.get("reward_weights") or ()
+        given = files.config.get("reward_weights")
+        given = given if isinstance(given, list) and all(map(is_number, given)) else []
         # Of the sources of reward, by name; 1 where not given.
         self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
 
@@ -178,14 +179,15 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 
 def _turns(said: Any) -> list[list[str]]:
     """Return the roles and texts of a chat; of a plain text one pair without a role."""
-    turns = [{"content": said}] if isinstance(said, str) else said or []
+    said = said if isinstance(said, list) else [said] if said else []
+    turns = [one if isinstance(one, dict) else {"content": one} for one in said]
     return [[visible(str(turn.get("role", ""))), _text(_content(turn))] for turn in turns]
 
 
 def _content(turn: Mapping[str, Any]) -> str:
     """Return all that a message says: its text or parts, and calls of tools."""
     content = turn.get("content") or []
-    parts = [content] if isinstance(content, str) else content
+    parts = content if isinstance(content, list) else [content]
     said = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else part

@@ -199,7 +199,7 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return an optimizer that updates on the CPU, if its state is to be there and it can."""
+    """Return the optimizer that updates where the state is to be; ValueError if there is none."""
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     there, kind = isinstance(optimizer, DeepSpeedCPUAdam), type(optimizer)
     if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):

@@ -73,7 +73,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
 class FullWeights:
     """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
 
-    The module is given before it is sharded, if it `splits`; `pieces` is the same afterwards.
+    The module is given before it is sharded, if it is to be (`splits`); `pieces` is sharded.
     """
 
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:

@@ -82,7 +82,7 @@ class Runtime:
     def prepare(
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
-        """Return the backend that trains a module; ValueError if the launcher's does not fit."""
+        """Return the backend that trains a module; ValueError if the launcher's config is unfit."""
         trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
         return trained
@@ -140,7 +140,7 @@ class Runtime:
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
-        """Make an error of a kind inside the block, on any process, fail all; collective."""
+        """Raise an error of this kind, of any process's block, on all of them; collective."""
         failure = None
         try:
             yield

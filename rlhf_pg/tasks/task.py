@@ -30,20 +30,20 @@ class Task:
     train_dataset: Dataset
     eval_dataset: Dataset | None = None
     make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None  # of an embedded task's
-    max_positions: int = 64  # model to start from
+    max_positions: int = 64  # of the model to start from
     # (prompts, completions, completion_ids, **columns) -> one float per completion; None if the
     # environment pays.
     reward: Callable[..., list[float]] | None = None
     reward_funcs: Sequence[Callable[..., Any]] = ()  # more of the kind
     tools: Sequence[Callable[..., Any]] = ()  # see `PolicyGradientTrainer`
-    environment_factory: Callable[[], Any] | None = None  # as above
+    environment_factory: Callable[[], Any] | None = None  # see there, too
     # Episodes for the warm start; None: the training set's prompts and answers.
     demonstrate: Callable[[], list[Demonstration]] | None = None
     # Training and held-out preference pairs, columns `prompt`, `chosen` and `rejected`.
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make an untrained model, by torch's seed, and its tokenizer, if the task has one."""
+        """Make an untrained model, by torch's seed, and its tokenizer; ValueError: none known."""
         if self.make_tokenizer is None:
             raise ValueError(
                 f"the task {self.name} has no model of its own: set model_name_or_path"

@@ -4,6 +4,7 @@ import json
 from importlib import metadata
 
 import pytest
+import torch
 
 from rlhf_pg.cli import doctor as module
 from rlhf_pg.cli import main
@@ -64,3 +65,18 @@ def test_full_disk_is_said_and_not_fatal(monkeypatch) -> None:
     (disk,) = (one for one in module.surroundings() if one.name == "working directory")
     assert (disk.found, disk.is_well, disk.is_needed) == ("0 GB free", False, False)
     assert "free some space" in disk.remedy
+
+
+def test_driver_too_old_for_torch_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as NVML has it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    (gpu,) = (one for one in module.surroundings() if one.name.startswith("GPU"))
+    assert (gpu.is_well, gpu.is_needed) == (False, False)
+    assert "pytorch.org" in gpu.remedy
+
+
+def test_source_tree_that_is_not_installed_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(module, "NAME", "rlhf-pg-not-installed")
+    (one,) = module.packages()
+    assert (one.found, one.is_well) == ("unknown", False)

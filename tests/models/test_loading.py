@@ -345,6 +345,14 @@ def test_eos_of_tokenizer_and_generation_config_stop(configured, stops):
     assert stop_token_ids(model, tokenizer) == stops
 
 
+@pytest.mark.parametrize("configured", ["</s>", [[2]], 2.0, True])
+def test_eos_that_is_no_id_is_an_error(configured):
+    model = tiny_model("gpt2")
+    model.generation_config.eos_token_id = configured
+    with pytest.raises(ValueError, match="eos_token_id"):
+        stop_token_ids(model, make_tokenizer(eos_token="<2>", pad_token="<0>"))
+
+
 def test_eos_ids_survive_save_and_load(tmp_path):
     model = tiny_model("gpt2")
     model.generation_config.eos_token_id = [7, 9]

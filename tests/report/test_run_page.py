@@ -154,11 +154,22 @@ def test_step_being_written_does_not_spoil_the_others(run: Path) -> None:
     whole = tokens_file(run, 20).read_bytes()
     tokens_file(run, 20).write_bytes(whole[: len(whole) // 2])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 41, "rew')
+        file.write('7\nnull\n{"loss": 1}\n{"step": 41, "rew')
     page = read(write_report(run))
     assert len(page.data["runs"][0]["x"]["step"]) == 40
     assert page.step(20)[0]["completions"][0]["turns"]  # the text of the record
     assert page.step(10)[0]["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "said", [3, True, ["a", "b"], {"content": 3}, [{"content": True}], [{"content": {"a": [1]}}]]
+)
+def test_prompt_of_any_form_is_shown(run: Path, said: Any) -> None:
+    (run / "config.yaml").write_text("reward_weights: 2\n")
+    for file in (run / "tokens").iterdir():
+        file.unlink()
+    write_lines(run / "completions.jsonl", [{"step": 10, "prompt": said, "completion": "2"}])
+    assert read(write_report(run)).step(10)[0]["prompts"][0]["turns"]
 
 
 # -------------------------------------------------------------------------------------- security

@@ -182,6 +182,7 @@ def test_hanging_or_dripping_server_times_out(server, pauses, drips):
         (Said(b"<html>busy</html>"), "an answer that cannot be used"),
         (Said(b""), "got None"),
         (Said(b'{"scores": [NaN, 1]}'), "NaN is not JSON"),
+        (Said(b"[" * 100_000), "an answer that cannot be used (RecursionError"),
         (Said([1]), "it is not a list of 2 scores, got [1]"),
         (Said({"score": [1, 2]}), "it is not a list of 2 scores, got None"),
         (Said({"scores": 1}), "it is not a list of 2 scores, got 1"),
@@ -231,6 +232,7 @@ def test_redirect_to_another_host_is_not_followed(server, pauses):
     finally:
         other.close()
     assert "refuses / with status 307" in said
+    assert "redirects are not followed" in said
     assert other.asked == []
 
 

@@ -67,7 +67,7 @@ class SettlingEnvironment:
 
 
 class EnvironmentSource:
-    """What makes the environments of a run, and knows what they offer; of a plain factory."""
+    """What makes a run's environments, and knows what they offer; this one has a plain factory."""
 
     pays = True  # whether "environment" is a source of reward
 

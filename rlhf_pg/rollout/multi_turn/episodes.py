@@ -185,11 +185,13 @@ class _Playing:
 
     def _returned(self, future: Future[Any]) -> None:
         episode, take = self.waiting.pop(future)
+        goes_on = False
         try:
-            if take(episode, future.result()):
-                self._ask([episode])
+            goes_on = take(episode, future.result())
         except Exception as error:  # the answer may be anything
             episode.error = told(error)
+        if goes_on:
+            self._ask([episode])
         if episode.resetting:
             episode.resetting = False
             self._start(episode.prompt_index)

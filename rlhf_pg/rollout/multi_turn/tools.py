@@ -150,8 +150,7 @@ class ToolEnvironment:
                 answers.append(said.encode(errors="replace").decode())
             except Exception as error:
                 self.failures += 1
-                what = str(error) if isinstance(error, _Fault | TimeoutError) else told(error)
-                answers.append(f"Error: {what}")
+                answers.append(f"Error: {error if isinstance(error, _Fault) else told(error)}")
         self.calls += len(asked)
         messages = [
             {"role": "tool", "name": call.name, "content": answer}

@@ -200,7 +200,7 @@ class VllmServerEngine(RolloutEngine):
             except http.Unanswered as error:
                 raise RolloutError(f"{error}: {REMEDY}") from error
 
-        return begin(asked)
+        return begin(asked, loop="vllm")  # which no function of users holds up
 
     # ------------------------------------------------------------------------------------ checks
 

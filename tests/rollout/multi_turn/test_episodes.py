@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -273,6 +274,8 @@ def test_turn_limit_truncates_episode(max_turns, turns, truncated):
     [
         (OSError("gone"), "OSError: gone"),
         (SystemExit(1), "SystemExit: 1"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "CancelledError"),
         ("up", "must return Observation"),
         ((["up"], 0.0, False), "must answer with a string"),
         (("up", NAN, False), "finite number or None, got nan"),
@@ -366,7 +369,8 @@ def test_async_environments_share_loop_bound_object():
         assert [episode.error for episode in episodes] == [None] * 3
 
 
-def test_late_async_environment_may_clean_up():
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_late_async_environment_may_clean_up(is_plain):
     cleaned = threading.Event()
 
     class Late(Listed):
@@ -376,8 +380,25 @@ def test_late_async_environment_may_clean_up():
             finally:
                 cleaned.set()
 
-    play(sayer("a<eos>"), Late(), timeout=0.2)
+    class LateBehindPlainFunction(Late):
+        def step(self, completion):
+            return super().step(completion)
+
+    play(sayer("a<eos>"), (LateBehindPlainFunction if is_plain else Late)(), timeout=0.2)
     assert cleaned.wait(30)
+
+
+def test_error_of_engine_in_later_turn_is_not_of_the_environment(monkeypatch):
+    add = ScriptedSession.add
+
+    def add_first(session, request):
+        if request.position:
+            raise RuntimeError("the engine is dead")
+        add(session, request)
+
+    monkeypatch.setattr(ScriptedSession, "add", add_first)
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        play(sayer("a<eos>"), Listed(("up", 0.0, False)))
 
 
 def hanging(step):
@@ -437,8 +458,20 @@ def test_episode_continues_while_another_waits(kind):
     assert [episode.error for episode in episodes] == [None, None]
 
 
+class BlockingLoop(Waiting):
+    async def step(self, completion):
+        return Waiting.step(self, completion)
+
+
+class NotCancelled(AsyncWaiting):
+    async def step(self, completion):
+        while not self.go.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+
+
 @pytest.mark.fault(55, "its episode ends after environment_timeout, the others go on")
-@pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
+@pytest.mark.parametrize("kind", [Waiting, AsyncWaiting, BlockingLoop, NotCancelled])
 def test_late_answer_is_episode_error(kind):
     never, sound = kind(("", 1.0, True)), Listed(("", 1.0, True))
     broken, whole = play(sayer("a<eos>"), never, sound, n=2, timeout=0.2)

@@ -117,7 +117,7 @@ def test_slow_tool_gives_error_without_affecting_others():
 
     playing = environment(wait, add, timeout=0.2)
     both = called('{"name": "wait"}') + called('{"name": "add", "arguments": {"a": 1}}')
-    assert answers(playing, both) == ["Error: no answer within 0.2 s", "2"]
+    assert answers(playing, both) == ["Error: TimeoutError: no answer within 0.2 s", "2"]
     assert playing.failures == 1
     go.set()
 
@@ -146,6 +146,20 @@ def test_odd_results_are_readable_and_do_not_end_episode():
     assert wrong.startswith("Error: TypeError: keys must be str")
     assert half == "?"
     assert playing.failures == 1
+
+
+def test_arguments_may_have_any_name():
+    def run(function: str, timeout: int) -> str:
+        """Run.
+
+        Args:
+            function: which.
+            timeout: seconds.
+        """
+        return f"{function} {timeout}"
+
+    call = '{"name": "run", "arguments": {"function": "f", "timeout": 1}}'
+    assert answers(environment(run), called(call)) == ["f 1"]
 
 
 def test_unterminated_calls_are_ignored():

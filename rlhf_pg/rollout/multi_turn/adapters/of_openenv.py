@@ -11,7 +11,7 @@ from openenv import GenericEnvClient
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
-from rlhf_pg.boundary.user_code import begin, call_beside
+from rlhf_pg.boundary.user_code import begin, call_beside, result_of
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn import environment as ours
 from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, own_tools
@@ -39,7 +39,7 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
     own: dict[str, Any] = {**OPTIONS, **options}
     source = Sessions(name, own["action_key"], own["observation_key"])
     try:
-        call_beside(PATIENCE, source.look).result()
+        result_of(call_beside(PATIENCE, source.look))
     except Exception as error:
         raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
     total = own["episodes"] + own["eval_episodes"]
@@ -51,7 +51,12 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
 
 
 class Sessions(ours.EnvironmentSource):
-    """The source of sessions with one environment server, which may offer tools."""
+    """The source of sessions with one environment server, which may offer tools.
+
+    Args:
+        action_key: the field of an action that takes the text; None: the only one that can.
+        observation_key: the field of an observation that is shown; None: the only text.
+    """
 
     def __init__(self, url: str, action_key: str | None, observation_key: str | None) -> None:
         self.url, self.action_key, self.observation_key = url, action_key, observation_key

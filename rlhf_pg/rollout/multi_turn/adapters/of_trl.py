@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_beside, result_of
 from rlhf_pg.rollout.multi_turn.environment import (
     EnvironmentSource,
     Messages,
@@ -44,7 +44,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         parameters = inspect.signature(self.instance.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
-        said = call_beside(box.timeout, self.instance.reset, **row).result()
+        said = result_of(call_beside(box.timeout, self.instance.reset, **row))
         if not isinstance(said, str | None):
             raise ValueError(f"reset must return a string or None, got {shown(said)}")
         self.prompt = example["prompt"]
@@ -61,7 +61,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         """Return what the instance pays for the episode, if it does."""
         if not hasattr(self.instance, "get_reward"):
             return None
-        return call_beside(self.toolbox.timeout, self.instance.get_reward).result()
+        return result_of(call_beside(self.toolbox.timeout, self.instance.get_reward))
 
 
 class TrlEnvironments(EnvironmentSource):
