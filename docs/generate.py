@@ -33,7 +33,7 @@ import scaling
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import MethodConfig, SamplingConfig
-from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config.run import RunConfig, TrainingConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS
@@ -51,6 +51,7 @@ REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss
 SHARED_KEYS = {ModelConfig: "The model", DataConfig: "The data", RewardsConfig: "The rewards"}
 SHARED_KEYS |= {AdapterConfig: "LoRA"}
 KEY_TITLES = SHARED_KEYS | {
+    TrainingConfig: "Every training",
     RunConfig: "The run",
     SamplingConfig: "Sampling",
     MethodConfig: "The method",
@@ -320,7 +321,7 @@ def options() -> str:
 def _key_tables() -> Iterator[str]:
     """For each config class, the keys that it adds or to which it gives another default."""
     inherited: dict[str, Any] = {}
-    shared = (*SHARED_KEYS, RunConfig, SamplingConfig, MethodConfig)
+    shared = (*SHARED_KEYS, TrainingConfig, RunConfig, SamplingConfig, MethodConfig)
     for config in (*shared, GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig):
         fields = fields_of(config)
         new = [x for x in fields if x not in inherited or _default(fields[x]) != inherited[x]]

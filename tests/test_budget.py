@@ -27,7 +27,7 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3287,
+    "config": 3163,
     "data": 1286,
     "models": 2492,
     "rollout": 3396,

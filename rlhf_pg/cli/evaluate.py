@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,19 +31,9 @@ SHOWN = re.compile(
 )
 
 
-class Named(NamedTuple):
-    """A model, a recipe whose keys hold, a file to write, and the flags that are keys."""
-
-    model: str | None
-    recipe: Path | None
-    json: Path | None
-    keys: list[str]
-
-
 def evaluate(flags: Sequence[str]) -> None:
     """Evaluate a model, a run or a recipe; print a table, and write JSON if it is asked for."""
-    named = read(flags)
-    args = config_of(named)
+    args, out = parsed(flags)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
         print(evaluation.describe())
@@ -61,7 +50,7 @@ def evaluate(flags: Sequence[str]) -> None:
         f"{args.temperature:g}, and one greedy; ± is half of the 95 % confidence interval (1.96 "
         "standard errors over prompts, whose completions count together)"
     )
-    if named.json is not None:
+    if out is not None:
         said = {
             "model": args.model_name_or_path,
             "prompts": prompts,
@@ -69,61 +58,57 @@ def evaluate(flags: Sequence[str]) -> None:
             "confidence_intervals_95": intervals(metrics),
             "config": dataclasses.asdict(evaluation.resolved_args()),
         }
-        named.json.write_text(json.dumps(finite(said), indent=2) + "\n")
-        print(f"wrote {quoted(str(named.json))}")
+        out.write_text(json.dumps(finite(said), indent=2) + "\n")
+        print(f"wrote {quoted(str(out))}")
 
 
-def read(flags: Sequence[str]) -> Named:
-    """Find out what the flags name; `fail` where they name nothing, or too much."""
+def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
+    """Return the config of what flags name (a model, a run or a recipe), and the file to write.
+
+    It has the keys of the recipe's algorithm, or those that all algorithms have. `fail` if the
+    flags name nothing, or too much.
+    """
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(list(flags[target is not None :]))
-    recipe = None if options.config is None else find_recipe(options.config)
     out = None if options.json is None else Path(options.json).absolute()
-    if out is not None:  # before hours of sampling
-        if out.is_dir():
-            fail(f"--json: {quoted(str(out))} is a directory")
-        if not out.parent.is_dir():
-            fail(f"--json: there is no directory {quoted(str(out.parent))}")
-        if not os.access(out if out.exists() else out.parent, os.W_OK):
-            fail(f"--json: {quoted(str(out))} cannot be written")
+    if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        fail(f"--json: {quoted(str(out))} cannot be written: name a file in an existing directory")
+    recipe = None if options.config is None else find_recipe(options.config)
+    given, seed, model = set(keys_of(keys)), None, None
     if target is None:
-        if recipe is None and "model_name_or_path" not in keys_of(keys):
+        if recipe is None and "model_name_or_path" not in given:
             fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
-        return Named(None, recipe, out, keys)
-    if is_recipe(target):
+    elif is_recipe(target):
         if recipe is not None:
             fail(f"there are two recipes, {quoted(target)} and --config {recipe}: give one")
-        return Named(None, find_recipe(target), out, keys)
-    model, of_run = model_of_run(target)
-    if of_run is not None and load(of_run).get("algorithm") not in TRAINERS:
-        of_run = None  # of supervised training, whose keys say nothing of sampling
-    return Named(model, recipe or of_run, out, keys)
+        recipe = find_recipe(target)
+    else:
+        model, of_run = model_of_run(target)
+        if of_run is not None and load(of_run).get("algorithm") not in TRAINERS:
+            of_run = None  # of supervised training, whose keys say nothing of sampling
+        recipe = recipe or of_run
 
-
-def config_of(named: Named) -> PolicyGradientConfig:
-    """Read the config: of the recipe's algorithm, or with the keys that all algorithms have."""
     config_type: type[PolicyGradientConfig] = PolicyGradientConfig
-    given = set(keys_of(named.keys))
-    keys = ["--truncated_sampling", "ignore", *named.keys]  # no gradient is computed
-    if named.recipe is not None:
-        config_type = TRAINERS[algorithm_of(named.recipe, TRAINERS)].config_type
-        keys = ["--config", str(named.recipe), *keys]
-    if named.model is not None:
-        keys = [*keys, "--model_name_or_path", named.model]
+    keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
+    if recipe is not None:
+        config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
+        seed = load(recipe).get("seed", config_type.seed)
+        keys = ["--config", str(recipe), *keys]
+    if model is not None:
+        keys += ["--model_name_or_path", model]
     args = parse(config_type, keys, "rlhf-pg eval")
-    if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
-        # It is what to evaluate on, whatever the recipe held out of its own data.
-        args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
     share = args.dataset_test_split
-    if named.recipe is not None and "dataset_name" not in given and isinstance(share, float):
-        seed = load(named.recipe).get("seed", config_type.seed)
-        if args.seed != seed:
-            fail(
-                f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, "
-                "and by another most of the share are rows that were trained on: leave --seed out, "
-                "or name other data by --eval_dataset_name"
-            )
-    return args
+    if "dataset_name" in given:
+        if not {"eval_dataset_name", "dataset_test_split"} & given:
+            # It is what to evaluate on, whatever the recipe held out of its own data.
+            args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
+    elif isinstance(share, float) and seed not in (None, args.seed):
+        fail(
+            f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, "
+            "and by another most of the share are rows that were trained on: leave --seed out, "
+            "or name other data by --eval_dataset_name"
+        )
+    return args, out
 
 
 def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_pg import config
 from rlhf_pg.cli.options import USAGE, parser_of
-from rlhf_pg.cli.recipes import algorithm_in, find_recipe, is_recipe, presets, split_recipe
+from rlhf_pg.cli.recipes import algorithm_of, find_recipe, is_recipe, presets, split_recipe
 from rlhf_pg.config.help import of_config, width
 from rlhf_pg.config.parse import load
 
@@ -44,7 +44,7 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     values = {} if recipe is None else load(recipe)
     kind: type = config.GRPOConfig if command == "demo" else config.PolicyGradientConfig
     if recipe is not None:
-        kind = CONFIGS[algorithm_in(values, str(recipe), CONFIGS)]
+        kind = CONFIGS[algorithm_of(recipe, CONFIGS)]
     what = USAGE[command][1]
     said = [f"{what[0].upper()}{what[1:]}."]
     if command in ("train", "plan"):

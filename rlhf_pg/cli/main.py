@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
-    if {"-h", "--help"} & set(flags):
-        from rlhf_pg.cli.help import help_of
-
-        print(help_of(command, flags))
-        raise SystemExit(0)
     try:
+        if {"-h", "--help"} & set(flags):
+            from rlhf_pg.cli.help import help_of
+
+            print(help_of(command, flags), flush=True)
+            raise SystemExit(0)
         if command not in LIGHT:
             _quieten()
         name = FILES.get(command, command)

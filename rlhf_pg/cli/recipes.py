@@ -4,7 +4,6 @@ import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.parse import fail, load, recipe_file
@@ -70,16 +69,11 @@ def recipes() -> dict[str, Path]:
 
 def algorithm_of(recipe: Path, known: Iterable[str]) -> str:
     """Return the key `algorithm` of a recipe file, or `fail` if it is not a known one."""
-    return algorithm_in(load(recipe), str(recipe), known)
-
-
-def algorithm_in(values: dict[str, Any], where: str, known: Iterable[str]) -> str:
-    """Return the key `algorithm` of a recipe's values, or `fail` if it is not a known one."""
-    algorithm, names = values.get("algorithm"), list(known)
-    if not isinstance(algorithm, str) or algorithm not in names:
-        known = ", ".join(names)
-        fail(f"{where}: the key algorithm must be one of {known}, got {shown(algorithm)}")
-    return algorithm
+    algorithm, names = load(recipe).get("algorithm"), list(known)
+    if algorithm not in names:
+        listed = ", ".join(names)
+        fail(f"{recipe}: the key algorithm must be one of {listed}, got {shown(algorithm)}")
+    return str(algorithm)
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:

@@ -7,7 +7,7 @@ from rlhf_pg.config import rules
 from rlhf_pg.config.fields import Text, check_inherited, config, option
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
-from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config.run import RunConfig, TrainingConfig
 
 
 class CriticOptions(NamedTuple):
@@ -21,7 +21,14 @@ class CriticOptions(NamedTuple):
 
 @config
 class PolicyGradientConfig(
-    MethodConfig, SamplingConfig, RunConfig, AdapterConfig, RewardsConfig, DataConfig, ModelConfig
+    MethodConfig,
+    SamplingConfig,
+    RunConfig,
+    TrainingConfig,
+    AdapterConfig,
+    RewardsConfig,
+    DataConfig,
+    ModelConfig,
 ):
     """Config shared by all algorithms. One step is one rollout batch and every update on it."""
 
@@ -112,11 +119,9 @@ class GRPOConfig(PolicyGradientConfig):
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
     scale_rewards: Literal["group", "batch", "none"] = option("group", help=
-        "Divisor of the centred scores: the standard deviation of their group or of the batch, "
-        "or none.")
+        "Divisor of centred scores: the standard deviation of the group or batch, or none.")
     scale_rewards_eps: float = option(1e-4, ge=0, help=
-        "Constant added to the standard deviation that scores are divided by (TRL has 1e-4 too, "
-        "verl and NeMo-RL 1e-6).")
+        "Constant added to that standard deviation (verl and NeMo-RL have 1e-6).")
     # fmt: on
 
 
@@ -142,12 +147,10 @@ class ReinforceConfig(PolicyGradientConfig):
     algorithm: Literal["reinforce"] = option("reinforce")
     output_dir: Text = option("runs/reinforce")
     num_generations: int = option(1, ge=1)
-    gamma: float = option(1.0, gt=0, le=1, help=
-        "Discount factor per token; below 1, earlier tokens get less of the final score.")
+    gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
     advantage_estimator: str = option("returns_minus_others", names=ESTIMATORS, help=
-        "Name of the advantage estimator (see docs/algorithms.md): returns has no baseline, "
-        "returns_minus_others the mean of the other completions, returns_minus_mean that of the "
-        "batch.")
+        "Advantage estimator (docs/algorithms.md): returns has no baseline, returns_minus_others "
+        "the mean of the other completions, returns_minus_mean that of the batch.")
     policy_loss: str = option("vanilla", names=LOSSES)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
     beta: float = option(0.05, ge=0)
@@ -169,51 +172,43 @@ class PPOConfig(PolicyGradientConfig):
     kl_placement: Literal["reward", "loss"] = option("reward")
     kl_estimator: KLEstimator = option("k1")
     advantage_estimator: Text = option("gae", names=ESTIMATORS, help=
-        "Name of an advantage estimator that uses the critic: gae, n_step or "
-        "returns_minus_values.")
-    gamma: float = option(1.0, gt=0, le=1, help=
-        "Discount factor per token; below 1, earlier tokens get less of the final score.")
+        "Advantage estimator with a critic: gae, n_step or returns_minus_values.")
+    gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
     lam: float = option(0.95, ge=0, le=1, help=
         "Lambda of GAE: 0 trusts the critic after one token, 1 only the rewards.")
     lam_alpha: float | None = option(None, gt=0, help=
-        "Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length) for each completion. "
-        "None uses lam for all.")
+        "Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length). None uses lam.")
     value_lam: float | None = option(None, ge=0, le=1, help=
-        "Lambda of GAE for the critic's targets (VAPO has 1). None takes advantage + value as "
-        "the target.")
+        "Lambda of the critic's targets (VAPO has 1). None takes advantage + value as target.")
     n_steps: int | None = option(1, ge=1, help=
-        "Rewards that the estimator n_step sums before it takes the critic's value; None sums "
-        "all to the end.")
+        "Rewards that n_step sums before the critic's value; None sums all to the end.")
     bootstrap_truncated: bool = option(False, help=
         "End a completion that was cut off by its length with the critic's value of what would "
-        "follow; otherwise the cut counts as a true end, with a value of 0.")
+        "follow; otherwise with 0.")
     normalize_advantages: bool = option(True)
 
     critic: Literal["separate", "shared"] = option("separate", help=
-        "Kind of critic: a model of its own, or a head on the policy's trunk, which saves "
-        "memory.")
+        "A model of its own, or a head on the policy's trunk, which saves memory.")
     value_model_name_or_path: Text | None = option(None, help=
-        "Path or Hub id of the model whose trunk a separate critic starts from, such as a "
-        "reward model. None takes the policy's.")
+        "Model whose trunk a separate critic starts from, such as a reward model; None: the "
+        "policy's.")
     value_init: Literal["pretrained", "random"] = option("pretrained", help=
-        "Initial trunk of a separate critic: pretrained weights, or the policy's architecture "
-        "with random weights.")
+        "Start a separate critic from pretrained weights, or from random ones.")
     value_learning_rate: float | None = option(None, gt=0, help=
         "Peak learning rate of the critic; None uses learning_rate.")
     value_pretraining_steps: int = option(0, ge=0, help=
-        "Steps at the start that train the critic alone (VAPO); the policy's schedule and warm-"
-        "up begin after them.")
+        "Steps at the start that train the critic alone (VAPO); the policy's schedule begins after "
+        "them.")
     value_iterations: int = option(0, ge=0, help=
-        "Extra passes over each rollout batch that train the critic alone, after those that "
-        "train both (VPG, A2C). Of a shared critic they train only the head.")
+        "Further passes over each batch that train the critic alone (VPG, A2C); of a shared one "
+        "its head.")
     normalize_values: bool = option(False, help=
-        "Let the critic predict (return - running mean) / running standard deviation. The value "
-        "loss and cliprange_value are then in these units.")
+        "Let the critic predict (return - running mean) / running std, in which units the value "
+        "loss is.")
     vf_coef: float = option(0.1, ge=0, help=
         "Coefficient of the value loss; 0 leaves the critic untrained.")
     cliprange_value: float | None = option(0.2, gt=0, help=
-        "Largest change of a value since the rollout before its loss is clipped; None does not "
-        "clip.")
+        "Largest change of a value before its loss is clipped; None does not clip.")
     # fmt: on
 
     @property

@@ -19,19 +19,16 @@ class ModelConfig:
     model_name_or_path: Text | None = option(None, help=
         "Path or Hub id of the model to train; None trains the task's own tiny model.")
     trust_remote_code: bool = option(False, help=
-        "Run code that comes with a model, tokenizer or reward model; otherwise one that needs "
-        "it is refused.")
+        "Run code that comes with a model, tokenizer or reward model, which is refused otherwise.")
     attn_implementation: Text | None = option(None, help=
-        "Attention of policy, reference and critic where a pass is not packed: eager, sdpa, "
-        "flash_attention_2, flex_attention, or a kernel of the Hub. None leaves it to the "
-        "model.")
+        "Attention of passes that are not packed: eager, sdpa, flash_attention_2, flex_attention, "
+        "or a kernel of the Hub. None leaves it to the model.")
     model_init_kwargs: Mapping = option({}, help=
-        "Arguments of from_pretrained for the policy, and for a critic that is loaded, such as "
-        "{\"revision\": \"main\"} or fields of the model's config.")
+        'Arguments of from_pretrained, also for a critic, such as {"revision": "main"} or fields '
+        "of the model's config.")
     gradient_checkpointing: bool | Literal["offload"] = option(False, help=
-        "Recompute activations in the backward pass, which saves memory and costs time. offload "
-        "keeps the inputs of the layers, all that is left of them, in the host's memory "
-        "meanwhile: for long rows on a GPU.")
+        "Recompute activations in the backward pass: less memory, more time. offload also moves "
+        "the inputs of the layers to the host's memory, for long rows on a GPU.")
     # fmt: on
 
     def locate(self, beside: Path | None) -> None:
@@ -58,19 +55,18 @@ class AdapterConfig:
 
     # fmt: off
     use_peft: bool = option(False, help=
-        "Train a LoRA adapter on frozen weights; `final/` then holds the adapter.")
-    lora_r: int = option(16, ge=1, help=
-        "Rank of the LoRA adapter; a higher one learns more and takes more memory.")
+        "Train a LoRA adapter on frozen weights, which final/ then holds.")
+    lora_r: int = option(16, ge=1, help="Rank of the LoRA adapter.")
     lora_alpha: float = option(32.0, gt=0, help=
-        "Scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r.")
+        "Scale of the LoRA adapter, whose output is multiplied by lora_alpha / lora_r.")
     lora_dropout: float = option(0.0, ge=0, lt=1, help=
-        "Dropout rate on the input of the LoRA adapter; it needs disable_dropout: false.")
+        "Dropout on the input of the LoRA adapter; it needs disable_dropout: false.")
     lora_target_modules: Names | None = option(None, help=
-        "Names of the modules that get an adapter; None adapts every linear layer but the head.")
+        "Modules that get an adapter; None: every linear layer but the head.")
     load_in_4bit: bool = option(False, help=
-        "Load the frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter.")
+        "Load frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter.")
     save_merged: bool = option(False, help=
-        "Save the model with its adapter merged in as well, in `final/merged/`.")
+        "Save the model with its adapter merged in as well, in final/merged/.")
     # fmt: on
 
 
@@ -80,39 +76,34 @@ class DataConfig:
 
     # fmt: off
     task: Text | None = option(None, help=
-        "Task by name, which brings data and rewards: one of the embedded arithmetic, "
-        "preference, guess, calculator; or reasoning_gym:NAME, verifiers:NAME or openenv:URL "
-        "(see docs/your-data.md). None takes dataset_name.")
-    task_options: Mapping = option({}, help=
-        "Options of a third-party task, such as size or the parameters of its generator.")
+        "Task that brings data and rewards: arithmetic, preference, guess or calculator; or "
+        "reasoning_gym:NAME, verifiers:NAME, openenv:URL (docs/your-data.md).")
+    task_options: Mapping = option({}, help="Options of a third-party task, such as size.")
     dataset_name: Names = option((), help=
-        "Datasets to train on: a JSONL, JSON, Parquet, CSV or text file, a folder of such, a "
-        "directory of datasets.save_to_disk, or a Hub id. Several are mixed.")
+        "Datasets to train on, mixed: JSONL, JSON, Parquet, CSV or text files, folders of such or "
+        "of datasets.save_to_disk, or Hub ids.")
     dataset_config: Text | None = option(None, help=
         "Name of the configuration of a Hub dataset, such as main for openai/gsm8k.")
     dataset_train_split: Text = option("train", help=
         "Split to train on, in the syntax of datasets: train, train[:1000].")
     dataset_test_split: Split = option(None, help=
-        "Split to evaluate on; or a share of the training split, such as 0.05, split off by the "
-        "seed.")
+        "Split to evaluate on, or a share of the training split, such as 0.05.")
     eval_dataset_name: Names = option((), help=
-        "Datasets to evaluate on, if they are others; several are evaluated one by one.")
+        "Datasets to evaluate on, one by one, if they are others.")
     dataset_weights: Numbers | None = option(None, help=
-        "Weights by which the datasets of dataset_name are mixed; None takes every row once.")
+        "Weights by which datasets are mixed; None takes every row once.")
     dataset_columns: Mapping = option({}, help=
-        'Columns of the dataset by what they are here, such as {"prompt": "question"}.')
+        'Columns of the dataset by their names here, such as {"prompt": "question"}.')
     prompt_template: Text | None = option(None, help=
         'Text of a prompt with columns in braces, such as "Question: {question}".')
     system_prompt: Text | None = option(None, help=
-        "System message in front of every prompt, which makes prompts of text chats.")
+        "System message in front of every prompt, which makes a chat of text.")
     apply_chat_template: bool = option(False, help=
-        "Make prompts of text chats of one user message, for which the tokenizer has a "
-        "template.")
+        "Make prompts of text chats of one user message.")
     chat_template_kwargs: Mapping = option({}, help=
         'Arguments of the chat template, such as {"enable_thinking": false}.')
     dataset_fingerprint: Text | None = option(None, help=
-        "Fingerprint that the training data must have, as config.yaml records it; None takes "
-        "any.")
+        "Fingerprint that the training data must have, as config.yaml records it.")
     # fmt: on
 
     def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
@@ -142,13 +133,11 @@ class RewardsConfig:
 
     # fmt: off
     reward_funcs: Names = option((), help=
-        "Rewards by name: a function in a Python file (my_rewards.py:accuracy) or module, a "
-        "reward model (model:PATH_OR_HUB_ID), a server (http://127.0.0.1:9000/score), a judge "
-        "(judge:NAME), or a ready-made one such as math, exact or format (see docs/rewards.md).")
+        "Rewards by name: my_rewards.py:FUNCTION, package.module:FUNCTION, model:PATH_OR_HUB_ID, "
+        "judge:NAME, http://ADDRESS, or a ready-made one such as math (docs/rewards.md).")
     reward_options: Mapping = option({}, help=
         'Options of the rewards by name, such as {"length": {"target": 200}}.')
     reward_model_name_or_path: Text | None = option(None, help=
-        "Path or Hub id of a sequence-classification model that rewards completions as the "
-        "first source. A task's own reward comes after it: with reward_weights 1 and 0 it is "
-        "only tracked.")
+        "Path or Hub id of a reward model, the first source of reward. A task's own comes after "
+        "it: reward_weights 1 and 0 only track that.")
     # fmt: on

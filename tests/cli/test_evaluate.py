@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.cli.evaluate import config_of, intervals, read, tables
+from rlhf_pg.cli.evaluate import intervals, parsed, tables
 from rlhf_pg.cli.recipes import find_recipe, is_recipe
 from rlhf_pg.tasks import arithmetic
 from tests.trainers.conftest import digits
@@ -172,7 +172,7 @@ def test_table_of_several_sets_has_their_names_and_mean() -> None:
         ([], "eval needs a model"),
         (["{run}"], "has not ended"),
         (["{model}"], "no data to evaluate on"),
-        (["{model}", "--json", "{run}/no/out.json"], "there is no directory"),
+        (["{model}", "--json", "{run}/no/out.json"], "cannot be written"),
         (["dapo", "--config", "grpo"], "two recipes"),
         (["{model}", "--tempreature", "1"], "tempreature"),
     ],
@@ -189,4 +189,4 @@ def test_wrong_usage_is_one_message(flags, said, tmp_path, model_path, capsys) -
 
 @pytest.mark.parametrize("flags", [["--top_p", "0.9"], ["--top_p", "1.0"], ["--top_k", "0"], []])
 def test_truncated_sampling_needs_no_key(flags) -> None:
-    assert config_of(read(["grpo_arithmetic", *flags])).truncated_sampling == "ignore"
+    assert parsed(["grpo_arithmetic", *flags])[0].truncated_sampling == "ignore"

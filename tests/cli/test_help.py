@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 
@@ -31,12 +32,12 @@ def test_latest_class_says_default_and_text() -> None:
     assert by_config[config.GRPOConfig]["beta"].default == 0.0
     assert by_config[config.PPOConfig]["beta"].default == 0.05
     assert "Coefficient of KL" in by_config[config.PPOConfig]["beta"].metadata["help"]
-    assert "uses the critic" in by_config[config.PPOConfig]["advantage_estimator"].metadata["help"]
+    assert "with a critic" in by_config[config.PPOConfig]["advantage_estimator"].metadata["help"]
 
 
 def test_groups_are_classes_of_config() -> None:
     found = {owner.__name__: own for owner, own in groups(config.PPOConfig).items()}
-    of_all = ("Model", "Data", "Rewards", "Adapter", "Run", "Sampling", "Method", "PPO")
+    of_all = ("Model", "Data", "Rewards", "Adapter", "Training", "Run", "Sampling", "Method", "PPO")
     assert list(found) == [f"{name}Config" for name in of_all]
     assert {"lam", "vf_coef"} <= {field.name for field in found["PPOConfig"]}
 
@@ -137,3 +138,13 @@ def test_switch_stands_alone_or_with_any_case(value: list[str]) -> None:
     assert config.parse(config.GRPOConfig, [*flags, "--lora_r", "4"]).use_peft
     off = config.parse(config.GRPOConfig, [*flags[:2], "--shuffle_dataset", "FALSE"])
     assert not off.shuffle_dataset
+
+
+def test_help_ends_quietly_when_its_reader_leaves() -> None:
+    command = [sys.executable, "-m", "rlhf_pg.cli", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+        assert asked.stdout is not None
+        assert asked.stderr is not None
+        asked.stdout.close()
+        assert asked.stderr.read() == b""
+        assert asked.wait() == 128 + signal.SIGPIPE
