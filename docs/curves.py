@@ -15,12 +15,16 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 NAMES = {"grpo": "GRPO", "rloo": "RLOO", "reinforce_pp": "REINFORCE++", "ppo": "PPO"}
 
 
+def files(pattern: str) -> list[dict[str, Any]]:
+    """The results whose file has a name of this pattern."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
 def runs() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs that are there, by task and method; those with other settings are left out."""
     tasks: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for path in sorted(RESULTS.glob("*.json")):
-        run = json.loads(path.read_text())
-        if not run["name"]:
+    for run in files("*.json"):
+        if not run["name"] and run["task"] != "learned":
             *trl, algorithm = run["algorithm"].split()
             method = " ".join([*trl, NAMES[algorithm], f"({run['weights']})"])
             tasks[run["task"]][method].append(run)
@@ -67,14 +71,76 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def race(goal: float = 0.5) -> str:
+    """A row for each method on the main task: what it takes to a held-out score."""
+    rows = ["| Method | Seeds | Completions | CPU seconds | Peak GB |", "|---" * 5 + "|"]
+    for method, group in runs()["happy"].items():
+        there = [next((p for p in run["held_out"] if p["score"] >= goal), None) for run in group]
+        points = [point for point in there if point is not None]
+        cells = ["not reached"] * 2
+        if len(points) > len(group) / 2:
+            cells = [
+                f"{np.median([point[unit] for point in points]):.0f}"
+                for unit in ("samples", "seconds")
+            ]
+        peak = np.median([run["peak_bytes"] for run in group]) / 1e9
+        rows.append(f"| {method} | {len(group)} | {' | '.join(cells)} | {peak:.1f} |")
+    return "\n".join(rows)
+
+
+def draw_rates(plt: Any) -> None:
+    """Draw reward, entropy and KL of each step, for three learning rates each of three adapters."""
+    kinds = ("rank-1", "rank-16", "full")
+    figure, axes = plt.subplots(3, 3, figsize=(10, 7), sharey="row", layout="constrained")
+    for kind, column in zip(kinds, axes.T, strict=True):
+        column[0].set_title(kind, loc="left")
+        of_kind = files(f"happy-grpo-*{kind}-rate-*.json")
+        of_kind.sort(key=lambda run: run["settings"]["learning_rate"])
+        for color, run in zip(COLORS, of_kind, strict=False):
+            for metric, axis in zip(("reward", "entropy", "kl"), column, strict=True):
+                label = f"{run['settings']['learning_rate']:g}"
+                axis.plot([step[metric] for step in run["steps"]], color=color, label=label)
+                axis.grid(alpha=0.3)
+        column[0].legend(fontsize=8, frameon=False)
+        column[2].set_xlabel("step")
+    for metric, axis in zip(
+        ("reward", "entropy, nats per token", "KL, nats per token"), axes[:, 0], strict=True
+    ):
+        axis.set_ylabel(metric)
+    axes[2, 0].set_yscale("symlog", linthresh=1)
+    figure.savefig(RESULTS / "rates.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_learned(plt: Any) -> None:
+    """Draw a learned reward and the one that chose its pairs, by the KL to the start."""
+    figure, axis = plt.subplots(figsize=(5, 3.6), layout="constrained")
+    for run in files("learned-ppo-*.json"):
+        kl = [step["kl"] for step in run["steps"]]
+        for color, metric, label in zip(
+            COLORS, ("reward", "rewards/happiness/mean"), ("learned", "gold"), strict=False
+        ):
+            axis.plot(kl, [step[metric] for step in run["steps"]], ".", color=color, label=label)
+    axis.set_xlabel("KL to the start, nats per token")
+    axis.set_ylabel("reward")
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+    figure.savefig(RESULTS / "learned.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw() -> None:
-    """Draw the held-out score of each task, by samples and by seconds."""
+    """Draw the held-out score of each task, by samples and by seconds, and the two other pages."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "results"  # the same file for the same numbers
     from matplotlib import pyplot as plt
 
+    if files("*-rate-*.json"):
+        draw_rates(plt)
+    if files("learned-*.json"):
+        draw_learned(plt)
     for task, methods in runs().items():
         figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
         for color, (method, group) in zip(COLORS, methods.items(), strict=False):

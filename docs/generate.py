@@ -449,8 +449,9 @@ def coming_from_trl() -> str:
 
 
 def results() -> str:
-    """The text of results.md, with the table of the runs that are there."""
-    return filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
+    """The text of results.md, with the tables of the runs that are there."""
+    text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
+    return filled(text, "race", curves.race())
 
 
 def filled(text: str, name: str, table: str) -> str:
