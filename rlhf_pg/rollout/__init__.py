@@ -9,11 +9,11 @@ from rlhf_pg.rollout.engine import SamplingParams as SamplingParams
 from rlhf_pg.rollout.engine import Session as Session
 from rlhf_pg.rollout.multi_turn.environment import Environment as Environment
 from rlhf_pg.rollout.multi_turn.environment import EnvironmentFactory as EnvironmentFactory
-from rlhf_pg.rollout.multi_turn.environment import EnvironmentSource as EnvironmentSource
 from rlhf_pg.rollout.multi_turn.environment import Observation as Observation
-from rlhf_pg.rollout.multi_turn.environment import source_of as source_of
 from rlhf_pg.rollout.multi_turn.episodes import Episode as Episode
 from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner as EpisodeRunner
+from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource as EnvironmentSource
+from rlhf_pg.rollout.multi_turn.sources import source_of as source_of
 from rlhf_pg.rollout.multi_turn.tools import Tool as Tool
 from rlhf_pg.rollout.multi_turn.tools import Toolbox as Toolbox
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment as ToolEnvironment

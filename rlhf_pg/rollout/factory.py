@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -134,8 +135,11 @@ def new_episode_runner(
         return None
     if environments is None:
         box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
-        options = box.runner_options(ToolEnvironment)
-        options["timeout"] = None  # the tools have their own
+        options: dict[str, Any] = {
+            "environment_factory": lambda: ToolEnvironment(box),
+            "timeout": None,  # each call has its own
+            "tools": box.schemas,
+        }
     else:
         options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
     return EpisodeRunner(

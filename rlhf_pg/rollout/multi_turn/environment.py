@@ -3,12 +3,8 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
-
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import finite
-from rlhf_pg.data.prompts import Schemas as Schemas
 
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
@@ -66,58 +62,8 @@ class SettlingEnvironment:
         """Give up what is still under way; called after every episode, failed ones included."""
 
 
-class EnvironmentSource:
-    """What makes a run's environments, and knows what they offer; this one has a plain factory."""
-
-    pays = True  # whether "environment" is a source of reward
-
-    def __init__(self, factory: EnvironmentFactory) -> None:
-        self.factory = factory
-
-    def runner_options(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        timeout: float,
-        tools: Sequence[Callable[..., Any]],
-    ) -> dict[str, Any]:
-        """Return the fields of an `EpisodeRunner` that depend on the environments.
-
-        Args:
-            timeout: seconds for a call of an environment.
-            tools: further functions that the policy may call; a ValueError where there can be none.
-        """
-        if tools:
-            raise ValueError(
-                "give tools or environment_factory, not both: an environment can call what it likes"
-            )
-        return {"environment_factory": self.factory, "timeout": timeout}
-
-    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
-        """Return the dataset with a column `prompt`, if environments bring the prompts themselves;
-        `rows` rows stand for a dataset that is missing.
-        """
-        return dataset
-
-
-def source_of(factory: Any) -> EnvironmentSource:
-    """Return the source of a run's environments.
-
-    Raises:
-        ValueError: it can make none.
-    """
-    if isinstance(factory, EnvironmentSource):
-        return factory
-    if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "step")):
-        raise ValueError(
-            "environment_factory must make environments with reset(example) and step(completion), "
-            f"got {shown(factory)}; those of TRL's kind go into "
-            "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
-        )
-    return EnvironmentSource(factory)
-
-
-def checked_prompt(prompt: Any, given: Messages) -> Messages:
-    """Check what `reset` returned, and return it as a prompt.
+def check_prompt(prompt: Any, given: Messages) -> Messages:
+    """Return what `reset` returned as a prompt.
 
     Args:
         given: the prompt of the dataset's row.
@@ -125,18 +71,18 @@ def checked_prompt(prompt: Any, given: Messages) -> Messages:
     Raises:
         ValueError: it is neither text nor chat messages.
     """
-    if isinstance(prompt, str) and not isinstance(given, str):
+    if isinstance(prompt, str):
+        if isinstance(given, str):
+            return prompt
         system = [dict(m) for m in given[:1] if m.get("role") in ("system", "developer")]
         return [*system, {"role": "user", "content": prompt}]
-    if isinstance(prompt, str):
-        return prompt
-    if _is_chat(prompt) and prompt:
-        return [dict(message) for message in prompt]
-    raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
+    if not _is_chat(prompt) or not prompt:
+        raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
+    return [dict(message) for message in prompt]
 
 
-def checked_observation(answer: Any, prompt: Messages) -> Observation:
-    """Check what `step` returned, and return it as an `Observation`.
+def check_observation(answer: Any, prompt: Messages) -> Observation:
+    """Return what `step` returned as an `Observation`.
 
     Raises:
         ValueError: there are not three entries, the messages are of another kind than the prompt,
@@ -147,24 +93,25 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
             f"step must return Observation(messages, reward, done), got {shown(answer)}"
         )
     messages, reward, done = answer
-    if isinstance(messages, str) and not isinstance(prompt, str):
-        messages = [{"role": "user", "content": messages}]
-    fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
+    if isinstance(prompt, str):
+        fits, kind = isinstance(messages, str), "a string, as the prompt is"
+    else:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        fits, kind = _is_chat(messages), "messages or a string"
     if not done and not fits:
-        kind = "a string, as the prompt is" if isinstance(prompt, str) else "messages or a string"
         raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
-    return Observation(messages, checked_reward(reward, "a turn"), bool(done))
+    return Observation(messages, check_reward(reward, "a turn"), bool(done))
 
 
-def checked_reward(reward: Any, what: str) -> float | None:
-    """Check the reward of a turn or an episode, and return it as a float or None.
+def check_reward(reward: Any, what: str) -> float | None:
+    """Return the reward of a turn or an episode as a float or None.
 
     Raises:
         ValueError: it is neither a finite number nor None.
     """
-    if reward is None:
-        return None
-    if (number := finite(reward)) is None:
+    number = finite(reward)
+    if number is None and reward is not None:
         raise ValueError(
             f"the reward of {what} must be a finite number or None, got {shown(reward)}"
         )

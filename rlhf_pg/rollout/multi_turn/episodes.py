@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.chat import TooLong, encode, encode_answer
-from rlhf_pg.data.records import pad_rows
+from rlhf_pg.data.prompts import Schemas, Tools
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
     EnvironmentFactory,
     Messages,
-    Schemas,
     SettlingEnvironment,
-    checked_observation,
-    checked_prompt,
-    checked_reward,
+    check_observation,
+    check_prompt,
+    check_reward,
 )
-from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
+from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment, reads_calls
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,7 @@ class Episode:
     example: Mapping[str, Any]  # the dataset's row
     prompt_index: int  # which keys its noise, with the sample
     sample: int
-    given: Sequence[int]  # the tokens of the dataset's prompt
-    prompt: Messages  # that it began with, or the dataset's if `reset` failed
+    prompt: Messages  # that it began with, or the dataset's if there was no turn
     prompt_ids: Sequence[int]
     tokens: list[int] = field(default_factory=list)  # all later ones, as sampled or encoded
     logprobs: list[float] = field(default_factory=list)  # one per token, 0 in an answer
@@ -51,9 +49,6 @@ class Episode:
     truncated: bool = False  # by a limit on tokens or turns
     error: str | None = None  # of its environment, which ended it
     environment: Environment | None = None
-    resetting: bool = True  # the environment has not begun yet
-    cut_off: bool = False  # the limit on tokens cut off its last turn
-    stop_id: int | None = None  # the token that ended its last turn
 
     @property
     def trained(self) -> list[bool]:
@@ -90,13 +85,12 @@ class EpisodeRunner:
     stop_token_ids: Sequence[int]  # each of them ends a turn
     max_turns: int | None = None  # None: as many as the tokens allow
     timeout: float | None = 60.0  # seconds for a `reset` or `step`; None leaves it to them
-    tools: Schemas | Callable[[Mapping[str, Any]], Schemas] = ()  # for the template, or of a row
-    special_tokens: bool = False  # an environment reads them, but for the stop token
+    tools: Tools = ()  # schemas for the chat template; or a function that has those of a row
     longest_prompt: int | None = None  # in tokens
 
     def tools_of(self, example: Mapping[str, Any]) -> Schemas:
         """Return the schemas that the chat template shows for a dataset row."""
-        return self.tools(example) if callable(self.tools) else self.tools
+        return self.tools(dict(example)) if callable(self.tools) else self.tools
 
     def play(
         self,
@@ -122,21 +116,16 @@ class EpisodeRunner:
                 example=example,
                 prompt_index=index,
                 sample=sample,
-                given=ids,
                 prompt=example["prompt"],
                 prompt_ids=ids,
             )
             for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
             for sample in range(n)
         ]
-        playing = None
         try:
             with engine.weights_synced(), engine.session(params, seed) as session:
-                playing = _Playing(self, session, params.max_tokens, episodes)
-                playing.run()
+                _Playing(self, session, params.max_tokens, episodes).run()
         finally:
-            for future in playing.waiting if playing is not None else ():
-                future.cancel()
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
                     episode.environment.close()
@@ -145,6 +134,61 @@ class EpisodeRunner:
             said = "%d of %d episodes failed; the first: %s"
             logger.warning(said, len(errors), len(episodes), errors[0])
         return episodes
+
+    def _play(
+        self, episode: Episode, max_tokens: int
+    ) -> Generator[Future[Any] | list[int], Any, None]:
+        """Play one episode.
+
+        Yields:
+            What it waits for, in turn: a call of its environment, whose result it is sent; or the
+            tokens that the policy continues, for which it is sent a `Completion`.
+        """
+        with foreign("environment_factory"):
+            environment = episode.environment = self.environment_factory()
+        example, tools = episode.example, self.tools_of(episode.example)
+        begun = yield self._call(environment.reset, copy.deepcopy(dict(example)))
+        prompt, prompt_ids = check_prompt(begun, example["prompt"]), episode.prompt_ids
+        if prompt != example["prompt"]:
+            most = self.longest_prompt
+            prompt_ids = encode(prompt, self.tokenizer, tools=tools, most=most)
+        while True:
+            completion = yield [*prompt_ids, *episode.tokens]
+            episode.prompt, episode.prompt_ids = prompt, prompt_ids
+            ids = completion.tokens
+            stop_id = ids[-1] if ids[-1] in self.stop_token_ids else None
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            episode.append(ids, completion.logprobs)
+            episode.messages.append({"role": "assistant", "content": text})
+            episode.turns += 1
+            if self.tools and reads_calls(self.tokenizer):
+                text = self.tokenizer.decode(ids if stop_id is None else ids[:-1])
+            answer = yield self._call(environment.step, text)
+            messages, reward, done = check_observation(answer, prompt)
+            if reward is not None:
+                episode.rewards[-1] = reward
+            is_last = completion.finish_reason == "length" or episode.turns == self.max_turns
+            if done or is_last:
+                break
+            room = max_tokens - len(episode.tokens) - 1  # with one token after the answer
+            try:
+                ids = encode_answer(messages, self.tokenizer, prompt, stop_id, tools, room)
+            except TooLong:
+                break
+            if len(ids) > room:
+                break
+            episode.append(ids)
+            if not isinstance(messages, str):
+                episode.messages += [dict(message) for message in messages]
+        if completion.finish_reason == "length" or not done:
+            episode.truncate()
+        if isinstance(environment, SettlingEnvironment):
+            paid = check_reward((yield self._call(environment.settle)), "an episode")
+            if paid is not None:
+                episode.rewards[-1] = paid
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return call_beside(self.timeout, method, *arguments)
 
 
 class _Playing:
@@ -157,89 +201,67 @@ class _Playing:
         max_tokens: int,
         episodes: Sequence[Episode],
     ) -> None:
-        self.runner, self.session, self.max_tokens = runner, session, max_tokens
-        self.groups: dict[int, dict[int, Episode]] = {}  # by prompt_index and sample
-        for episode in episodes:
-            self.groups.setdefault(episode.prompt_index, {})[episode.sample] = episode
-        # The episode of each call, and the method that takes the result and says if a turn follows.
-        self.waiting: dict[Future[Any], tuple[Episode, Callable[[Episode, Any], bool]]] = {}
+        self.session, self.max_tokens = session, max_tokens
+        self.episodes = {(one.prompt_index, one.sample): one for one in episodes}
+        self.moves = {key: runner._play(one, max_tokens) for key, one in self.episodes.items()}
+        self.calls: dict[Future[Any], Episode] = {}  # under way, in the order of their beginnings
+        # The tokens of first turns, by prompt index and sample; None until the episode is reset.
+        self.first: dict[int, dict[int, list[int] | None]] = {}
+        for prompt_index, sample in self.episodes:
+            self.first.setdefault(prompt_index, {})[sample] = None
 
     def run(self) -> None:
-        for prompt_index, group in self.groups.items():
-            for episode in group.values():
-                self._reset(episode)
-            self._start(prompt_index)  # does nothing while a reset is pending
-        while self.waiting or not self.session.idle:
-            finished = [] if self.session.idle else self.session.step()
-            for request, sample, completion in finished:
-                self._turn(self.groups[request.prompt_index][sample], completion)
-            if self.session.idle:
-                wait(self.waiting, return_when=FIRST_COMPLETED)
-            for future in [future for future in self.waiting if future.done()]:  # as they began
-                self._returned(future)
-
-    def _call(
-        self, episode: Episode, take: Callable[[Episode, Any], bool], method: Any, *arguments: Any
-    ) -> None:
-        self.waiting[call_beside(self.runner.timeout, method, *arguments)] = episode, take
-
-    def _returned(self, future: Future[Any]) -> None:
-        episode, take = self.waiting.pop(future)
-        goes_on = False
+        """Play all episodes to their ends."""
         try:
-            goes_on = take(episode, future.result())
-        except Exception as error:  # the answer may be anything
+            for episode in self.episodes.values():
+                self._advance(episode, None)
+            while self.calls or not self.session.idle:
+                finished = [] if self.session.idle else self.session.step()
+                for request, sample, completion in finished:
+                    self._advance(self.episodes[request.prompt_index, sample], completion)
+                if self.session.idle:
+                    wait(self.calls, return_when=FIRST_COMPLETED)
+                for call in [call for call in self.calls if call.done()]:
+                    self._advance(self.calls.pop(call), call)
+        finally:
+            for call in self.calls:
+                call.cancel()
+
+    def _advance(self, episode: Episode, result: Future[Any] | Completion | None) -> None:
+        """Send an episode what it has waited for, and see to its next move."""
+        tokens: list[int] = []
+        try:
+            value = result.result() if isinstance(result, Future) else result
+            move = self.moves[episode.prompt_index, episode.sample].send(value)
+            if isinstance(move, Future):
+                self.calls[move] = episode
+                return
+            tokens = move
+        except StopIteration:
+            return
+        except Exception as error:  # the environment may answer anything
             episode.error = told(error)
-        if goes_on:
-            self._ask([episode])
-        if episode.resetting:
-            episode.resetting = False
-            self._start(episode.prompt_index)
-
-    # ---------------------------------------------------------------------------- the first turn
-
-    def _reset(self, episode: Episode) -> None:
-        try:
-            with foreign("environment_factory"):
-                episode.environment = self.runner.environment_factory()
-                reset = episode.environment.reset
-        except Exception as error:
-            episode.error, episode.resetting = told(error), False
+        if episode.turns:
+            if tokens:
+                self._sample(tokens, [episode])
             return
-        self._call(episode, self._prompted, reset, copy.deepcopy(dict(episode.example)))
+        group = self.first[episode.prompt_index]
+        group[episode.sample] = tokens
+        if None not in group.values():  # all are reset: those with the same prompt share it
+            alike: dict[tuple[int, ...], list[Episode]] = {}
+            for sample, prompt in group.items():
+                if prompt:
+                    one = self.episodes[episode.prompt_index, sample]
+                    alike.setdefault(tuple(prompt), []).append(one)
+            for prompt_ids, episodes in alike.items():
+                self._sample(prompt_ids, episodes)
 
-    def _prompted(self, episode: Episode, prompt: Any) -> bool:
-        prompt = checked_prompt(prompt, episode.example["prompt"])
-        if prompt != episode.example["prompt"]:
-            runner, tools = self.runner, self.runner.tools_of(episode.example)
-            ids = encode(prompt, runner.tokenizer, tools=tools, most=runner.longest_prompt)
-            episode.prompt, episode.prompt_ids = prompt, ids
-        return False
-
-    def _start(self, prompt_index: int) -> None:
-        """Ask for the first turns of a group once all of its episodes are reset.
-
-        Episodes with the same prompt share its computation.
-        """
-        group = self.groups[prompt_index].values()
-        if any(episode.resetting for episode in group):
-            return
-        alike: dict[tuple[int, ...], list[Episode]] = {}
-        for episode in group:
-            if episode.error is None:
-                alike.setdefault(tuple(episode.prompt_ids), []).append(episode)
-        for episodes in alike.values():
-            self._ask(episodes)
-
-    # --------------------------------------------------------------------------------- every turn
-
-    def _ask(self, episodes: Sequence[Episode]) -> None:
-        """Ask for the next turn of episodes with the same tokens."""
-        first = episodes[0]
-        position = len(first.tokens)
+    def _sample(self, tokens: Sequence[int], episodes: Sequence[Episode]) -> None:
+        """Request the next turn of episodes that all have these tokens."""
+        position = len(episodes[0].tokens)
         request = Request(
-            tokens=[*first.prompt_ids, *first.tokens],
-            prompt_index=first.prompt_index,
+            tokens=tokens,
+            prompt_index=episodes[0].prompt_index,
             samples=[episode.sample for episode in episodes],
             position=position,
             max_tokens=self.max_tokens - position,
@@ -249,52 +271,6 @@ class _Playing:
         except ValueError as error:
             for episode in episodes:
                 episode.error = f"ValueError: the episode {error}"
-                if not position:  # a refused prompt must not reach the model
-                    episode.prompt, episode.prompt_ids = episode.example["prompt"], episode.given
-
-    def _turn(self, episode: Episode, completion: Completion) -> None:
-        ids, runner = completion.tokens, self.runner
-        episode.stop_id = ids[-1] if ids[-1] in runner.stop_token_ids else None
-        episode.cut_off = completion.finish_reason == "length"
-        text = runner.tokenizer.decode(ids, skip_special_tokens=True)
-        episode.append(ids, completion.logprobs)
-        episode.messages.append({"role": "assistant", "content": text})
-        episode.turns += 1
-        if runner.special_tokens:
-            text = runner.tokenizer.decode(ids if episode.stop_id is None else ids[:-1])
-        assert episode.environment is not None
-        self._call(episode, self._observed, episode.environment.step, text)
-
-    def _observed(self, episode: Episode, answer: Any) -> bool:
-        runner, environment = self.runner, episode.environment
-        messages, reward, done = checked_observation(answer, episode.prompt)
-        if reward is not None:
-            episode.rewards[-1] = reward
-        ids = None
-        if not done and not episode.cut_off and episode.turns != runner.max_turns:
-            room = self.max_tokens - len(episode.tokens) - 1  # with one token after the answer
-            tools = runner.tools_of(episode.example)
-            try:
-                ids = encode_answer(
-                    messages, runner.tokenizer, episode.prompt, episode.stop_id, tools, room
-                )
-            except TooLong:
-                ids = None
-            if ids is not None and len(ids) <= room:
-                episode.append(ids)
-                if not isinstance(messages, str):
-                    episode.messages += [dict(message) for message in messages]
-                return True
-        if episode.cut_off or not done:
-            episode.truncate()
-        if isinstance(environment, SettlingEnvironment):
-            self._call(episode, self._settled, environment.settle)
-        return False
-
-    def _settled(self, episode: Episode, reward: Any) -> bool:
-        if (paid := checked_reward(reward, "an episode")) is not None:
-            episode.rewards[-1] = paid
-        return False
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
@@ -302,14 +278,11 @@ def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
 
     They are NaN elsewhere, and in all of an episode that failed.
     """
-    mask = pad_rows([episode.tokens for episode in episodes], 0)[1]
-    rewards = torch.full(mask.shape, math.nan, dtype=torch.float64)
-    flat = [
-        reward if trained else math.nan
-        for episode in episodes
-        for reward, trained in zip(episode.rewards, episode.trained, strict=True)
-    ]
-    rewards[mask] = torch.tensor(flat, dtype=torch.float64)
+    width = max((len(episode.tokens) for episode in episodes), default=0) or 1
+    rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)
+    for row, episode in zip(rewards, episodes, strict=True):
+        if episode.error is None:
+            row[: len(episode.rewards)] = torch.tensor(episode.rewards, dtype=torch.float64)
     return rewards
 
 

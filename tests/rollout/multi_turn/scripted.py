@@ -11,6 +11,7 @@ from rlhf_pg.rollout import Completion, Finished, Request, RolloutEngine, Sampli
 Script = Callable[[Request, int], Sequence[int]]
 
 CHAT = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_pg.rollout import Observation
-from rlhf_pg.rollout.multi_turn.environment import checked_observation, checked_prompt
+from rlhf_pg.rollout.multi_turn.environment import check_observation, check_prompt
 from rlhf_pg.tasks.calculator import calculate, last_word
 from rlhf_pg.tasks.guess import Guess, found
 
@@ -14,20 +14,20 @@ CHAT = [{"role": "user", "content": "q"}]
 
 @pytest.mark.parametrize("prompt", ["q", CHAT, tuple(CHAT)])
 def test_prompt_may_be_text_or_chat(prompt):
-    assert checked_prompt(prompt, "q") == (prompt if isinstance(prompt, str) else CHAT)
+    assert check_prompt(prompt, "q") == (prompt if isinstance(prompt, str) else CHAT)
 
 
 def test_text_in_place_of_chat_is_said_by_user_behind_system_prompt():
     system = {"role": "system", "content": "s"}
-    assert checked_prompt("new", CHAT) == [{"role": "user", "content": "new"}]
-    assert checked_prompt("new", [system, *CHAT])[0] == system
-    assert checked_prompt("new", [system, *CHAT])[1:] == [{"role": "user", "content": "new"}]
+    assert check_prompt("new", CHAT) == [{"role": "user", "content": "new"}]
+    assert check_prompt("new", [system, *CHAT])[0] == system
+    assert check_prompt("new", [system, *CHAT])[1:] == [{"role": "user", "content": "new"}]
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["q"], [{"content": "q"}]])
 def test_invalid_prompt_raises(prompt):
     with pytest.raises(ValueError, match="reset must return a string or a list of messages"):
-        checked_prompt(prompt, "q")
+        check_prompt(prompt, "q")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_invalid_prompt_raises(prompt):
     ],
 )
 def test_valid_observations_are_normalized(answer, prompt, expected):
-    assert checked_observation(answer, prompt) == expected
+    assert check_observation(answer, prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_valid_observations_are_normalized(answer, prompt, expected):
 )
 def test_invalid_observation_raises(answer, prompt, message):
     with pytest.raises(ValueError, match=message):
-        checked_observation(answer, prompt)
+        check_observation(answer, prompt)
 
 
 def test_guess_environment_by_hand():

@@ -1,13 +1,23 @@
 """Adapters of other libraries: `load_task` for verifiers and OpenEnv, `TrlEnvironments`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
-from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask as AdaptedTask
+from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
 
 VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
+
+
+class AdaptedTask(NamedTuple):
+    """The arguments that a trainer needs for a task, under the names that it has for them."""
+
+    train_dataset: Dataset  # has a column `prompt`
+    eval_dataset: Dataset | None
+    environment_factory: EnvironmentSource  # its environments pay, and may offer tools
 
 
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0) -> AdaptedTask:
@@ -16,14 +26,15 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     Args:
         name: `verifiers:ENV_ID`, an installed environment of `verifiers`; or `openenv:URL`, where
             an environment server of OpenEnv answers.
-        options: arguments of the environment's `load_environment`, or `of_openenv.OPTIONS`.
+        options: arguments of the environment's `load_environment`, or the keyword arguments of
+            `of_openenv.load`.
         seed: of what is drawn at random.
 
     Raises:
         ValueError: the library is unknown or not installed, or the task cannot be loaded.
     """
-    library, colon, rest = name.partition(":")
-    if library not in VERSIONS or not colon or not rest:
+    library, _, rest = name.partition(":")
+    if library not in VERSIONS or not rest:
         raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
     try:
         if library == "verifiers":
@@ -33,4 +44,4 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     except ImportError as error:
         wanted = f'pip install "{library}{VERSIONS[library]}"'
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
-    return load(rest, options or {}, seed)
+    return AdaptedTask(*load(rest, options or {}, seed))

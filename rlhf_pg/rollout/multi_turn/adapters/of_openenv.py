@@ -8,98 +8,89 @@ from typing import Any
 import httpx  # which OpenEnv itself uses
 from datasets import Dataset
 from openenv import GenericEnvClient
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import quoted, shown, told
+from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.boundary.user_code import begin, call_beside, result_of
+from rlhf_pg.config.fields import config
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.rollout.multi_turn import environment as ours
-from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, own_tools
-from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolCall
+from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
+from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
+from rlhf_pg.rollout.multi_turn.tools import ToolCall
 
-OPTIONS = {
-    "prompt": "",  # what the policy is told before the first observation
-    "episodes": 1024,  # rows to train on, each a seed for `reset`
-    "eval_episodes": 64,
-    "action_key": None,  # the field of an action that takes a turn; None: the only string
-    "observation_key": None,  # the field that the policy reads; None: the only string, or all
-}
 PATIENCE = 10.0  # seconds that the server may take to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
-def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
+@config
+class Options:
+    """The options of a task."""
+
+    prompt: str = ""  # what the policy is told before the first observation
+    episodes: int = 1024  # rows to train on, each a seed for `reset`
+    eval_episodes: int = 64
+    action_key: str | None = None  # the field of an action that takes a turn; None: the only string
+    # The field of an observation that the policy reads; None: the only string, or else all as JSON.
+    observation_key: str | None = None
+
+
+def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
     """Load the environment behind a server's address; `seed` chooses the rows.
 
     Every completion of a batch plays in a session of its own, and the server has to allow as many
     at a time. Where actions are calls of tools (MCP), these are offered to the policy.
     """
-    if unknown := sorted(options.keys() - OPTIONS.keys()):
-        raise ValueError(f"openenv has no option {shown(unknown[0])}, only {', '.join(OPTIONS)}")
-    own: dict[str, Any] = {**OPTIONS, **options}
-    source = Sessions(name, own["action_key"], own["observation_key"])
+    own = Options(**options)
     try:
-        result_of(call_beside(PATIENCE, source.look))
+        source: EnvironmentSource = result_of(call_beside(PATIENCE, _look, name, own))
     except Exception as error:
         raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
-    total = own["episodes"] + own["eval_episodes"]
-    prompt = [{"role": "user", "content": own["prompt"]}]
+    total = own.episodes + own.eval_episodes
+    prompt = [{"role": "user", "content": own.prompt}]
     rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]
-    held_out = rows[own["episodes"] :]
-    train = Dataset.from_list(rows[: own["episodes"]])
-    return AdaptedTask(train, Dataset.from_list(held_out) if held_out else None, source)
+    train, held_out = rows[: own.episodes], rows[own.episodes :]
+    return Dataset.from_list(train), Dataset.from_list(held_out) if held_out else None, source
 
 
-class Sessions(ours.EnvironmentSource):
-    """The source of sessions with one environment server, which may offer tools.
+async def _look(url: str, options: Options) -> EnvironmentSource:
+    """Ask the server for the fields of its actions and observations, and for its tools."""
+    async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
+        answer = await client.get(f"{url.rstrip('/')}/schema")
+        schema = answer.raise_for_status().json()
+    action, observation = (schema[k].get("properties", {}) for k in ("action", "observation"))
+    observation_key = options.observation_key or _only_text(observation)
+    if "tool_name" not in action:
+        action_key = options.action_key or _only_text(action)
+        if action_key not in action:
+            raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
+        return EnvironmentSource(partial(Session, url, observation_key, action_key))
+    async with GenericEnvClient(base_url=url, mode="simulation") as client:
+        listed = (await client.step({"type": "list_tools"})).observation["tools"]
+    schemas = []
+    for tool in listed:
+        parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
+        own = {"name": tool["name"], "description": tool.get("description", "")}
+        schemas.append({"type": "function", "function": {**own, "parameters": parameters}})
+    return EnvironmentSource(partial(Session, url, observation_key, None), schemas)
+
+
+class Session(SettlingEnvironment):
+    """One episode, a session with the server.
 
     Args:
-        action_key: the field of an action that takes the text; None: the only one that can.
-        observation_key: the field of an observation that is shown; None: the only text.
+        observation_key: the field that the policy reads; None: all of them.
+        action_key: the field that takes a turn; None: a turn calls tools, which `box` parses.
     """
 
-    def __init__(self, url: str, action_key: str | None, observation_key: str | None) -> None:
-        self.url, self.action_key, self.observation_key = url, action_key, observation_key
-        self.tools: list[dict[str, Any]] | None = None
-
-    async def look(self) -> None:
-        """Ask the server for the fields of its actions and observations, and for its tools."""
-        async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
-            answer = await client.get(f"{self.url.rstrip('/')}/schema")
-            schema = answer.raise_for_status().json()
-        action, observation = (schema[k].get("properties", {}) for k in ("action", "observation"))
-        self.observation_key = self.observation_key or _only_text(observation)
-        if "tool_name" not in action:
-            self.action_key = self.action_key or _only_text(action)
-            if self.action_key not in action:
-                raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
-            return
-        async with GenericEnvClient(base_url=self.url, mode="simulation") as client:
-            listed = (await client.step({"type": "list_tools"})).observation["tools"]
-        self.tools = []
-        for tool in listed:
-            parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-            own = {"name": tool["name"], "description": tool.get("description", "")}
-            self.tools.append({"type": "function", "function": {**own, "parameters": parameters}})
-
-    def runner_options(
-        self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
-    ) -> dict[str, Any]:
-        """Return the runner's options: environments that are sessions, and the server's tools."""
-        box = own_tools(self.tools or (), tokenizer, timeout, tools)
-        return box.runner_options(partial(Session, self))
-
-
-class Session(ours.SettlingEnvironment):
-    """One episode, a session with the server, which executes the calls that `box` parses."""
-
-    def __init__(self, source: Sessions, box: Toolbox) -> None:
-        self.source, self.box = source, box
+    def __init__(
+        self, url: str, observation_key: str | None, action_key: str | None, box: Any = None
+    ) -> None:
+        self.url, self.observation_key, self.action_key = url, observation_key, action_key
+        self.box = box
         self.client: Any = None
 
-    async def reset(self, example: dict[str, Any]) -> ours.Messages:
+    async def reset(self, example: dict[str, Any]) -> Messages:
         """Open the session, and return the row's prompt with the first observation behind it."""
-        self.client = GenericEnvClient(base_url=self.source.url, mode="simulation")
+        self.client = GenericEnvClient(base_url=self.url, mode="simulation")
         await self.client.connect()
         result = await self.client.reset(seed=example["seed"])
         *before, last = example["prompt"]
@@ -107,25 +98,25 @@ class Session(ours.SettlingEnvironment):
         self.prompt = [*before, {**last, "content": "\n\n".join(texts)}]
         return self.prompt
 
-    async def step(self, completion: str) -> ours.Observation:
+    async def step(self, completion: str) -> Observation:
         """Take a turn as an action, or make the calls in it, and return what the server says."""
-        if self.source.tools is not None:
+        if self.action_key is None:
             return await self._call(self.box.parse(completion, self.prompt))
-        result = await self.client.step({self.source.action_key: completion})
-        return ours.Observation(self._text(result.observation), result.reward, bool(result.done))
+        result = await self.client.step({self.action_key: completion})
+        return Observation(self._text(result.observation), result.reward, bool(result.done))
 
-    async def _call(self, calls: Sequence[ToolCall]) -> ours.Observation:
+    async def _call(self, calls: Sequence[ToolCall]) -> Observation:
         messages, rewards, done = list[dict[str, Any]](), list[float](), not calls
         for call in calls:
             content = f"Error: {call.error}"
             if call.error is None:
-                action = {"tool_name": call.name, "arguments": dict(call.arguments or {})}
+                action = {"tool_name": call.name, "arguments": dict(call.arguments)}
                 result = await self.client.step({"type": "call_tool", **action})
                 rewards += [] if result.reward is None else [result.reward]
                 done = done or bool(result.done)
                 content = _result(result.observation)
             messages.append({"role": "tool", "name": call.name, "content": content})
-        return ours.Observation(messages, sum(rewards) if rewards else None, done)
+        return Observation(messages, sum(rewards) if rewards else None, done)
 
     async def settle(self) -> None:
         """End the session; its rewards have come turn by turn."""
@@ -138,8 +129,8 @@ class Session(ours.SettlingEnvironment):
             begin(self.settle)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        if self.source.observation_key is not None:
-            return str(observation.get(self.source.observation_key, ""))
+        if self.observation_key is not None:
+            return str(observation.get(self.observation_key, ""))
         visible = {k: v for k, v in observation.items() if k not in ASIDE and v is not None}
         return json.dumps(visible, ensure_ascii=False, default=str) if visible else ""
 
@@ -152,7 +143,7 @@ def _only_text(fields: Mapping[str, Any]) -> str | None:
 def _result(observation: Mapping[str, Any]) -> str:
     """Return the text of what a tool returned, or of its error."""
     if error := observation.get("error"):
-        return f"Error: {error.get('message', error) if isinstance(error, Mapping) else error}"
+        return f"Error: {error['message']}"
     result = observation.get("result")
     if isinstance(result, Mapping) and "content" in result:
         return ("Error: " if result.get("is_error") else "") + text_of(result)

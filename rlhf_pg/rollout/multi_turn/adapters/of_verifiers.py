@@ -10,19 +10,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from verifiers import load_environment
 from verifiers.clients import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
-from rlhf_pg.rollout.multi_turn import environment as ours
-from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, own_tools
-from rlhf_pg.rollout.multi_turn.tools import TAGGED, Tool, Toolbox
+from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
+from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
+from rlhf_pg.rollout.multi_turn.tools import TAGGED, Toolbox
 
 
-def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
+def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
     """Load an installed environment, whose arguments decide what is random; its rubric pays."""
     try:
         environment = load_environment(name, **options)
@@ -34,37 +33,21 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
             f"the rubric of {quoted(name)} compares the completions of a group, which is done "
             "here by the algorithm: give each completion a reward of its own"
         )
-    data = train if train is not None else evaluation
-    return AdaptedTask(data, evaluation, VerifiersEnvironments(environment))
+    keys = {"name", "description", "parameters"}
+    tools = [tool.model_dump(include=keys) for tool in environment.tool_defs or ()]
+    schemas = [{"type": "function", "function": tool} for tool in tools]
+    source = EnvironmentSource(partial(VerifiersEnvironment, environment), schemas)
+    return evaluation if train is None else train, evaluation, source
 
 
-class VerifiersEnvironments(ours.EnvironmentSource):
-    """The source of episodes in one environment, which serves them all."""
-
-    def __init__(self, environment: Any) -> None:
-        self.environment = environment
-
-    def runner_options(
-        self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
-    ) -> dict[str, Any]:
-        """Return what plays in this environment, with its tools."""
-        keys = ("name", "description", "parameters")
-        schemas = [
-            {"type": "function", "function": {key: getattr(tool, key) for key in keys}}
-            for tool in self.environment.tool_defs or ()
-        ]
-        box = own_tools(schemas, tokenizer, timeout, tools)
-        return box.runner_options(partial(VerifiersEnvironment, self.environment))
-
-
-class VerifiersEnvironment(ours.SettlingEnvironment):
+class VerifiersEnvironment(SettlingEnvironment):
     """One episode, which is a rollout of the environment that waits for the policy's turns."""
 
-    def __init__(self, environment: Any, box: Toolbox) -> None:
+    def __init__(self, environment: Any, box: Toolbox | None = None) -> None:
         self.environment, self.box, self.client = environment, box, PolicyClient()
         self.rollout: asyncio.Task[Any] | None = None
 
-    async def reset(self, example: dict[str, Any]) -> ours.Messages:
+    async def reset(self, example: dict[str, Any]) -> Messages:
         """Begin the rollout, and return the prompt of its first turn."""
         self.loop = asyncio.get_running_loop()
         rollout = self.environment.run_rollout(example, self.client, "policy", {})
@@ -73,16 +56,16 @@ class VerifiersEnvironment(ours.SettlingEnvironment):
         self.prompt = _plain(self.messages)
         return self.prompt
 
-    async def step(self, completion: str) -> ours.Observation:
+    async def step(self, completion: str) -> Observation:
         """Hand a turn to the rollout, and return what it adds before the next, if there is one."""
         self.client.turn.set_result(self._response(completion))
         before, now = self.messages, await self._next_request()
         if now is None:
-            return ours.Observation(done=True)
+            return Observation(done=True)
         if now[: len(before)] != before or len(now) <= len(before) + 1:
             raise ValueError("the environment changed earlier messages: only append")
         self.messages = now
-        return ours.Observation(_plain(now[len(before) + 1 :]))
+        return Observation(_plain(now[len(before) + 1 :]))
 
     async def settle(self) -> float:
         """Return the reward of the rubric; a rollout that waits for a turn was cut off."""
@@ -110,16 +93,18 @@ class VerifiersEnvironment(ours.SettlingEnvironment):
         return None
 
     def _response(self, completion: str) -> Response:
-        calls = self.box.parse(completion, self.prompt) if self.box.schemas else []
-        names = [call.name or "unreadable" for call in calls]
-        texts = [json.dumps(c.arguments) if c.error is None else c.error for c in calls]
+        calls = [] if self.box is None else self.box.parse(completion, self.prompt)
+        asked = [
+            ToolCall(
+                id=f"call_{i}",
+                name=call.name or "unreadable",
+                arguments=call.error or json.dumps(call.arguments),
+            )
+            for i, call in enumerate(calls)
+        ]
         message = ResponseMessage(
             content=TAGGED.sub("", completion).strip() if calls else completion,
-            tool_calls=[
-                ToolCall(id=f"call_{i}", name=name, arguments=text)
-                for i, (name, text) in enumerate(zip(names, texts, strict=True))
-            ]
-            or None,
+            tool_calls=asked or None,
             finish_reason="tool_calls" if calls else "stop",
             is_truncated=False,
         )
@@ -143,7 +128,7 @@ class PolicyClient(Client):  # type: ignore[misc]
     raise_from_native_response = from_native_response = None
 
 
-def _plain(messages: Sequence[Any]) -> ours.Messages:
+def _plain(messages: Sequence[Any]) -> Messages:
     """Return messages of the library as a chat, or as the text that they are."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
     if plain and all(message["role"] == "text" for message in plain):
