@@ -1,7 +1,6 @@
 """JSON asked of a server over HTTP, with bounded attempts, time, size and concurrency."""
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -15,6 +14,7 @@ T = TypeVar("T")
 MOST = 1 << 26  # bytes of an answer
 PAUSE = 1.0  # seconds before the second attempt, twice as long before each further one
 LONGEST_PAUSE = 60.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TEMPORARY = (408, 429)  # statuses below 500 after which it is asked again: too late, too many
 
 
@@ -51,70 +51,60 @@ class Client:
             timeout=None,  # our own bounds the whole answer
             # A kept connection may be closed just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=not is_loopback(httpx2.URL(url).host),  # its proxies
+            trust_env=httpx2.URL(url).host not in LOOPBACK,  # its proxies
         )
 
-    async def ask(
-        self, path: str, body: Any, read: Callable[[Any], T] = lambda said: said, most: int = MOST
-    ) -> T:
+    async def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         """Return what `read` makes of the answer.
 
         Args:
             body: posted as JSON; None makes it a GET.
             read: raises ValueError, TypeError or LookupError if an answer is malformed.
-            most: bytes that an answer may have.
 
         Raises:
             Refused: the server answered with a status from 300 to 499, except for `TEMPORARY`.
             Unanswered: all attempts have failed.
         """
-        what, content = "", None if body is None else json.dumps(body, allow_nan=False)
+        content, failure = None if body is None else json.dumps(body, allow_nan=False), ""
         async with self._free:
             for attempt in range(self.retries + 1):
                 if attempt:
                     await asyncio.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
                 try:
                     async with asyncio.timeout(self.timeout):
-                        status, text = await self._once(path, content, most)
+                        status, text = await self._once(path, content)
                     if status < 300:
                         # vLLM answers some requests in plain text, "Success: ...".
                         is_json = text.lstrip()[:1] in (b"{", b"[")
                         return read(json.loads(text, parse_constant=_refuse) if is_json else None)
+                except TimeoutError:
+                    failure = f"no answer within {self.timeout:g} s"
+                except httpx2.HTTPError as error:
+                    failure = f"no answer ({told(_origin(error))})"
+                except (ValueError, TypeError, LookupError, RecursionError) as error:
+                    failure = f"an answer that cannot be used ({told(error)})"
+                else:
                     said = "redirects are not followed" if status < 400 else _message(text)
                     said = said.replace(self._key, "***") if self._key else said
-                    what = f"status {status}: {quoted(said)}"
+                    failure = f"status {status}: {quoted(said)}"
                     if status < 500 and status not in TEMPORARY:
-                        raise Refused(f"the server at {self.url} refuses {path or '/'} with {what}")
-                except TimeoutError:
-                    what = f"no answer within {self.timeout:g} s"
-                except httpx2.HTTPError as error:
-                    what = f"no answer ({told(_origin(error))})"
-                except Refused:
-                    raise
-                except (ValueError, TypeError, LookupError, RecursionError) as error:
-                    what = f"an answer that cannot be used ({told(error)})"
+                        raise Refused(
+                            f"the server at {self.url} refuses {path or '/'} with {failure}"
+                        )
         raise Unanswered(
-            f"the server at {self.url} gave {what}, to {path or '/'}, in {self.retries + 1} "
+            f"the server at {self.url} gave {failure}, to {path or '/'}, in {self.retries + 1} "
             f"attempt{'s' if self.retries else ''}"
         )
 
-    async def _once(self, path: str, content: str | None, most: int) -> tuple[int, bytes]:
+    async def _once(self, path: str, content: str | None) -> tuple[int, bytes]:
         method, parts, size = "GET" if content is None else "POST", [], 0
         async with self._client.stream(method, self.url + path, content=content) as answer:
             async for part in answer.aiter_raw():
                 parts.append(part)
                 size += len(part)
-                if size > most:
-                    raise ValueError(f"it has more than {most} bytes")
+                if size > MOST:
+                    raise ValueError(f"it has more than {MOST} bytes")
         return answer.status_code, b"".join(parts)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine by its name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _message(text: bytes) -> str:

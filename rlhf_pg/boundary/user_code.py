@@ -32,8 +32,10 @@ def begin(call: Callable[[], Awaitable[Any]], loop: str = "users") -> Future[Any
     """Call an async function on an event loop of the process."""
 
     async def outcome() -> Any:
-        with foreign("an async function"):
+        try:
             return await call()
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
+            raise RuntimeError(f"an async function raised {told(error)}") from error
 
     return asyncio.run_coroutine_threadsafe(outcome(), event_loop(loop))
 
@@ -50,39 +52,38 @@ def call_beside(
         TimeoutError: from the future: it took longer than `timeout` seconds.
         RuntimeError: from the future: it raised what would end the run.
     """
+    call = partial(function, *arguments, **keywords)
+    begun = begin(call) if inspect.iscoroutinefunction(function) else _in_thread(call)
+
+    async def outcome() -> Any:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                result = await asyncio.wrap_future(begun)
+                if inspect.isawaitable(result):
+                    result = await asyncio.wrap_future(begin(lambda: result))
+                return result
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no answer within {timeout:g} s") from None
+            raise
+
+    # On a loop of its own, since a function may block that of users.
+    return asyncio.run_coroutine_threadsafe(outcome(), event_loop("clock"))
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
-    def settle(call: Callable[[], Any]) -> None:
-        try:
-            with foreign("a function"):
-                said = call()
-            if inspect.isawaitable(said):
-                begun = begin(lambda: said)
-                begun.add_done_callback(lambda done: settle(done.result))
-                future.add_done_callback(lambda _: begun.cancel())
-                return
-            end: Callable[[Any], None] = future.set_result
-        except BaseException as error:  # any error belongs to the caller, not to this thread
-            end, said = future.set_exception, error
-            if not isinstance(error, Exception):
-                said = RuntimeError(f"a function raised {told(error)}")
+    def run() -> None:
         with suppress(InvalidStateError):  # it was late
-            end(said)
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                    error = RuntimeError(f"a function raised {told(error)}")
+                future.set_exception(error)
 
-    def expire() -> None:
-        with suppress(InvalidStateError):
-            future.set_exception(TimeoutError(f"no answer within {timeout:g} s"))
-
-    if timeout is not None:  # in a thread, since a function may block the event loop
-        timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), expire)
-        timer.daemon = True
-        timer.start()
-        future.add_done_callback(lambda _: timer.cancel())
-    call = partial(settle, partial(function, *arguments, **keywords))
-    if inspect.iscoroutinefunction(function):
-        call()
-    else:
-        threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -20,8 +21,6 @@ from rlhf_pg.boundary.quoted import quoted, shown, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
-MOST_NAMES = 20  # of a module that an error lists
-MOST_LINES = 40  # of a traceback in an error
 
 
 def load(name: str) -> Any:
@@ -38,42 +37,38 @@ def load(name: str) -> Any:
         ValueError: there is no such file or module, its import fails (the message has its own
             traceback), it has no such name, or what has the name cannot be called.
     """
-    place, attribute = split(name)
-    file = find_file(place, name) if place.endswith(".py") else None
-    directory, _, dotted = place.rpartition("/")
-    try:
-        if file is not None:
-            module = import_file(file)
-        else:
-            _search(Path(directory).absolute())
-            module = importlib.import_module(dotted)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if file is not None or not f"{dotted}.".startswith(f"{missing}."):
-            raise _import_error(name, error) from None
-        raise ValueError(
-            f"{quoted(name)}: there is no module {quoted(str(missing))}, neither installed nor in "
-            f"{quoted(str(Path(directory).absolute()))} or beside the recipe"
-        ) from None
-    return _callable(name, module, attribute)
-
-
-def split(name: str) -> tuple[str, str]:
-    """Return the file or module of a name, and the name in it.
-
-    Raises:
-        ValueError: it is a URL, or lacks one of the two.
-    """
-    if "://" in name:
-        raise ValueError(f"{quoted(name)} is a URL, from which no code is imported: name a file")
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    parts = place.rpartition("/")[2].split(".")
-    is_module = place.endswith(".py") or all(part.isidentifier() for part in parts)
-    if name.endswith(".py") or not is_module or not attribute.isidentifier():
+    if "://" in name or name.endswith(".py") or not place:
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
         )
-    return place, attribute
+    directory, _, dotted = place.rpartition("/")
+    file = find_file(place, name) if place.endswith(".py") else None
+    try:
+        if file is None:
+            _search(Path(directory).absolute())
+        module = importlib.import_module(dotted) if file is None else import_file(file)
+    except (Exception, SystemExit) as error:
+        where = Path(directory).absolute() if file is None else file
+        raise ValueError(
+            f"{quoted(name)} cannot be imported from {quoted(str(where))}:\n{_own_trace(error)}"
+        ) from None
+    found = getattr(module, attribute, None)
+    if found is None:
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and callable(value) and not inspect.isclass(value)
+        ]
+        raise ValueError(
+            f"{quoted(name)}: it has no function {quoted(attribute)}"
+            f"{nearest(attribute, functions)}; functions in it: {', '.join(functions) or 'none'}"
+        )
+    if inspect.isclass(found) or not callable(found):
+        raise ValueError(
+            f"{quoted(name)} is {shown(found)}: name a function, or an object that can be called"
+        )
+    return found
 
 
 def find_file(path: str, name: str) -> Path:
@@ -94,8 +89,8 @@ def find_file(path: str, name: str) -> Path:
 
 def import_file(file: Path) -> ModuleType:
     """Import a Python file, once, under a name that is the same in every process."""
-    stem = "".join(c if c.isalnum() else "_" for c in file.stem)
-    name = f"{PREFIX}{stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
+    name = PREFIX + re.sub(r"\W", "_", file.stem) + f"_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     _search(file.parent)
@@ -127,8 +122,8 @@ def _search(directory: Path) -> None:
     importlib.invalidate_caches()
 
 
-def _import_error(name: str, error: BaseException) -> ValueError:
-    """Return an error with the traceback of an import, without the frames that are ours."""
+def _own_trace(error: BaseException) -> str:
+    """Return the traceback of an import, without the frames that are ours."""
     trace = traceback.TracebackException.from_exception(error)
     ours = (__file__, importlib.__file__)
     trace.stack[:] = [
@@ -136,27 +131,4 @@ def _import_error(name: str, error: BaseException) -> ValueError:
         for frame in trace.stack
         if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
     ]
-    lines = visible("".join(trace.format()).rstrip()).split("\n")
-    lines = lines if len(lines) <= MOST_LINES else ["...", *lines[-MOST_LINES:]]
-    return ValueError("\n".join([f"{quoted(name)} cannot be imported:", *lines]))
-
-
-def _callable(name: str, module: ModuleType, attribute: str) -> Any:
-    found = getattr(module, attribute, None)
-    if found is None:
-        names = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and callable(value) and not inspect.isclass(value)
-        ]
-        raise ValueError(
-            f"{quoted(name)}: it has no function {quoted(attribute)}{nearest(attribute, names)}; "
-            f"functions in it: {', '.join(map(quoted, names[:MOST_NAMES])) or 'none'}"
-        )
-    if inspect.isclass(found):
-        raise ValueError(
-            f"{quoted(name)} is a class: name a function, or an object that the module makes of it"
-        )
-    if not callable(found):
-        raise ValueError(f"{quoted(name)} is {shown(found)}, which cannot be called")
-    return found
+    return visible("".join(trace.format()).rstrip())

@@ -216,9 +216,7 @@ def test_huge_answer_is_not_read_to_its_end(server, monkeypatch):
             sent.append(1)
 
     server.answer = lambda asked: flood
-    monkeypatch.setattr(
-        "rlhf_pg.boundary.http.Client.ask.__defaults__", (lambda said: said, 1 << 16)
-    )
+    monkeypatch.setattr("rlhf_pg.boundary.http.MOST", 1 << 16)
     assert "it has more than 65536 bytes" in failure(HttpReward(server.url, retries=0))
     assert len(sent) < 1 << 9
 

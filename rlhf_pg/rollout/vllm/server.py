@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
-MOST = 1 << 20  # bytes of an answer
-BYTES = 4096  # of an answer, per token: the longest tokens have some hundred characters
 MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "look into its log, start it again, and resume"
 
@@ -183,9 +181,7 @@ class VllmServerEngine(RolloutEngine):
         """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
         return result_of(self.begin(path, body, read))
 
-    def begin(
-        self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST
-    ) -> "Future[T]":
+    def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":
         """Send a request; see `http.Client.ask`.
 
         Raises:
@@ -194,7 +190,7 @@ class VllmServerEngine(RolloutEngine):
 
         async def asked() -> T:
             try:
-                return await self.client.ask(path, body, read, most)
+                return await self.client.ask(path, body, read)
             except http.Refused as error:
                 raise Refused(str(error)) from error
             except http.Unanswered as error:
@@ -311,8 +307,7 @@ class _ServerSession:
         def read(answer: Any) -> Finished:
             return Finished(request, sample, wanted.read(answer))
 
-        most = MOST + BYTES * (len(request.tokens) + max_tokens)
-        return self._engine.begin("/v1/completions", body, read, most)
+        return self._engine.begin("/v1/completions", body, read)
 
 
 def _remove(place: Path, owner: int) -> None:

@@ -275,6 +275,7 @@ def test_turn_limit_truncates_episode(max_turns, turns, truncated):
         (OSError("gone"), "OSError: gone"),
         (SystemExit(1), "SystemExit: 1"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (StopIteration(), "StopIteration"),
         (asyncio.CancelledError(), "CancelledError"),
         ("up", "must return Observation"),
         ((["up"], 0.0, False), "must answer with a string"),
@@ -337,6 +338,11 @@ class Leaving(Listed):
         raise SystemExit(1)
 
 
+class Interrupting(Listed):
+    async def step(self, completion):
+        raise KeyboardInterrupt
+
+
 class AsyncListed(Listed):
     async def step(self, completion):
         await asyncio.sleep(0.1)
@@ -348,7 +354,10 @@ class WithoutArgument(Listed):
         raise AssertionError
 
 
-@pytest.mark.parametrize(("failing", "error"), [(Leaving, "SystemExit"), (WithoutArgument, "Type")])
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [(Leaving, "SystemExit"), (Interrupting, "KeyboardInterrupt"), (WithoutArgument, "Type")],
+)
 def test_failing_async_environment_ends_only_its_episode(failing, error):
     broken, whole = play(sayer("a<eos>"), failing(), AsyncListed(("", 1.0, True)), n=2, timeout=20)
     assert error in broken.error
