@@ -52,38 +52,35 @@ def call_beside(
         TimeoutError: from the future: it took longer than `timeout` seconds.
         RuntimeError: from the future: it raised what would end the run.
     """
-    call = partial(function, *arguments, **keywords)
-    begun = begin(call) if inspect.iscoroutinefunction(function) else _in_thread(call)
-
-    async def outcome() -> Any:
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                result = await asyncio.wrap_future(begun)
-                if inspect.isawaitable(result):
-                    result = await asyncio.wrap_future(begin(lambda: result))
-                return result
-        except TimeoutError:
-            if limit.expired():
-                raise TimeoutError(f"no answer within {timeout:g} s") from None
-            raise
-
-    # On a loop of its own, since a function may block that of users.
-    return asyncio.run_coroutine_threadsafe(outcome(), event_loop("clock"))
-
-
-def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
-    def run() -> None:
+    def settle(call: Callable[[], Any]) -> None:
         with suppress(InvalidStateError):  # it was late
             try:
-                future.set_result(call())
-            except BaseException as error:
+                result = call()
+                if inspect.isawaitable(result):
+                    begun = begin(lambda: result)
+                    begun.add_done_callback(lambda done: settle(done.result))
+                    future.add_done_callback(lambda _: begun.cancel())
+                else:
+                    future.set_result(result)
+            except BaseException as error:  # any error belongs to the caller, not to this thread
                 if not isinstance(error, Exception) or isinstance(error, StopIteration):
                     error = RuntimeError(f"a function raised {told(error)}")
                 future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    def expire() -> None:
+        with suppress(InvalidStateError):
+            future.set_exception(TimeoutError(f"no answer within {timeout:g} s"))
+
+    if timeout is not None:
+        clock = event_loop("clock")  # of its own, since a function may block that of users
+        clock.call_soon_threadsafe(clock.call_later, timeout, expire)
+    call = partial(settle, partial(function, *arguments, **keywords))
+    if inspect.iscoroutinefunction(function):
+        call()
+    else:
+        threading.Thread(target=call, daemon=True).start()
     return future
 
 

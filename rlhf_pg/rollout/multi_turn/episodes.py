@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.chat import TooLong, encode, encode_answer
-from rlhf_pg.data.prompts import Schemas, Tools
+from rlhf_pg.data.prompts import Tools
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
@@ -65,16 +65,6 @@ class Episode:
         self.actions += [logprobs is not None] * len(tokens)
         self.rewards += [math.nan] * len(tokens)
 
-    def truncate(self) -> None:
-        """Mark the episode as cut off by a limit.
-
-        If it has no reward so far, it gets 0: "does not apply" would spare it the comparison with
-        episodes that were completed.
-        """
-        self.truncated = True
-        if all(math.isnan(reward) for reward in self.rewards):
-            self.rewards[-1] = 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
@@ -87,10 +77,6 @@ class EpisodeRunner:
     timeout: float | None = 60.0  # seconds for a `reset` or `step`; None leaves it to them
     tools: Tools = ()  # schemas for the chat template; or a function that has those of a row
     longest_prompt: int | None = None  # in tokens
-
-    def tools_of(self, example: Mapping[str, Any]) -> Schemas:
-        """Return the schemas that the chat template shows for a dataset row."""
-        return self.tools(dict(example)) if callable(self.tools) else self.tools
 
     def play(
         self,
@@ -146,9 +132,10 @@ class EpisodeRunner:
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
-        example, tools = episode.example, self.tools_of(episode.example)
-        begun = yield self._call(environment.reset, copy.deepcopy(dict(example)))
-        prompt, prompt_ids = check_prompt(begun, example["prompt"]), episode.prompt_ids
+        example, prompt_ids = dict(episode.example), episode.prompt_ids
+        tools = self.tools(example) if callable(self.tools) else self.tools
+        answer = yield self._call(environment.reset, copy.deepcopy(example))
+        prompt = check_prompt(answer, example["prompt"])
         if prompt != example["prompt"]:
             most = self.longest_prompt
             prompt_ids = encode(prompt, self.tokenizer, tools=tools, most=most)
@@ -167,8 +154,7 @@ class EpisodeRunner:
             messages, reward, done = check_observation(answer, prompt)
             if reward is not None:
                 episode.rewards[-1] = reward
-            is_last = completion.finish_reason == "length" or episode.turns == self.max_turns
-            if done or is_last:
+            if done or completion.finish_reason == "length" or episode.turns == self.max_turns:
                 break
             room = max_tokens - len(episode.tokens) - 1  # with one token after the answer
             try:
@@ -180,8 +166,10 @@ class EpisodeRunner:
             episode.append(ids)
             if not isinstance(messages, str):
                 episode.messages += [dict(message) for message in messages]
-        if completion.finish_reason == "length" or not done:
-            episode.truncate()
+        episode.truncated = completion.finish_reason == "length" or not done
+        if episode.truncated and all(map(math.isnan, episode.rewards)):
+            # "Does not apply" would spare it the comparison with episodes that were completed.
+            episode.rewards[-1] = 0.0
         if isinstance(environment, SettlingEnvironment):
             paid = check_reward((yield self._call(environment.settle)), "an episode")
             if paid is not None:

@@ -147,7 +147,7 @@ def test_row_chooses_environment_and_its_tools() -> None:
     factories = {"count": Counter, "door": Door}
     runner = runner_of(factories)
     rows = [{"environment": "count", "start": 1}, {"environment": "door", "start": 2}]
-    assert [[tool["function"]["name"] for tool in runner.tools_of(row)] for row in rows] == [
+    assert [[tool["function"]["name"] for tool in runner.tools(row)] for row in rows] == [
         ["double", "increment"],
         ["step"],
     ]
@@ -159,7 +159,7 @@ def test_row_chooses_environment_and_its_tools() -> None:
     assert "environment" not in count.environment.instance.row
     assert all(reward != reward for reward in door.rewards)
     with pytest.raises(ValueError, match=r"column 'environment' says 'house', .* has count, door"):
-        runner.tools_of({"environment": "house"})
+        runner.tools({"environment": "house"})
 
 
 def test_tools_of_run_stand_beside_methods() -> None:
