@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,11 +22,12 @@ from rlhf_pg.rollout.engine import (
     Finished,
     Request,
     RolloutEngine,
+    RolloutError,
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm.handover import bare, parts_tied_weights, published_weights
-from rlhf_pg.rollout.vllm.requests import check_version, completion, options, room
+from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 logger = logging.getLogger(__name__)
 
@@ -291,9 +292,14 @@ def _repack_head(model: nn.Module) -> None:
 
 
 def _completion(output: Any) -> Completion:
-    chosen: Iterator[tuple[int, Mapping[int, Any]]] = zip(
-        output.token_ids, output.logprobs, strict=True
-    )
-    return completion(
-        list(output.token_ids), [at[token].logprob for token, at in chosen], output.finish_reason
-    )
+    """Convert a completion of vLLM's.
+
+    Raises:
+        RolloutError: vLLM gave it up.
+        FloatingPointError: log-probabilities are NaN.
+    """
+    tokens = list(output.token_ids)
+    logprobs = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
+    if output.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM gave a request up ({output.finish_reason}): its log says why")
+    return Completion(tokens, logprobs, output.finish_reason)

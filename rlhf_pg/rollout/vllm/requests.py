@@ -1,11 +1,11 @@
-"""The requests to vLLM and the reading of its results, shared by both engines."""
+"""The requests to vLLM, shared by both engines."""
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted
-from rlhf_pg.rollout.engine import Completion, Request, RolloutError, SamplingParams
+from rlhf_pg.rollout.engine import Request, SamplingParams
 
 OLDEST, TOO_NEW = (0, 32), (0, 33)  # as in the extra [vllm] of pyproject.toml
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
@@ -63,16 +63,3 @@ def room(request: Request, params: SamplingParams, limit: int) -> int:
             f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
         )
     return wanted
-
-
-def completion(tokens: list[int], logprobs: list[float], reason: str | None) -> Completion:
-    """Convert a completion of vLLM's.
-
-    Raises:
-        RolloutError: vLLM gave it up.
-        FloatingPointError: log-probabilities are NaN.
-    """
-    if reason not in ("stop", "length"):
-        raise RolloutError(f"vLLM gave a request up ({reason}): its log says why")
-    ending: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
-    return Completion(tokens, logprobs, ending)

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from rlhf_pg.boundary import http
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import begin, result_of
 from rlhf_pg.models.experts import has_experts
 from rlhf_pg.rollout.engine import (
+    Completion,
     Finished,
     Request,
     RolloutEngine,
@@ -30,14 +31,13 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
-from rlhf_pg.rollout.vllm import answers
-from rlhf_pg.rollout.vllm.answers import Wanted
 from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 T = TypeVar("T")
 
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
+LEAST = -9999.0  # vLLM's number for minus infinity
 MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "look into its log, start it again, and resume"
 
@@ -82,7 +82,11 @@ class VllmServerEngine(RolloutEngine):
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.directory, self.is_main = directory.absolute(), is_main
         check_version(self._version(), f"the server at {url}")
-        self.served, self.max_model_length = self._get("/v1/models", answers.served)
+        # The first model is the server's own.
+        self.served, self.max_model_length = self._get(
+            "/v1/models",
+            lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
+        )
         self.name = self.served  # of the weights to sample from
         self._check_logprobs()
         if not isinstance(model, PeftModel):
@@ -169,7 +173,7 @@ class VllmServerEngine(RolloutEngine):
         except RolloutError as error:
             raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
         shutil.rmtree(place)
-        if not self.ask("/reset_prefix_cache", {}, answers.success):
+        if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "is at work for others: it has to be for this run alone"
@@ -216,7 +220,7 @@ class VllmServerEngine(RolloutEngine):
         self.ask(path, body, lambda answer: None)
 
     def _models(self) -> list[str]:
-        return self._get("/v1/models", answers.models)
+        return self._get("/v1/models", lambda answer: [str(one["id"]) for one in answer["data"]])
 
     def _check_logprobs(self) -> None:
         """Refuse raw log-probabilities, which do not depend on the temperature (up to 2)."""
@@ -231,11 +235,19 @@ class VllmServerEngine(RolloutEngine):
         """Return the log-probability of the likeliest token after an arbitrary one."""
         body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
         body |= {"temperature": temperature, "logprobs": 1}
-        return self.ask("/v1/completions", body, answers.likeliest)
+
+        def read(answer: Any) -> float:
+            [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return float(max(token.values()))
+
+        return self.ask("/v1/completions", body, read)
 
     def _check_replaceable(self, model: PreTrainedModel) -> None:
         try:
-            on_cpu = self._get("/server_info?config_format=json", answers.on_cpu)
+            on_cpu = self._get(
+                "/server_info?config_format=json",
+                lambda answer: "cpu" in str(answer["vllm_config"]["device_config"]),
+            )
         except Refused as error:
             raise ValueError(
                 f"the server at {self.client.url} does not take weights: start it with "
@@ -298,16 +310,45 @@ class _ServerSession:
             "max_tokens": max_tokens,
             "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
         }
-        wanted = Wanted(
-            max_tokens=max_tokens,
-            eos_token_ids=self._engine.eos_token_ids,
-            by_string=bool(self._params.stop_strings),
-        )
+        by_string = bool(self._params.stop_strings)
 
         def read(answer: Any) -> Finished:
-            return Finished(request, sample, wanted.read(answer))
+            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, by_string)
+            return Finished(request, sample, completion)
 
         return self._engine.begin("/v1/completions", body, read)
+
+
+def _completion(
+    answer: Any, max_tokens: int, eos_token_ids: Sequence[int], by_string: bool
+) -> Completion:
+    """Read the only choice of an answer.
+
+    Args:
+        by_string: a stop string, which may end with any token, can end it too.
+
+    Raises:
+        ValueError, LookupError, TypeError: something is missing or impossible.
+    """
+    [choice] = answer["choices"]
+    tokens, reason = choice["token_ids"], choice["finish_reason"]
+    logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+    if len(tokens) != len(logprobs) or not tokens:
+        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
+    if len(tokens) > max_tokens:
+        raise ValueError(f"{len(tokens)} tokens, and at most {max_tokens} were asked for")
+    if min(logprobs) <= LEAST:
+        raise ValueError(f"{min(logprobs)} is no log-probability of what was sampled")
+    ended = [token in eos_token_ids for token in tokens]
+    if any(ended[:-1]):
+        raise ValueError(f"tokens after EOS, which is the one at {ended.index(True)}")
+    if reason == "stop" and (ended[-1] or by_string):
+        return Completion(tokens, logprobs, "stop")
+    if reason == "length" and len(tokens) < max_tokens:
+        raise ValueError(f"{len(tokens)} of {max_tokens} tokens, and no stop")
+    if reason == "length" and not ended[-1]:
+        return Completion(tokens, logprobs, "length")
+    raise ValueError(f"finish_reason {shown(reason)} with {shown(tokens[-1])} as the last token")
 
 
 def _remove(place: Path, owner: int) -> None:
