@@ -48,11 +48,10 @@ def load(name: str) -> Any:
         if file is None:
             _search(Path(directory).absolute())
         module = importlib.import_module(dotted) if file is None else import_file(file)
-    except (Exception, SystemExit) as error:
-        where = Path(directory).absolute() if file is None else file
-        raise ValueError(
-            f"{quoted(name)} cannot be imported from {quoted(str(where))}:\n{_own_trace(error)}"
-        ) from None
+    except (Exception, SystemExit):
+        where = quoted(str(Path(directory).absolute() if file is None else file))
+        trace = visible(traceback.format_exc().rstrip())
+        raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{trace}") from None
     found = getattr(module, attribute, None)
     if found is None:
         functions = [
@@ -120,15 +119,3 @@ def _search(directory: Path) -> None:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
     importlib.invalidate_caches()
-
-
-def _own_trace(error: BaseException) -> str:
-    """Return the traceback of an import, without the frames that are ours."""
-    trace = traceback.TracebackException.from_exception(error)
-    ours = (__file__, importlib.__file__)
-    trace.stack[:] = [
-        frame
-        for frame in trace.stack
-        if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
-    ]
-    return visible("".join(trace.format()).rstrip())

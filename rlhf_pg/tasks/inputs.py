@@ -162,7 +162,7 @@ def _rewards(
         keys = {"reward_funcs": names_of(given), "reward_options": {}}
         return given, [], keys | {"reward_model_name_or_path": None}
     named = named_rewards(args.reward_funcs, args.reward_options)
-    own = task.rewards() if task is not None and not named else []
+    own = [] if task is None or task.reward is None or named else [task.reward]
     models = [] if model is None else [model]
     return [*models, *named, *own], describe(args.reward_funcs, named), {}
 

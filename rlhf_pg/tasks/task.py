@@ -34,7 +34,6 @@ class Task:
     # (prompts, completions, completion_ids, **columns) -> one float per completion; None if the
     # environment pays.
     reward: Callable[..., list[float]] | None = None
-    reward_funcs: Sequence[Callable[..., Any]] = ()  # more of the kind
     tools: Sequence[Callable[..., Any]] = ()  # see `PolicyGradientTrainer`
     environment_factory: Callable[[], Any] | None = None  # see there, too
     # Episodes for the warm start; None: the training set's prompts and answers.
@@ -50,10 +49,6 @@ class Task:
             )
         tokenizer = self.make_tokenizer()
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
-
-    def rewards(self) -> list[Any]:
-        """Return the task's own sources of reward."""
-        return [*([] if self.reward is None else [self.reward]), *self.reward_funcs]
 
     def demonstrations(self) -> list[Demonstration]:
         """Return the episodes that the warm start imitates."""

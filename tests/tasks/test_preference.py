@@ -106,7 +106,7 @@ def test_gold_score_of_any_token_sequence_is_finite(task):
 
 
 def test_gold_is_reward_function_name(task):
-    rewards = Rewards(task.rewards())
+    rewards = Rewards([task.reward])
     assert rewards.names == ["gold"]
     said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
     assert said.tolist() == [[[1]], [[-1]]]
@@ -251,10 +251,6 @@ def test_every_pair_and_review_fits_model(task, pairs, tokenizer):
 
 def test_task_is_found_by_name(task):
     assert TASKS["preference"]().name == task.name == "preference"
-
-
-def test_given_reward_model_precedes_task_reward(task):
-    assert arithmetic().rewards() == [arithmetic().reward]
 
 
 def test_task_without_pairs_raises():
