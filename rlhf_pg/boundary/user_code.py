@@ -69,13 +69,14 @@ def call_beside(
                     error = RuntimeError(f"a function raised {told(error)}")
                 future.set_exception(error)
 
-    def expire() -> None:
+    async def expire(timeout: float) -> None:
+        await asyncio.sleep(timeout)
         with suppress(InvalidStateError):
             future.set_exception(TimeoutError(f"no answer within {timeout:g} s"))
 
-    if timeout is not None:
-        clock = event_loop("clock")  # of its own, since a function may block that of users
-        clock.call_soon_threadsafe(clock.call_later, timeout, expire)
+    if timeout is not None:  # on a loop of its own, since a function may block that of users
+        timer = asyncio.run_coroutine_threadsafe(expire(timeout), event_loop("clock"))
+        future.add_done_callback(lambda _: timer.cancel())
     call = partial(settle, partial(function, *arguments, **keywords))
     if inspect.iscoroutinefunction(function):
         call()

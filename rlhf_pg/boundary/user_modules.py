@@ -21,6 +21,7 @@ from rlhf_pg.boundary.quoted import quoted, shown, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
+OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that a traceback leaves out
 
 
 def load(name: str) -> Any:
@@ -48,10 +49,13 @@ def load(name: str) -> Any:
         if file is None:
             _search(Path(directory).absolute())
         module = importlib.import_module(dotted) if file is None else import_file(file)
-    except (Exception, SystemExit):
+    except (Exception, SystemExit) as error:
         where = quoted(str(Path(directory).absolute() if file is None else file))
-        trace = visible(traceback.format_exc().rstrip())
-        raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{trace}") from None
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
+            trace = trace.tb_next
+        said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
+        raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{said}") from None
     found = getattr(module, attribute, None)
     if found is None:
         functions = [
