@@ -31,7 +31,7 @@ TODAY = {
     "data": 1286,
     "models": 2492,
     "rollout": 3258,
-    "rewards": 2968,
+    "rewards": 2403,
     "supervised": 1067,
     "trainers": 3954,
     "runtime": 1205,

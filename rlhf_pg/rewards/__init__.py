@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_pg.rewards.process import ProcessRewardModel as ProcessRewardModel
+    from rlhf_pg.rewards.reward_model import ProcessRewardModel as ProcessRewardModel
     from rlhf_pg.rewards.reward_model import RewardModel as RewardModel
     from rlhf_pg.rewards.scores import sum_step_scores as sum_step_scores
     from rlhf_pg.rewards.scoring import Rewards as Rewards
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rlhf_pg.supervised.bradley_terry import train_reward_model as train_reward_model
 else:
     PLACES = {
-        "ProcessRewardModel": "rewards.process",
+        "ProcessRewardModel": "rewards.reward_model",
         "RewardModel": "rewards.reward_model",
         "sum_step_scores": "rewards.scores",
         "Rewards": "rewards.scoring",

@@ -10,16 +10,15 @@ from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.fields import checked_options
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.rewards.judge import Judge
-from rlhf_pg.rewards.remote import HttpReward
+from rlhf_pg.rewards.functions import SAMPLED
+from rlhf_pg.rewards.servers import HttpReward, Judge
 from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier, make_verifier
 
 Options = Mapping[str, Any]
 Reward = Callable[..., Any] | str
 
-MODEL, JUDGE, ADDRESS = "model:", "judge:", ("http://", "https://")
+JUDGE = "judge:"
 PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
-GIVEN = ("prompts", "completions", "completion_ids")  # to every reward function
 FORMS = (
     "file.py:FUNCTION, package.module:FUNCTION, model:PATH_OR_HUB_ID, judge:NAME, http://ADDRESS"
 )
@@ -28,7 +27,7 @@ FORMS = (
 def named_rewards(
     names: Sequence[str], options: Mapping[str, Options] | None = None
 ) -> list[Reward]:
-    """Make what the names of rewards stand for, in their order.
+    """Make what the names of rewards stand for: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
       `rlhf_pg.boundary.user_modules.load`. Its options are arguments that it gets at every call.
@@ -40,10 +39,6 @@ def named_rewards(
     Args:
         names: as a recipe has them.
         options: of a reward, by its name; for a judge with or without `judge:`.
-
-    Returns:
-        For each name a callable whose `__name__` the metrics show, or of a reward model its path or
-        Hub id.
 
     Raises:
         ValueError: a name or an option that is not known, or one that cannot be used.
@@ -57,38 +52,32 @@ def named_rewards(
                 f"{nearest(key, names)}; it names {', '.join(map(quoted, names)) or 'nothing'}"
             )
         if not isinstance(given[name], Mapping):
-            raise ValueError(
-                f"reward_options of {quoted(name)} must be options by name, got "
-                f"{shown(given[name])}"
-            )
-    for i, name in enumerate(names):
+            got = shown(given[name])
+            raise ValueError(f"reward_options of {quoted(name)} must be options by name, got {got}")
+    for name in names:
         if name.startswith(PYTHON):
             raise ValueError(
                 f"reward_funcs has {quoted(name)}, a reward that was given in Python and that no "
-                "name finds: give it to the trainer, or write it as a function in a file and name "
-                "that, as file.py:NAME"
+                "name finds: give it to the trainer, or name a function in a file (file.py:NAME)"
             )
-        if name in names[:i]:
-            raise ValueError(f"reward_funcs names {quoted(name)} twice: leave one out")
     return [_reward(name, given.get(name, {})) for name in names]
 
 
 def _reward(name: str, options: Options) -> Reward:
+    kind, _, own = name.partition(":")
     if name in VERIFIERS:
         return make_verifier(name, options)
-    kind, _, own = name.partition(":")
-    if kind == "judge" or name.startswith(ADDRESS):
-        made: Any = Judge if kind == "judge" else HttpReward
-        try:
-            checked = checked_options(made.__init__, options)
-            reward: Reward = made(own if kind == "judge" else name, **checked)
-        except ValueError as error:
-            raise ValueError(f"{quoted(name)}: {error}") from error
-        return reward
     if kind == "model":
         if options or not own:
             raise ValueError(f"write model:PATH_OR_HUB_ID, without options, got {quoted(name)}")
         return own
+    if kind in ("judge", "http", "https"):
+        made, first = (Judge, own) if kind == "judge" else (HttpReward, name)
+        try:
+            reward: Reward = made(first, **checked_options(made.__init__, options))
+        except ValueError as error:
+            raise ValueError(f"{quoted(name)}: {error}") from error
+        return reward
     if not {".", ":"} & set(name):
         raise ValueError(
             f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
@@ -97,7 +86,8 @@ def _reward(name: str, options: Options) -> Reward:
     function = load(name)
     if not options and hasattr(function, "__name__"):
         return function  # type: ignore[no-any-return]
-    known = [p for p in inspect.signature(function).parameters if p not in GIVEN] if options else []
+    parameters = inspect.signature(function).parameters if options else ()
+    known = [name for name in parameters if name not in SAMPLED]
     for option in options:
         if option not in known:
             raise ValueError(

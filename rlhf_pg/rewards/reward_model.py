@@ -1,15 +1,18 @@
-"""Reward models: a sequence classifier with one output, as a reward function."""
+"""Reward models: a classifier of whole completions, or of their steps, as a reward function."""
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,84 +32,78 @@ from rlhf_pg.models import (
 
 # Padded tokens forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
+MOST = 4  # most tokens of one character, byte by byte
 
 
+@dataclass(eq=False, repr=False)
 class Classifier:
     """A classifier as a reward function: what models of completions and of steps share.
 
     It reads text, with a tokenizer of its own.
-
-    Args:
-        model: a path, a Hub id or a loaded model (put in evaluation mode).
-        processing_class: its tokenizer; by default the one saved beside the model.
-        device: device to compute on; by default where the model is.
-        trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
         ValueError: no such model, another number of outputs, no tokenizer, or one that does not
             belong to the model. The message names the model.
     """
 
-    kind: str = "reward model"
-    head: Any = AutoModelForSequenceClassification
-    labels: Sequence[int] = (1,)
+    model: Any  # a path, a Hub id or a loaded model, which is put in evaluation mode
+    processing_class: Any = None  # its tokenizer; by default the one saved beside the model
+    device: torch.device | str | None = None  # to compute on; by default where the model is
+    trust_remote_code: bool = False  # run code that comes with a model that is loaded here
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | PreTrainedModel,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        device: torch.device | str | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        if not isinstance(model, PreTrainedModel):
-            with about(f"{self.kind} {name_of(model)}"):
-                check_directory(model)
-                model = from_pretrained(
-                    self.head, model, dtype="auto", trust_remote_code=trust_remote_code
+    kind: ClassVar[str] = "reward model"
+    head: ClassVar[Any] = AutoModelForSequenceClassification
+    labels: ClassVar[Sequence[int]] = (1,)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, PreTrainedModel):
+            with about(f"{self.kind} {name_of(self.model)}"):
+                check_directory(self.model)
+                self.model = from_pretrained(
+                    self.head, self.model, dtype="auto", trust_remote_code=self.trust_remote_code
                 )
-        self.model = model.to(device or model.device).eval()
-        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
+        self.model = self.model.to(self.device or self.model.device).eval()
+        self.__name__ = name_of(self.model.name_or_path or "") or type(self.model).__name__
         self.who = f"{self.kind} {self.__name__}"
         self.processing_class = score_tokenizer(
-            processing_class, model, self.who, trust_remote_code, self.labels
+            self.processing_class, self.model, self.who, self.trust_remote_code, self.labels
         )
 
-    def check_length(self, ids: Sequence[int], row: int) -> None:
-        """Refuse a text without a position for every token (ValueError)."""
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield numbers of rows of similar length, with ids and mask (B,T) on the model's device.
+
+        The padded tokens of a batch fit SCORING_TOKENS. A text without a position for every token
+        is refused (ValueError).
+        """
         limit = max_positions(self.model)
-        if limit is not None and len(ids) > limit:
-            raise ValueError(
-                f"text in row {row} has {len(ids)} tokens, beyond its max_position_embeddings of "
-                f"{limit}: lower max_completion_length, or shorten the prompts"
-            )
+        for i, ids in enumerate(rows):
+            if limit is not None and len(ids) > limit:
+                raise ValueError(
+                    f"{self.who}: text in row {i} has {len(ids)} tokens, beyond its "
+                    f"max_position_embeddings of {limit}: lower max_completion_length, or shorten "
+                    "the prompts"
+                )
+        batches: list[list[int]] = [[]]
+        for i in sorted(range(len(rows)), key=lambda i: len(rows[i])):
+            if batches[-1] and (len(batches[-1]) + 1) * len(rows[i]) > SCORING_TOKENS:
+                batches.append([])
+            batches[-1].append(i)
+        for batch in filter(None, batches):
+            tokens, mask = pad_rows([rows[i] for i in batch], self.processing_class.pad_token_id)
+            yield batch, tokens.to(self.model.device), mask.to(self.model.device)
 
-    def padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return ids and mask, (B,T), on the model's device."""
-        padded = pad_rows(rows, self.processing_class.pad_token_id)
-        return [tensor.to(self.model.device) for tensor in padded]
 
-
+@dataclass(eq=False, repr=False)
 class RewardModel(Classifier):
     """A scorer of prompt and completion by a sequence classifier (`num_labels` 1).
 
     It takes strings as prompt + completion, chats through its own chat template. It judges what the
     policy wrote: a string that the policy ended by an EOS gets the model's own EOS (Stiennon et al.
     2020; Huang et al. 2024), and a chat turn that was cut off is left open.
-
-    Args:
-        sees_eos: False appends no EOS to a string. The others: see `Classifier`.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | PreTrainedModel,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        device: torch.device | str | None = None,
-        sees_eos: bool = True,
-        trust_remote_code: bool = False,
-    ) -> None:
-        super().__init__(model, processing_class, device, trust_remote_code)
-        self.sees_eos = sees_eos
+    sees_eos: bool = True  # False appends no EOS to a string
 
     @torch.no_grad()
     def __call__(
@@ -126,23 +123,104 @@ class RewardModel(Classifier):
             truncated: whether a limit ended it; a stop string is not a limit. By default, all that
                 are known not to have ended by an EOS.
         """
-        known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
-        if truncated is None:
-            truncated = [end is False for end in known]
         rows = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            eos = self.sees_eos and bool(known[i])
-            cut = truncated[i] and not known[i]  # a limit on turns does not cut the last one off
+            end = ended is not None and bool(ended[i])
+            # A limit on turns does not cut the last one off.
+            cut = not end and (ended is not None if truncated is None else truncated[i])
+            eos = self.sees_eos and end
             with about(self.who):
-                ids = encode_whole(prompt, completion, self.processing_class, i, eos, cut)
-                self.check_length(ids, i)
-            rows.append(ids)
+                rows.append(encode_whole(prompt, completion, self.processing_class, i, eos, cut))
         scores = torch.zeros(len(rows), dtype=torch.float64)
-        for batch in micro_batches([len(ids) for ids in rows]):
-            said = sequence_scores(self.model, *self.padded([rows[i] for i in batch]))
-            scores[batch] = said.to(scores)
+        for batch, tokens, mask in self.batches(rows):
+            scores[batch] = sequence_scores(self.model, tokens, mask).to(scores)
         numbers: list[float] = scores.tolist()
         return numbers
+
+
+@dataclass(eq=False, repr=False)
+class ProcessRewardModel(Classifier):
+    """A scorer of a completion's steps (Lightman et al. 2023), for `process_group_normalized`.
+
+    Text between two separators is a step, unless it is blank. The model reads the prompt, and each
+    step followed by the separator, tokenised apart, as the `PRMTrainer` of TRL trains it. Its score
+    of a step, at the last token of the separator, is the probability of label 1 of two, or its only
+    output. In the completion the score stands at the policy's token that completes the separator or
+    ends the completion. If one token completes several steps, their mean stands there:
+    `process_group_normalized` compares it with scores of single steps, which a sum would exceed.
+    """
+
+    policy_tokenizer: Any = None  # of the completions; by default the model's
+    separator: str = "\n"  # text that separates steps
+
+    kind, head, labels = "process reward model", AutoModelForTokenClassification, (1, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.policy_tokenizer = self.policy_tokenizer or self.processing_class
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[list[float | None]]:
+        """Return a score for each step, at its last token, and None for the other tokens.
+
+        Raises:
+            ValueError: a completion of several messages, or more tokens than positions.
+        """
+        rows, places = [], []  # token ids, and where in them the steps are judged
+        steps_of = [self._steps(ids) for ids in completion_ids]
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            if not isinstance(completion, str) and len(completion) != 1:
+                raise ValueError(
+                    f"{self.who}: the completion in row {i} has {len(completion)} messages, of "
+                    "which steps are not told apart: use it without tools and environment"
+                )
+            with about(self.who):
+                ids = encode(prompt, self.processing_class, i)
+            ends = []
+            for step, _ in steps_of[i]:
+                for part in (step, self.separator):
+                    ids += self.processing_class.encode(part, add_special_tokens=False)
+                ends.append(len(ids) - 1)
+            rows.append(ids)
+            places.append(ends)
+        scores: list[list[float | None]] = [[None] * len(ids) for ids in completion_ids]
+        for batch, tokens, mask in self.batches(rows):
+            logits = widen(self.model(input_ids=tokens, attention_mask=mask.long()).logits)
+            by_token = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., 1]
+            for i, own in zip(batch, by_token.tolist(), strict=True):
+                at_token: dict[int, list[float]] = {}
+                for (_, t), place in zip(steps_of[i], places[i], strict=True):
+                    at_token.setdefault(t, []).append(own[place])
+                for t, several in at_token.items():
+                    scores[i][t] = fmean(several)
+        return scores
+
+    def _steps(self, ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the steps of a completion, and the place of the token that ends each.
+
+        Each token is decoded together with those right before it, on which its text depends: the
+        blank before a word, or the first bytes of a character.
+        """
+
+        def decode(start: int, end: int) -> str:
+            text: str = self.policy_tokenizer.decode(list(ids[start:end]), skip_special_tokens=True)
+            return text
+
+        text, through = "", list[int]()
+        start = read = 0
+        for t in range(len(ids)):
+            new = decode(start, t + 1)[len(decode(start, read)) :]
+            through += [t] * ((text + new).count(self.separator) - len(through))
+            if not new.endswith(HALF) or t - read + 1 == MOST or t + 1 == len(ids):
+                text, start, read = text + new, read, t + 1
+        steps = [*zip(text.split(self.separator), [*through, len(ids) - 1], strict=True)]
+        return [step for step in steps if step[0].strip()] or steps[-1:]
 
 
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -255,15 +333,3 @@ def name_of(path: str | PathLike[str]) -> str:
     """Return the last part of a path or Hub id; for a run's `final/`, the name of the run."""
     whole = Path(path)
     return whole.parent.name if whole.name == "final" else whole.name
-
-
-def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield indices of texts of similar length, whose padded tokens fit SCORING_TOKENS."""
-    batch: list[int] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[i] > SCORING_TOKENS:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch

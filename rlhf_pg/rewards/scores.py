@@ -27,15 +27,6 @@ def at_end(scores: Tensor, mask: Tensor) -> Tensor:
     return nowhere.scatter(1, ends(mask)[:, None], scores[:, None])
 
 
-def clipped(scores: Tensor, low: float, high: float) -> Tensor:
-    """Clip every score, of a step or of a completion: min(max(s, low), high).
-
-    Args:
-        scores: any shape; NaN stays.
-    """
-    return scores.clamp(low, high)
-
-
 def min_max(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Map scores into [0, 1] by (s - low) / (high - low); 0 where the two are equal.
 

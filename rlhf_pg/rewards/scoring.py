@@ -4,7 +4,7 @@ Shapes: B completions, T columns, K sources.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,22 +16,20 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown as quote
+from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import PATIENCE, begin
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards.functions import (
     Answer,
     CallFailed,
-    Shown,
+    RewardInputs,
     Source,
     call,
     call_async,
     late,
-    show,
 )
-from rlhf_pg.rewards.pool import NotStarted, Pool
-from rlhf_pg.rewards.process import ProcessRewardModel
-from rlhf_pg.rewards.reward_model import RewardModel
+from rlhf_pg.rewards.pool import START, Pool
+from rlhf_pg.rewards.reward_model import Classifier, RewardModel
 from rlhf_pg.rewards.scores import at_end, ends
 from rlhf_pg.rewards.verifiers import Verifier
 
@@ -39,10 +37,12 @@ Scores = Sequence[float | Sequence[float | None] | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
-Begun = dict[int, Future[Answer]]  # calls on the completions of one prompt, by number of the source
+PendingCalls = dict[int, Future[Answer]]  # about one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
 ENVIRONMENT = "environment"  # name of an environment's rewards
+# Names of sources that are not functions: a function of such a name is numbered.
+RESERVED = (ENVIRONMENT, "missing_eos_penalty", "overlong_penalty")
 
 
 @dataclass(kw_only=True)
@@ -73,16 +73,10 @@ class Rewards:
         device, sees_eos, trust_remote_code: of reward models made here.
         environment: an environment pays too, as the last source, "environment".
         workers: `reward_workers`, processes that call plain functions; ready-made ones, which have
-            limits of their own, stay here.
+            limits of their own, and functions that name `environments` stay here.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
-    A function gets what its signature names, all columns if it has **kwargs. One that names them
-    also gets `ended` (a bool per completion: the policy ended it by an EOS), `truncated` (a bool
-    per completion: a limit ended it; a stop string sets neither) and `step` (number of steps so
-    far). One that names them or has **kwargs also gets `trainer_state` (a copy of a
-    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`), `log_extra(column,
-    values)` and `log_metric(name, value)`, and in a run with environments `environments`, those of
-    the completions. A dataset column of one of these names takes precedence.
+    What a function is given: see `RewardInputs`, and `log_extra` and `log_metric` of `Answer`.
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, a reward model that cannot
@@ -107,9 +101,7 @@ class Rewards:
         given: Any = functions
         listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
         if not listed and not environment:
-            raise ValueError(
-                "reward_funcs is empty: give at least one reward function (or an environment)"
-            )
+            raise ValueError("reward_funcs is empty: give a reward function or an environment")
         tokenizers: Any = processing_classes
         if not isinstance(tokenizers, list | tuple):
             tokenizers = [tokenizers] * len(listed)
@@ -118,21 +110,37 @@ class Rewards:
                 f"reward_processing_classes must have one entry per reward function, got "
                 f"{len(tokenizers)} for {len(listed)}; None stands for a function's own"
             )
+        self.pool = Pool(workers)
         self.sources: list[Source] = []
         for function, tokenizer in zip(listed, tokenizers, strict=True):
-            source = _source(function, tokenizer, device, sees_eos, trust_remote_code)
-            if workers and source.kind == "plain" and not isinstance(function, Verifier):
+            if isinstance(function, MODELS):
+                function = RewardModel(function, tokenizer, device, trust_remote_code, sees_eos)
+            if isinstance(function, PeftModel):
+                raise ValueError(
+                    "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
+                )
+            if not callable(function):
+                got = shown(function)
+                raise TypeError(f"reward_funcs must be callables or reward models, got {got}")
+            taken = {*RESERVED, *(source.name for source in self.sources)}
+            own = getattr(function, "__name__", type(function).__name__)
+            names = (own, *(f"{own}_{n}" for n in range(2, len(listed) + 2)))
+            source = Source.of(next(name for name in names if name not in taken), function)
+            if isinstance(function, Classifier):
+                source = replace(source, kind="model")
+            stays = isinstance(function, Verifier) or "environments" in source.asked
+            if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")
-            taken = [other.name for other in self.sources]
-            numbered = (f"{source.name}_{n}" for n in range(2, len(listed) + 1))
-            name = next(name for name in (source.name, *numbered) if name not in taken)
-            self.sources.append(replace(source, name=name))
-        self.names = [source.name for source in self.sources]
-        if environment and ENVIRONMENT in self.names:
-            raise ValueError(
-                f"a reward function has the name of the source {ENVIRONMENT}: rename it"
-            )
-        self.names += [ENVIRONMENT] * environment
+                try:
+                    self.pool.schedule(id, function, timeout=START).result()
+                except CallFailed as error:
+                    raise ValueError(
+                        f"reward function {source.name} cannot be sent to a worker or imported "
+                        f"there ({error}): define it at the top level of a file of its own, or "
+                        "leave out reward_workers"
+                    ) from error
+            self.sources.append(source)
+        self.names = [source.name for source in self.sources] + [ENVIRONMENT] * environment
         self.has_environment = environment
         weights = [1.0] * len(self.names) if weights is None else weights
         self.weights = torch.tensor(weights, dtype=torch.float64)
@@ -148,15 +156,6 @@ class Rewards:
                 "reward_timeout cannot end a call in the trainer's own process: set "
                 "reward_workers, or make the function async"
             )
-        self.pool = Pool(workers)
-        for source in self.sources:
-            if source.kind == "worker":
-                if environment and "environments" in source.asked:
-                    raise ValueError(
-                        f"reward function {source.name} takes environments, which cannot be sent "
-                        "to a worker: leave out reward_workers"
-                    )
-                self.pool.check(source)
 
     def __call__(
         self,
@@ -165,27 +164,50 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         action_mask: Tensor | None = None,
-        **known: Any,
+        groups: Sequence[int] | None = None,
+        **facts: Any,
     ) -> Tensor:
-        """Score B completions; see `judge`, whose `shown` is made of the arguments by `show`.
+        """Score B completions; see `RewardInputs` and `judge`.
 
         Returns:
             (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
             completion: a score stands at the token that ends its step, or for a whole completion
             at its last action token. NaN elsewhere, and where a function returned None.
         """
-        groups = known.pop("groups", None)
-        shown = show(prompts, completions, completion_ids, columns, **known)
+        inputs = RewardInputs(prompts, completions, completion_ids, columns, **facts)
         mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
-        return self.judge(shown, mask, groups=groups).scores
+        return self.judge(inputs, mask, groups=groups).scores
+
+    def begin(self, inputs: RewardInputs) -> PendingCalls:
+        """Begin the calls on the completions of one prompt that can be made beside sampling."""
+        return {
+            k: self._call(source, inputs)
+            for k, source in enumerate(self.sources)
+            if source.kind in ("worker", "async")
+        }
+
+    def _call(self, source: Source, inputs: RewardInputs) -> Future[Answer]:
+        """Call a function, in its worker, on the event loop, or here and now."""
+        answer = Answer(len(inputs.completions))
+        given = (source.function, inputs.arguments(source, answer), answer)
+        if source.kind == "worker":
+            return self.pool.schedule(call, *given, timeout=self.timeout)
+        if source.kind == "async":
+            return begin(partial(call_async, *given, self.timeout))
+        done: Future[Answer] = Future()
+        try:
+            done.set_result(call(*given))
+        except CallFailed as failure:
+            done.set_exception(failure)
+        return done
 
     def judge(
         self,
-        shown: Shown,
+        inputs: RewardInputs,
         action_mask: Tensor,
         paid: Tensor | None = None,
         groups: Sequence[int] | None = None,
-        begun: Mapping[int, Begun] | None = None,
+        begun: Mapping[int, PendingCalls] | None = None,
     ) -> Judgement:
         """Score B completions, and say what was logged and what failed.
 
@@ -206,28 +228,54 @@ class Rewards:
         if paid is not None:
             scores[:, :, -1] = paid.cpu()
         judgement = Judgement(scores=scores, lost=torch.zeros(len(mask), dtype=torch.bool))
-        of_group: dict[int, list[int]] = {}
-        for i in (rows := mask.any(1).nonzero().flatten().tolist()):
-            of_group.setdefault(0 if groups is None else groups[i], []).append(i)
-        parts = {group: shown.select(own) for group, own in of_group.items()}
-        calls: dict[int, Begun] = dict(begun or {})
+        rows: list[int] = mask.any(1).nonzero().flatten().tolist()
+        rows_of: dict[int, list[int]] = {}  # of each group
+        for i in rows:
+            rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
+        pending: dict[int, PendingCalls] = dict(begun or {})
+        # A call that holds up the event loop is not late until somebody looks.
+        patience = None if self.timeout is None else self.timeout + PATIENCE
         try:
-            for group, part in parts.items():
-                if group not in calls:
-                    calls[group] = self.begin(part)
+            parts: list[tuple[list[int], RewardInputs, PendingCalls]] = []
+            for group, own in rows_of.items():
+                part = inputs.select(own)
+                if group not in pending:
+                    pending[group] = self.begin(part)
+                parts.append((own, part, pending[group]))
+            whole = [(rows, inputs.select(rows), PendingCalls())]
             for k, source in enumerate(self.sources if rows else ()):
                 judgement.called[source.name], judgement.failed[source.name] = len(rows), 0
-                if source.kind == "model":
-                    self._take(judgement, k, None, shown.select(rows), rows, mask)
-                    continue
-                for group, own in of_group.items():
-                    self._take(judgement, k, calls[group].get(k), parts[group], own, mask)
-        except BaseException:
-            give_up(calls.values())
-            raise
+                for own, part, calls in whole if source.kind == "model" else parts:
+                    asked = calls.get(k) or self._call(source, part)
+                    try:
+                        answer = asked.result(patience if source.kind == "async" else None)
+                        placed = _place(answer.scores, part.completion_ids, mask[own])
+                    except (CallFailed, TimeoutError) as failure:
+                        what = failure if isinstance(failure, CallFailed) else late(self.timeout)
+                        error = f"reward function {source.name} {what}"
+                        if source.kind != "model":
+                            error += f" (prompt {shown(part.prompts[0])})"
+                        if self.on_error == "error":
+                            raise ValueError(error) from failure.__cause__
+                        judgement.first_failure = judgement.first_failure or error
+                        judgement.failed[source.name] += len(own)
+                        judgement.lost[own] = True
+                        if self.on_error == "value":
+                            value = torch.full((len(own),), self.error_value).double()
+                            scores[own, :, k] = at_end(value, mask[own])
+                        continue
+                    scores[own, :, k] = placed
+                    for name, values in answer.extra.items():
+                        column = judgement.extra.setdefault(name, [None] * len(mask))
+                        for row, entry in zip(own, values, strict=True):
+                            column[row] = entry
+                    for name, numbers in answer.metrics.items():
+                        judgement.metrics.setdefault(name, []).extend(numbers)
+        finally:
+            give_up(pending.values())  # after an error; and those that are late
         silent = [i for i in rows if scores[i].isnan().all() and not judgement.lost[i]]
         if silent:
-            prompt = quote(shown.inputs["prompts"][silent[0]])
+            prompt = shown(inputs.prompts[silent[0]])
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
                 f"{', '.join(self.names)} returned None for prompt {prompt}"
@@ -235,104 +283,16 @@ class Rewards:
         judgement.lost &= scores.isnan().all(2).all(1)
         return judgement
 
-    def begin(self, shown: Shown) -> Begun:
-        """Begin the calls on the completions of one prompt that can be made beside sampling."""
-        begun: Begun = {}
-        for k, source in enumerate(self.sources):
-            if source.kind not in ("worker", "async"):
-                continue
-            given = (source, shown.arguments(source), len(shown), self.timeout)
-            try:
-                if source.kind == "worker":
-                    begun[k] = self.pool.call(*given)
-                else:
-                    begun[k] = begin(partial(call_async, *given))
-            except CallFailed as error:
-                begun[k] = Future()
-                begun[k].set_exception(error)
-        return begun
 
-    def _take(
-        self,
-        judgement: Judgement,
-        k: int,
-        future: Future[Answer] | None,
-        shown: Shown,
-        rows: Sequence[int],
-        mask: Tensor,
-    ) -> None:
-        """Take in the answer of source `k` about these rows, or its failure."""
-        source = self.sources[k]
-        try:
-            if future is None:
-                answer = call(source, shown.arguments(source), len(shown))
-            else:
-                answer = self._waited(source, future)
-            placed = _placed(answer.scores, shown.inputs["completion_ids"], mask[rows])
-        except CallFailed as failure:
-            error = f"reward function {source.name} {failure}"
-            if source.kind != "model":
-                error += f" (prompt {quote(shown.inputs['prompts'][0])})"
-            if self.on_error == "error":
-                raise ValueError(error) from failure.__cause__
-            judgement.first_failure = judgement.first_failure or error
-            judgement.failed[source.name] += len(rows)
-            judgement.lost[rows] = True
-            if self.on_error == "drop":
-                return
-            placed = at_end(torch.full((len(rows),), self.error_value).double(), mask[rows])
-            answer = Answer([], {}, {})
-        judgement.scores[rows, :, k] = placed
-        for name, values in answer.extra.items():
-            column = judgement.extra.setdefault(name, [None] * len(mask))
-            for row, value in zip(rows, values, strict=True):
-                column[row] = value
-        for name, numbers in answer.metrics.items():
-            judgement.metrics.setdefault(name, []).extend(numbers)
-
-    def _waited(self, source: Source, future: Future[Answer]) -> Answer:
-        """Wait for a call that has begun; an interrupt gives it up."""
-        # A call that holds up the event loop is not late until somebody looks.
-        patience = self.timeout and self.timeout + PATIENCE if source.kind == "async" else None
-        try:
-            return future.result(patience)
-        except TimeoutError as error:
-            raise CallFailed(late(self.timeout)) from error
-        except NotStarted as error:
-            raise CallFailed(f"cannot be called: {error}") from error
-        finally:
-            future.cancel()
+def give_up(calls: Iterable[PendingCalls]) -> None:
+    """Cancel calls about several prompts that nobody will ask about."""
+    for about_one in calls:
+        for pending in about_one.values():
+            pending.cancel()
 
 
-def give_up(begun: Any) -> None:
-    """Cancel calls that nobody will ask about: of several prompts."""
-    for calls in begun:
-        for future in calls.values():
-            future.cancel()
-
-
-def _source(function: Any, tokenizer: Any, device: Any, *options: Any) -> Source:
-    """Return a source of a function, or of a reward model made of a path or a model."""
-    if isinstance(function, MODELS):
-        function = RewardModel(function, tokenizer, device, *options)
-    if isinstance(function, PeftModel):
-        raise ValueError(
-            "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
-        )
-    if not callable(function):
-        raise TypeError(f"reward_funcs must be callables or reward models, got {quote(function)}")
-    source = Source.of(getattr(function, "__name__", type(function).__name__), function)
-    is_model = isinstance(function, RewardModel | ProcessRewardModel)
-    return replace(source, kind="model") if is_model else source
-
-
-def _placed(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
-    """Return (rows,T) scores, each at its token; NaN elsewhere.
-
-    Raises:
-        CallFailed: a list of another length than the completion's, or a score for a token that the
-            policy did not choose.
-    """
+def _place(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
+    """Return (rows,T) scores, each at its token; NaN elsewhere (CallFailed: no place for one)."""
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = ends(mask).tolist()
     for i, (score, ids) in enumerate(zip(scores, completion_ids, strict=True)):

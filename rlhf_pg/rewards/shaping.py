@@ -5,14 +5,7 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.rewards.scores import (
-    at_end,
-    clipped,
-    min_max,
-    overlong,
-    replaced,
-    sum_step_scores,
-)
+from rlhf_pg.rewards.scores import at_end, min_max, overlong, replaced, sum_step_scores
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.running_stats import RunningMoments
 
@@ -43,9 +36,6 @@ class Shaping:
     Attributes:
         names: names of the sources.
         moments: moments of each reward function's totals, if they are normalised.
-
-    Raises:
-        ValueError: a reward function with the name of a penalty.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: Rewards) -> None:
@@ -56,9 +46,6 @@ class Shaping:
             "overlong_penalty": args.overlong_buffer,
         }
         added = [name for name, key in penalties.items() if key is not None]
-        for name in added:
-            if name in rewards.names:
-                raise ValueError(f"a reward function has the name of the penalty {name}: rename it")
         self.names = [*rewards.names, *added]
         self.weights = torch.cat([rewards.weights, rewards.weights.new_ones(len(added))])
         normalized = rewards.names if args.normalize_rewards else []
@@ -66,9 +53,7 @@ class Shaping:
         self._bounds: tuple[Tensor, Tensor] | None = None  # of a step, (functions,) each
 
     def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Append the penalties, as sources of their own, to the functions' scores
-        (B,T,functions).
-        """
+        """Append the penalties, as sources of their own: (B,T,functions) -> (B,T,K)."""
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
             added.append(-args.missing_eos_penalty * rollout.truncated.double())
@@ -89,7 +74,7 @@ class Shaping:
         """
         if self.args.reward_squash != "min_max" and not self.moments:
             return None
-        own = self._clipped(scores)[:, :, : self.functions]
+        own = self._clipped(scores)
         low = own.where(~own.isnan(), torch.inf).amin(1)
         high = own.where(~own.isnan(), -torch.inf).amax(1)
         return torch.cat([low, -high, sum_step_scores(own)], dim=1)
@@ -107,11 +92,15 @@ class Shaping:
 
     def __call__(self, scores: Tensor, rollout: Rollout, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
-        scores = self._squashed(self._clipped(scores), normalize)
+        own, penalties = self._clipped(scores), scores[:, :, self.functions :]
+        if self.args.reward_squash == "sigmoid":
+            own = own.sigmoid()
+        elif self.args.reward_squash == "min_max" and normalize:
+            assert self._bounds is not None  # a step is observed first
+            own = min_max(own, *self._bounds)
         if normalize and self.moments:
-            stds = [moments.std for moments in self.moments.values()]
-            ones = [1.0] * (len(self.names) - len(stds))
-            scores = scores / scores.new_tensor(stds + ones)
+            own = own / own.new_tensor([moments.std for moments in self.moments.values()])
+        scores = torch.cat([own, penalties], dim=2)
         scores = scores * self.weights.to(scores)
         if self.args.missing_eos_mode == "replace":
             source = self.names.index("missing_eos_penalty")
@@ -123,8 +112,7 @@ class Shaping:
 
         Penalties are left out: they would tell apart completions of a group that are equally wrong.
         """
-        weights = self.weights[: self.functions].to(scores)
-        return self._clipped(scores)[:, :, : self.functions] * weights
+        return self._clipped(scores) * self.weights[: self.functions].to(scores)
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and where there is a step, (B,T).
@@ -135,21 +123,7 @@ class Shaping:
         there = ~functions.isnan().all(2) | (penalties.nansum(2) != 0)
         return shaped.nansum(2), there
 
-    def _squashed(self, scores: Tensor, normalize: bool) -> Tensor:
-        """Squash the scores of functions, not penalties."""
-        how = self.args.reward_squash
-        if how == "none" or (how == "min_max" and not normalize):
-            return scores
-        functions, penalties = scores.tensor_split([self.functions], dim=2)
-        if how == "sigmoid":
-            return torch.cat([functions.sigmoid(), penalties], dim=2)
-        assert self._bounds is not None  # a step is observed first
-        return torch.cat([min_max(functions, *self._bounds), penalties], dim=2)
-
     def _clipped(self, scores: Tensor) -> Tensor:
-        """Clip the scores of functions, not penalties."""
-        if self.args.reward_clip_range is None:
-            return scores
-        functions, penalties = scores.tensor_split([self.functions], dim=2)
-        low, high = self.args.reward_clip_range
-        return torch.cat([clipped(functions, low, high), penalties], dim=2)
+        """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
+        own, limits = scores[:, :, : self.functions], self.args.reward_clip_range
+        return own if limits is None else own.clamp(*limits)

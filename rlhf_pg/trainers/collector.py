@@ -18,8 +18,8 @@ from rlhf_pg.data import Prompts, PromptSampler
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.functions import show
-from rlhf_pg.rewards.scoring import Begun, give_up
+from rlhf_pg.rewards.functions import RewardInputs
+from rlhf_pg.rewards.scoring import PendingCalls, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
     Completion,
@@ -139,23 +139,23 @@ class Collector:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        begun: dict[int, Begun] = {}
+        begun: dict[int, PendingCalls] = {}
 
         def begin(place: int, turns: list[Completion]) -> None:
             """Begin the calls of rewards about one prompt, while others are sampled."""
             row, ids = rows[place], [turn.tokens for turn in turns]
             given = [prompts.examples([row])[0]["prompt"]] * n
             said = prompts_and_completions(given, ids, self.tokenizer)
-            shown = show(
+            inputs = RewardInputs(
                 [prompt for prompt, _ in said],
                 [completion for _, completion in said],
                 ids,
                 columns_of(prompts, [row] * n),
-                self._ended(ids),
-                self.progress(),
-                [turn.finish_reason == "length" for turn in turns],
+                ended=self._ended(ids),
+                truncated=[turn.finish_reason == "length" for turn in turns],
+                state=self.progress(),
             )
-            begun[prompt_indices[place]] = self.rewards.begin(shown)
+            begun[prompt_indices[place]] = self.rewards.begin(inputs)
 
         with (
             self.sampling(),
@@ -202,20 +202,20 @@ class Collector:
         """
         rollout = samples.rollout
         with self.runtime.raise_together(ValueError):
-            shown = show(
+            inputs = RewardInputs(
                 samples.prompts,
                 samples.completions,
                 samples.completion_ids,
                 samples.columns,
-                self._ended(samples.completion_ids),
-                self.progress(),
-                rollout.truncated.tolist(),
-                samples.environments or None,
+                ended=self._ended(samples.completion_ids),
+                truncated=rollout.truncated.tolist(),
+                environments=samples.environments or None,
+                state=self.progress(),
             )
             has_environment = self.rewards.has_environment
             paid = environment_rewards(samples.episodes) if has_environment else None
             groups = rollout.groups.tolist()
-            judgement = self.rewards.judge(shown, rollout.action_mask, paid, groups, samples.begun)
+            judgement = self.rewards.judge(inputs, rollout.action_mask, paid, groups, samples.begun)
             self.reward_log.add(judgement, samples.episodes)
         if judgement.lost.any():
             known = ~judgement.lost.to(rollout.action_mask.device)
@@ -302,7 +302,7 @@ class Collector:
 
 
 @contextmanager
-def _given_up_on_error(begun: Mapping[int, Begun]) -> Iterator[None]:
+def _given_up_on_error(begun: Mapping[int, PendingCalls]) -> Iterator[None]:
     """Cancel the calls of rewards that have begun if the sampling inside fails."""
     try:
         yield

@@ -13,7 +13,7 @@ from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.data.records import Rollout, sample_numbers
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.rewards.scoring import Begun
+from rlhf_pg.rewards.scoring import PendingCalls
 from rlhf_pg.rollout import (
     Completion,
     Episode,
@@ -36,7 +36,7 @@ class Samples:
     columns: dict[str, list[Any]]  # the dataset's other columns
     rows: list[int]  # of the dataset
     episodes: list[Episode] = field(default_factory=list)  # where there is an environment or tools
-    begun: dict[int, Begun] = field(default_factory=dict)  # calls of rewards, by group
+    begun: dict[int, PendingCalls] = field(default_factory=dict)  # calls of rewards, by group
     logged: dict[str, list[Any]] = field(default_factory=dict)  # columns from reward functions
 
     @property

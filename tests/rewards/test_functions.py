@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.functions import show, source_fingerprint
+from rlhf_pg.rewards.functions import RewardInputs, source_fingerprint
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -542,6 +542,6 @@ def test_logged_columns_may_be_arrays_and_tensors():
         log_extra("numbers", [np.float32(1), np.int64(2), None])
         return [0.0] * 3
 
-    shown = show(PROMPTS, COMPLETIONS, IDS, {})
-    extra = Rewards(logs).judge(shown, torch.ones(3, 3)).extra
+    inputs = RewardInputs(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=IDS, columns={})
+    extra = Rewards(logs).judge(inputs, torch.ones(3, 3)).extra
     assert extra == {"array": [0, 1, 2], "tensor": [0.5, 1.0, 2.0], "numbers": [1.0, 2, None]}

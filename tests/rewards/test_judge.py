@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pg.boundary.user_code import wait_for
 from rlhf_pg.rewards import Rewards
-from rlhf_pg.rewards.judge import Judge
+from rlhf_pg.rewards.servers import Judge
 from tests.rewards.loopback import Loopback, Said
 
 RUBRIC = "Is it {short} and kind?"
@@ -173,9 +173,8 @@ def test_questions_run_side_by_side_within_the_limit(server):
         ({}, '{"score": 10}', 1.0),
         ({}, '```json\n{"reason": "a {b}", "score": 5.5}\n```', 0.5),
         ({}, 'It says {"score": 10}, but: {"score": "1", "why": {"bad": 1}}', 0.0),
-        ({"scale": [-1, 1]}, '{"score": 0}', 0.5),
+        ({"scale": "-1-1"}, '{"score": 0}', 0.5),
         ({"scale": "0-100"}, '{"score": 25}', 0.25),
-        ({"pattern": r"Score: (\d+)"}, "Score: 9? No.\nScore: 1", 0.0),
     ],
 )
 def test_verdict_is_mapped_to_unit_interval(server, options, said, score):
@@ -225,9 +224,7 @@ def test_missing_column_is_named_before_anything_is_asked(server):
     [
         ({"rubric": "absent.md"}, "the rubric of judge:helpful: there is no file"),
         ({"scale": "high"}, "scale must be two numbers"),
-        ({"scale": [3, 3]}, "scale must be two numbers"),
-        ({"pattern": r"\d+"}, "needs a group"),
-        ({"pattern": "("}, "does not compile"),
+        ({"scale": "3-3"}, "scale must be two numbers"),
         ({"base_url": "http://me:word@host/v1"}, "a user, a password"),
     ],
 )
@@ -249,9 +246,6 @@ def test_resumed_run_asks_nothing_twice(server, tmp_path):
     assert len(server.asked) == 2
     for other in ({"rubric": "Another."}, {"model": "n"}, {"temperature": 1}, {"scale": "1-9"}):
         scores(make(server, cache=cache, **other), ["a"])
-    server.answer = lambda asked: chat("7")
-    scores(make(server, cache=cache, pattern=r"(\d)"), ["a"])
-    scores(make(server, cache=cache, pattern=r"(7)"), ["a"])
-    assert len(server.asked) == 8
-    scores(make(server, cache=cache, base_url=server.url + "/v2", pattern=r"(7)"), ["a"])
-    assert len(server.asked) == 9
+    assert len(server.asked) == 6
+    scores(make(server, cache=cache, base_url=server.url + "/v2"), ["a"])
+    assert len(server.asked) == 7

@@ -8,9 +8,8 @@ import pytest
 from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, named
-from rlhf_pg.rewards.judge import Judge
 from rlhf_pg.rewards.named import describe, named_rewards
-from rlhf_pg.rewards.remote import HttpReward
+from rlhf_pg.rewards.servers import HttpReward, Judge
 from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier
 from tests.boundary.test_user_modules import forget, write  # noqa: F401
 
@@ -109,14 +108,14 @@ def of_run(completions, step, log_metric=None, **_):
 def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatch, key):
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     options = {
-        key: {**JUDGED, "api_key_env": "JUDGE_KEY", "scale": [0, 5], "timeout": "1e1"},
-        "http://127.0.0.1:9": {"batch_size": 2, "retries": 0},
+        key: {**JUDGED, "api_key_env": "JUDGE_KEY", "scale": "0-5", "timeout": "1e1"},
+        "http://127.0.0.1:9": {"concurrency": 2, "retries": 0},
     }
     names = ["judge:kind", "http://127.0.0.1:9"]
     made = named_rewards(names, options)
     judge, server = made
     assert (judge.client.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
-    assert (server.batch_size, server.client.retries) == (2, 0)
+    assert server.client.retries == 0
     assert describe(names, made)[0].endswith(", with the key in JUDGE_KEY")
     assert "sk-secret" not in str(describe(names, made))
 
@@ -138,16 +137,19 @@ def test_server_out_of_reach_is_one_error_that_names_it():
             {},
             r"there is no reward 'exat'; did you mean 'exact'\?; write file.py:FUNCTION",
         ),
-        (["exact", "exact"], {}, "names exact twice"),
         (["exact"], {"regex": {}}, "has regex, which reward_funcs does not name; it names exact"),
         (["exact"], {"exact": 3}, "must be options by name, got 3"),
         (["judge:j"], {}, "judge:j: rubric is needed\nmodel is needed"),
         (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "'timeot'; did you mean 'timeout'"),
         (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "unknown key 'name'"),
-        (["judge:j"], {"j": {**JUDGED, "asks": 0, "timeout": 0}}, "asks must be .*\ntimeout must"),
+        (
+            ["judge:j"],
+            {"j": {**JUDGED, "concurrency": 0, "timeout": 0}},
+            "concurrency must be .*\ntimeout must",
+        ),
         (["judge:j"], {"j": {**JUDGED, "temperature": "hot"}}, "temperature must be"),
         (["http://h/s"], {"http://h/s": {"key": 1}}, "unknown key 'key'"),
-        (["http://h/s"], {"http://h/s": {"batch_size": 2.5}}, "batch_size must be"),
+        (["http://h/s"], {"http://h/s": {"concurrency": 2.5}}, "concurrency must be"),
         (["http://h/s"], {"http://h/s": {"retries": -1}}, "retries must be"),
         (["model:"], {}, "write model:PATH"),
         (["model:a"], {"model:a": {"dtype": "x"}}, "without options"),

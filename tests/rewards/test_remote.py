@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlhf_pg.rewards import Rewards
-from rlhf_pg.rewards.remote import HttpReward
+from rlhf_pg.rewards.servers import HttpReward
 from tests.rewards.loopback import Loopback, Said, cut_off, hang_up
 
 
@@ -51,23 +51,17 @@ def failure(reward, **given):
 # ------------------------------------------------------------------------------ what is said
 
 
-def test_server_gets_batches_with_columns_and_scores_keep_their_order(server):
-    reward = HttpReward(server.url + "/score", batch_size=2)
-    completions = ["a", "bb", "ccc", "dddd", "eeeee"]
+def test_server_gets_columns_and_scores_keep_their_order(server):
+    reward = HttpReward(server.url + "/score")
     offered = {"trainer_state": object(), "log_metric": print}  # to all that take `**columns`
-    assert scores(reward, completions, answer=[1, 2, 3, 4, 5], **offered) == [1, 2, 3, 4, 5]
-    assert {asked.path for asked in server.asked} == {"/score"}
-    bodies = sorted((asked.body for asked in server.asked), key=lambda body: body["answer"])
-    assert [body["completions"] for body in bodies] == [
-        completions[:2],
-        completions[2:4],
-        ["eeeee"],
-    ]
-    assert bodies[2] == {
-        "prompts": ["p"],
-        "completions": ["eeeee"],
-        "completion_ids": [[4, 5]],
-        "answer": [5],
+    assert scores(reward, ["a", "ccc", "bb"], answer=[1, 2, 3], **offered) == [1, 3, 2]
+    (asked,) = server.asked
+    assert asked.path == "/score"
+    assert asked.body == {
+        "prompts": ["p"] * 3,
+        "completions": ["a", "ccc", "bb"],
+        "completion_ids": [[4, 5]] * 3,
+        "answer": [1, 2, 3],
     }
 
 
@@ -98,13 +92,13 @@ def test_limit_on_concurrent_requests_holds_across_calls(server):
         return lengths(asked)
 
     server.answer = together
-    reward = HttpReward(server.url, batch_size=1, concurrency=3)
+    reward = HttpReward(server.url, concurrency=3)
 
-    async def twice():
-        one = {"prompts": "ppp", "completions": ["a", "b", "c"], "completion_ids": [[4]] * 3}
-        return await asyncio.gather(reward(**one), reward(**one))
+    async def six_times():
+        one = {"prompts": "p", "completions": ["a"], "completion_ids": [[4]]}
+        return await asyncio.gather(*(reward(**one) for _ in range(6)))
 
-    assert asyncio.run(twice()) == [[1, 1, 1]] * 2
+    assert asyncio.run(six_times()) == [[1]] * 6
     assert server.most_at_once == 3
 
 

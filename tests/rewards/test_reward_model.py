@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -359,3 +360,9 @@ def test_unscorable_text_raises_with_row(saved, prompt, completion, message):
 
 def test_longest_allowed_text_is_scored(saved):
     assert len(RewardModel(saved)(["a" * 60], ["b" * 4])) == 1
+
+
+def test_adapter_on_a_reward_model_is_refused():
+    adapted = get_peft_model(classifier(), LoraConfig(task_type="SEQ_CLS"))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        Rewards([adapted])

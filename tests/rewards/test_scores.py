@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rlhf_pg.rewards.scores import (
     at_end,
-    clipped,
     ends,
     min_max,
     overlong,
@@ -64,15 +63,6 @@ def test_min_max_by_hand():
     same(squashed[:, :, 1].flatten(), [0, 0, NAN, 0])  # no spread
 
 
-@pytest.mark.proves("rlhf_pg.rewards.scores.clipped")
-@pytest.mark.parametrize(
-    ("low", "high", "first", "last"), [(-1, 1, 0.5, -1), (-5, 0.25, 0.25, -2), (1, 2, 1, 1)]
-)
-def test_each_score_is_clipped_separately(low, high, first, last):
-    same(clipped(SCORES, low, high)[0, :, 0], [first, NAN, last])
-    same(clipped(SCORES, low, high)[0, 2, 1], float(min(high, 3)))
-
-
 @pytest.mark.proves("rlhf_pg.rewards.scores.overlong")
 def test_overlong_by_hand():
     lengths = torch.tensor([1, 5, 6, 7, 8, 9, 10, 11])
@@ -112,10 +102,9 @@ def test_replaced_row_keeps_only_given_source():
     "function",
     [
         sum_step_scores,
-        lambda scores: clipped(scores, -0.1, 0.1),
         lambda scores: replaced(scores, torch.ones(4).bool(), MASK, 0),
     ],
-    ids=["sum_step_scores", "clipped", "replaced"],
+    ids=["sum_step_scores", "replaced"],
 )
 def test_score_functions_leave_input_unchanged(function):
     scores = SCORES.clone()

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import TrainerState
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.functions import show
+from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.pool import NotStarted, Pool
 from tests.rewards import misbehaving as faults
 
@@ -27,7 +29,7 @@ COMPLETIONS = ["a", "bad", "ccc", "a", "bb", "ccc"]
 IDS = [[4], [5, 5], [6, 6, 6], [4], [5, 5], [6, 6, 6]]
 GROUPS = [0, 0, 0, 1, 1, 1]
 LENGTHS = [1, 3, 3, 1, 2, 3]
-SHOWN = show(PROMPTS, COMPLETIONS, IDS, {})
+INPUTS = RewardInputs(PROMPTS, COMPLETIONS, IDS, {})
 MASK = pad_rows(IDS, 0)[1]
 
 
@@ -88,8 +90,8 @@ def test_async_functions_run_side_by_side():
 def test_worker_is_told_of_trainer_and_logs():
     state = TrainerState(global_step=3, max_steps=9)
     columns = {"answer": list("uvwxyz")}
-    shown = show(PROMPTS, COMPLETIONS, IDS, columns, ended=[True, False] * 3, state=state)
-    judgement = rewards(faults.sees).judge(shown, MASK, groups=GROUPS)
+    told = replace(INPUTS, columns=columns, ended=[True, False] * 3, state=state)
+    judgement = rewards(faults.sees).judge(told, MASK, groups=GROUPS)
     assert judgement.extra["seen"][:2] == ["3 9 True u", "3 9 False v"]
     assert judgement.extra["seen"][5] == "3 9 False z"
     assert judgement.metrics == {"answers": [3.0, 3.0]}
@@ -153,7 +155,7 @@ def test_error_names_function_and_prompt(fault):
 )
 def test_dropped_failure_leaves_other_scores(fault):
     made = short(fault, on_error="drop")
-    judgement = made.judge(SHOWN, MASK, groups=GROUPS)
+    judgement = made.judge(INPUTS, MASK, groups=GROUPS)
     first, numbers = sum_step_scores(judgement.scores).T.tolist()
     assert [score != score for score in first] == [True] * 3 + [False] * 3
     right = LENGTHS if fault in (faults.hangs, faults.is_killed) else [1.0] * 6
@@ -166,13 +168,13 @@ def test_dropped_failure_leaves_other_scores(fault):
 
 def test_failure_may_be_worth_a_value():
     made = rewards(faults.raises, on_error="value", error_value=-1.0)
-    judgement = made.judge(SHOWN, MASK, groups=GROUPS)
+    judgement = made.judge(INPUTS, MASK, groups=GROUPS)
     assert sum_step_scores(judgement.scores).T.tolist() == [[-1, -1, -1, 1, 2, 3]]
     assert judgement.failed == {"raises": 3}
 
 
 def test_completion_without_any_score_is_lost():
-    judgement = rewards(faults.exits, on_error="drop").judge(SHOWN, MASK, groups=GROUPS)
+    judgement = rewards(faults.exits, on_error="drop").judge(INPUTS, MASK, groups=GROUPS)
     assert judgement.lost.tolist() == [True] * 3 + [False] * 3
 
 
@@ -285,7 +287,7 @@ def test_function_of_script_itself_is_refused(monkeypatch):
     mine.__module__, mine.__qualname__ = "__main__", "mine"
     monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
     with pytest.raises(
-        ValueError, match=r"reward function mine cannot be sent .* part of the script itself"
+        ValueError, match=r"reward function mine cannot be sent .* '__main__' .* a file of its own"
     ):
         rewards(mine)
 
@@ -314,12 +316,14 @@ def test_option_without_effect_is_refused(functions, options, message):
         Rewards(functions, **options)
 
 
-def test_environments_in_worker_are_refused():
+def test_function_that_names_environments_stays_in_trainer():
     def judges(environments):
-        return [0.0] * len(environments)
+        return [float(os.getpid())] * len(environments)
 
-    with pytest.raises(ValueError, match="judges takes environments, which cannot be sent"):
-        Rewards([judges], environment=True, workers=1)
+    made = rewards(judges, faults.sees_no_environments)
+    scores, others = totals(made, environments=[threading.Lock()] * 6)
+    assert scores == [os.getpid()] * 6
+    assert others == LENGTHS
 
 
 # ------------------------------------------------------------------------------------- the end
@@ -353,16 +357,12 @@ def test_workers_end_with_killed_trainer_in_call(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\n"
-        "from rlhf_pg.rewards.functions import Source\n"
         "from rlhf_pg.rewards.pool import Pool\n"
         "from tests.rewards import misbehaving as faults\n"
         "if __name__ != '__main__': raise SystemExit('a worker runs the script')\n"
         "pool = Pool(1)\n"
-        "number = Source.of('process', faults.process)\n"
-        "print(int(pool.call(number, {'completions': ['a']}, 1, None).result().scores[0]),"
-        " flush=True)\n"
-        "hangs = Source.of('hangs', faults.hangs_with_the_lock)\n"
-        "pool.call(hangs, {'completions': ['bad']}, 1, None)\n"
+        "print(pool.schedule(os.getpid).result(), flush=True)\n"
+        "pool.schedule(faults.hangs_with_the_lock, ['bad'])\n"
         "time.sleep(1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

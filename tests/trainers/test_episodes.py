@@ -594,12 +594,12 @@ def test_tools_without_chat_or_tool_role_template_are_refused(make, template, me
         make(model=model, processing_class=tokenizer, tools=task.tools)
 
 
-def test_reward_function_named_environment_is_refused(make) -> None:
+def test_reward_function_named_environment_is_numbered(make) -> None:
     def environment(completions, **_):
         return [0.0] * len(completions)
 
-    with pytest.raises(ValueError, match="name of the source environment: rename it"):
-        make(reward_funcs=environment, environment_factory=TwoTurns)
+    trainer = make(reward_funcs=environment, environment_factory=TwoTurns)
+    assert trainer.reward_names == ["environment_2", "environment"]
 
 
 def test_episode_without_any_reward_raises(make) -> None:

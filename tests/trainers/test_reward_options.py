@@ -453,11 +453,9 @@ def test_valid_overlong_buffer_and_whitening_are_accepted() -> None:
     PPOConfig(whiten_rewards=True)
 
 
-def test_reward_function_named_like_penalty_is_refused(tmp_path) -> None:
-    reward = says(1.0, name="overlong_penalty")
-    reinforce(tmp_path, reward, 1)
-    with pytest.raises(ValueError, match="has the name of the penalty overlong_penalty: rename"):
-        reinforce(tmp_path, reward, 1, overlong_buffer=1)
+def test_reward_function_named_like_penalty_is_numbered(tmp_path) -> None:
+    trainer = reinforce(tmp_path, says(1.0, name="overlong_penalty"), 1, overlong_buffer=1)
+    assert trainer.reward_names == ["overlong_penalty_2", "overlong_penalty"]
 
 
 def test_changed_reward_function_on_resume_is_refused(make) -> None:

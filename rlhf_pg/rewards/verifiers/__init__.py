@@ -1,41 +1,46 @@
 """Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
-Each is a function of what was said, with its options as keyword arguments; it returns a score per
-completion, None where it does not apply.
+Each is a function that scores one completion. It takes what its signature names: `text` (the whole
+completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`),
+`ids` (its tokens) and `opened` (see `Verifier`). Its options are keyword arguments.
 """
 
-import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.fields import checked_options
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.rewards.verifiers.answers import (
-    exact,
-    format,
-    json_schema,
-    length,
-    numeric,
-    regex,
-    repetition,
-)
-from rlhf_pg.rewards.verifiers.code_tests import code
-from rlhf_pg.rewards.verifiers.math_answers import math
-from rlhf_pg.rewards.verifiers.texts import Said
+from rlhf_pg.rewards.verifiers import answers, programs, texts
 
-VERIFIERS: dict[str, Callable[..., Any]] = {
+VERIFIERS: dict[str, Callable[..., float]] = {
     function.__name__: function
-    for function in (math, exact, numeric, regex, json_schema, format, length, repetition, code)
+    for function in (
+        *(answers.math, answers.exact, answers.numeric, answers.regex, answers.json_schema),
+        *(answers.format, answers.length, answers.repetition, programs.code),
+    )
 }
+# A completion without a word, and a truth that says nothing.
+BLANK: dict[str, Any] = {"text": "", "answer": "", "ids": (), "truth": "", "opened": False}
 
 
-@dataclasses.dataclass(frozen=True)
+def asked_of(name: str) -> list[str]:
+    """Return what the signature of a ready-made reward names, but for its options."""
+    return [name for name in inspect.signature(VERIFIERS[name]).parameters if name in BLANK]
+
+
+@dataclass(frozen=True)
 class Verifier:
-    """A ready-made reward with its options; `opened`: see `Said`."""
+    """A ready-made reward with its options."""
 
     name: str
     options: Mapping[str, Any]
+    # The prompt ends with `<think>`, as some chat templates have it, or with another tag: a
+    # completion that was cut off before `</think>` is still thinking.
     opened: bool = False
 
     @property
@@ -46,13 +51,47 @@ class Verifier:
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_ids: Sequence[Sequence[int]] = (),
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """Return one score per completion; None where the reward does not apply."""
-        said = Said(self.name, completions, completion_ids, columns, self.opened)
-        scores: list[float | None] = VERIFIERS[self.name](said, **self.options)
-        return scores
+        """Return one score per completion; None where the truth is None, or with a warning where it
+        cannot be read.
+
+        Raises:
+            ValueError: there is no column with the truth.
+        """
+        whole = [texts.text_of(completion) for completion in completions]
+        given: dict[str, Sequence[Any]] = {
+            "text": whole,
+            "answer": [texts.answer_of("<think>" * self.opened + text) for text in whole],
+            "ids": completion_ids,
+            "opened": [self.opened] * len(whole),
+        }
+        if (column := self.options.get("column")) is not None:
+            if column not in columns:
+                there = ", ".join(map(repr, columns)) or "none"
+                raise ValueError(
+                    f"reward {self.name} finds no column {column!r} in the dataset (there: "
+                    f"{there}): name the one with the truth by the option `column`"
+                )
+            given["truth"] = columns[column]
+        asked = asked_of(self.name)
+
+        def score(*row: Any) -> float | None:
+            arguments = dict(zip(asked, row, strict=True))
+            try:
+                if arguments.get("truth", "") is None:
+                    return None
+                return VERIFIERS[self.name](**arguments, **self.options)
+            except texts.Unreadable as error:
+                texts.warn_once(
+                    f"reward {self.name} does not apply where the column {column!r} holds "
+                    f"{shown(arguments['truth'])}: {error}"
+                )
+                return None
+
+        with ThreadPoolExecutor(texts.cores_of_process()) as threads:
+            return list(threads.map(score, *(given[name] for name in asked)))
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
@@ -67,16 +106,16 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             package or the program that the reward needs is not installed.
     """
     if name not in VERIFIERS:
-        there = ", ".join(VERIFIERS)
         raise ValueError(
             f"there is no reward {shown(name)}{nearest(str(name), VERIFIERS)}; those ready-made "
-            f"are {there}"
+            f"are {', '.join(VERIFIERS)}"
         )
+    own = dict(options or {})
+    opened = bool(own.pop("opened", False))
     try:
-        own = dict(options or {})
-        opened = bool(own.pop("opened", False))
         made = Verifier(name, checked_options(VERIFIERS[name], own), opened)
-        made([], [], [])  # which finds what is wrong with the options together
+        with suppress(texts.Unreadable):  # what is wrong with the options together, a blank finds
+            VERIFIERS[name](**{k: BLANK[k] for k in asked_of(name)}, **made.options)
     except ValueError as error:
         raise ValueError(f"reward {name}: {quoted(str(error))}") from error
     return made

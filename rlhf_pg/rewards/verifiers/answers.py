@@ -1,55 +1,50 @@
 """Rewards for answers that can be compared, and for the shape of a completion."""
 
 import json
+import logging
 import re
 import unicodedata
 from collections import deque
 from collections.abc import Sequence
-from decimal import Context, Decimal
-from functools import lru_cache
-from typing import Annotated, Any, Literal
+from decimal import Decimal
+from functools import cache, lru_cache
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.rewards.functions import CallFailed
+from rlhf_pg.rewards.pool import NotStarted, Pool
 from rlhf_pg.rewards.verifiers.texts import (
-    Said,
-    Scores,
+    Seconds,
     Unreadable,
+    as_list,
+    cores_of_process,
     last_boxed,
     require,
-    several,
     warn_once,
 )
 
-Tolerance = Annotated[float, Field(ge=0)]
-Unit = Literal["tokens", "words", "characters"]
-Natural = Annotated[int, Field(ge=0)] | None
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-def exact(said: Said, *, ignore_case: bool = False, column: str = "answer") -> Scores:
+def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
     """Reward an answer that is the truth, letter by letter, with 1, any other with 0.
+
+    Blanks count as one, and not at the ends. A character may have several codes (NFC).
 
     Args:
         ignore_case: take capitals for small letters.
         column: with the truth; a list in it holds several right answers.
     """
 
-    def read(truth: Any) -> set[str]:
-        return {_normalized(str(one), ignore_case) for one in several(truth)}
+    def normalize(text: str) -> str:
+        text = " ".join(unicodedata.normalize("NFC", text).split())
+        return text.casefold() if ignore_case else text
 
-    def judge(answers: list[str], truths: list[Any]) -> Scores:
-        pairs = zip(answers, truths, strict=True)
-        return [float(_normalized(answer, ignore_case) in right) for answer, right in pairs]
-
-    return said.against(column, read, judge)
-
-
-def _normalized(text: str, ignore_case: bool) -> str:
-    """Return a text with single blanks, none at its ends, and one code per character (NFC)."""
-    text = " ".join(unicodedata.normalize("NFC", text).split())
-    return text.casefold() if ignore_case else text
+    return float(normalize(answer) in [normalize(str(one)) for one in as_list(truth)])
 
 
 # ------------------------------------------------------------------------------------- numbers
@@ -64,7 +59,6 @@ _NUMBER = re.compile(
 _SPELLINGS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-"})
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _IGNORED = re.compile(rf"[,$€£¥\s{_BLANKS}]")
-_ROUNDING = Context(prec=60)
 
 
 def number_in(text: str) -> Decimal | None:
@@ -76,206 +70,190 @@ def number_in(text: str) -> Decimal | None:
     text = text.translate(_SPELLINGS).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
     text = _FRACTION.sub(r"\1/\2", text)
     _, marked, behind = text.rpartition("####")
-    if marked and (first := _NUMBER.search(behind)):
-        return _value(first)
+    match = _NUMBER.search(behind) if marked else None
     for part in (last_boxed(text) or "", text):
-        if last := deque(_NUMBER.finditer(part), maxlen=1):
-            return _value(last[0])
-    return None
-
-
-def _value(match: re.Match[str]) -> Decimal | None:
+        if match is None:
+            match = next(iter(deque(_NUMBER.finditer(part), maxlen=1)), None)
+    if match is None:
+        return None
     above, below = (Decimal(_IGNORED.sub("", group or "1")) for group in match.groups())
     try:
-        return above if match[2] is None else _ROUNDING.divide(above, below)
+        return above if match[2] is None else above / below
     except ArithmeticError:  # division by zero
         return None
 
 
 def numeric(
-    said: Said, *, abs_tol: Tolerance = 1e-6, rel_tol: Tolerance = 0.0, column: str = "answer"
-) -> Scores:
+    answer: str, truth: Any, *, abs_tol: NotNegative = 1e-6, column: str = "answer"
+) -> float:
     """Reward an answer whose number is that of the truth with 1, else with 0; see `number_in`.
 
     Args:
-        abs_tol, rel_tol: largest difference, absolute or as a share of the larger number, as in
-            `math.isclose`.
+        abs_tol: largest difference.
         column: with the truth; a list in it holds several right answers.
     """
-
-    def read(truth: Any) -> list[Decimal]:
-        numbers = [number_in(str(one)) for one in several(truth)]
-        if found := [one for one in numbers if one is not None]:
-            return found
+    numbers = [number_in(str(one)) for one in as_list(truth)]
+    right = [number for number in numbers if number is not None]
+    if not right:
         raise Unreadable("there is no number in it")
-
-    def close(a: Decimal, b: Decimal) -> bool:
-        share = _ROUNDING.multiply(Decimal(str(rel_tol)), max(abs(a), abs(b)))
-        return a == b or abs(_ROUNDING.subtract(a, b)) <= max(Decimal(str(abs_tol)), share)
-
-    def judge(answers: list[str], truths: list[Any]) -> Scores:
-        numbers = zip(map(number_in, answers), truths, strict=True)
-        return [
-            float(x is not None and any(close(x, one) for one in right)) for x, right in numbers
-        ]
-
-    return said.against(column, read, judge)
+    number, most = number_in(answer), Decimal(str(abs_tol))
+    return float(number is not None and any(abs(number - one) <= most for one in right))
 
 
-# ------------------------------------------------------------------------------------ patterns
+# ---------------------------------------------------------------------------------- mathematics
+
+LONGEST = 10_000  # characters at a completion's end that are looked at
+MEMORY = 4 << 30  # bytes of a process
+LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$[^$]+\$")
+
+
+@cache
+def workers() -> Pool:
+    """Return the processes that compare answers."""
+    return Pool(cores_of_process(), MEMORY, _get_ready)
+
+
+def _get_ready() -> None:
+    """Import in a new process what takes a second, before the time of a comparison begins."""
+    import math_verify  # noqa: F401
+
+    logging.disable(logging.CRITICAL)
+
+
+def math(
+    answer: str, truth: Any, *, boxed: bool = False, timeout: Seconds = 5.0, column: str = "answer"
+) -> float:
+    r"""Reward an answer that is mathematically the truth with 1, else with 0, by math-verify.
+
+    What stands in `\boxed{}` counts before all else; several boxes are one set. The last
+    `LONGEST` characters are looked at.
+
+    Args:
+        boxed: nothing but `\boxed{}` counts; otherwise any formula or number that can be found.
+        timeout: seconds that one comparison may take; one that takes longer gives 0.
+        column: with the truth: an expression, a solution with its answer boxed or behind `####`, or
+            a list of right answers.
+    """
+    require("math_verify", "math")
+    golds = [text for one in as_list(truth) if (text := str(one)).strip()]
+    score = None
+    if golds:
+        call = workers().schedule(compare, golds, answer[-LONGEST:], boxed, timeout=timeout)
+        try:
+            score = call.result()
+        except CallFailed as failure:
+            if isinstance(failure, NotStarted):
+                raise
+            return 0.0  # it was late, or ended its process
+    if score is None:
+        raise Unreadable("it cannot be parsed")
+    return float(score)
+
+
+def compare(golds: list[str], answer: str, boxed: bool) -> float | None:
+    """Return 1 if an answer is one of the golds, else 0; None if none of these can be parsed.
+
+    SymPy may compute for ages, and in C, where no exception reaches it.
+    """
+    from math_verify import verify
+
+    parsed_golds = [parsed for gold in golds if (parsed := _parse_gold(gold))]
+    if not parsed_golds:
+        return None
+    try:
+        found = _parse(answer.replace("\u2212", "-"), boxed)
+        return float(any(verify(gold, found, timeout_seconds=None) for gold in parsed_golds))
+    except Exception:
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _parse_gold(gold: str) -> list[Any]:
+    """Parse a truth: an expression alone, a solution with its answer boxed, or behind `####`."""
+    gold = gold.rpartition("####")[2].strip().replace("\u2212", "-")
+    try:
+        parsed = _parse(gold, False) if LATEX.search(gold) else []
+        return parsed or _parse(f"\\boxed{{{gold}}}", True)
+    except Exception:
+        return []
+
+
+def _parse(text: str, boxed: bool) -> list[Any]:
+    """Return what math-verify finds in a text, `\\boxed{}` before all else; or only in that."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    if boxed and "\\boxed{" not in text:
+        return []
+    latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not boxed)
+    kinds = [latex] if boxed else [latex, ExprExtractionConfig()]
+    return list(parse(text, kinds, parsing_timeout=None))
+
+
+# ------------------------------------------------------------------------------- patterns and JSON
 
 SECONDS = 1.0  # that a search may take, in whatever thread: it may backtrack for ages
+FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def regex(
-    said: Said,
-    *,
-    pattern: str,
-    column: str | None = None,
-    ignore_case: bool = False,
-    whole: bool = False,
-) -> Scores:
+def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = False) -> float:
     """Reward a completion in which a pattern is found with 1, else with 0.
 
     Args:
         pattern: regular expression, searched in the whole completion.
-        column: column with the truth, where finding is not enough: the pattern's first group, or
-            all of it if it has none, is then compared with the truth where it is found last.
         ignore_case: take capitals for small letters.
         whole: the pattern has to fit the completion from its first to its last character.
     """
-    compiled(pattern, ignore_case)
-    found = [_found(pattern, text, whole, ignore_case) for text in said.texts]
-    if column is None:
-        return [float(one is not None) for one in found]
-    scores: Scores = []
-    for one, truth in zip(found, said.truths(column), strict=True):
-        right = {_normalized(str(x), ignore_case) for x in several(truth)}
-        fits = one is not None and _normalized(one, ignore_case) in right
-        scores.append(None if truth is None else float(fits))
-    return scores
+    import regex as package  # which has Python's syntax, and a time limit
 
-
-def _found(pattern: str, text: str, whole: bool, ignore_case: bool) -> str | None:
-    """Return the first group, or all if there is none, of where a pattern is found last."""
-    search, match = compiled(pattern, ignore_case), None
+    find = package.fullmatch if whole else package.search
+    flags = package.IGNORECASE if ignore_case else 0
     try:
-        if whole:
-            match = search.fullmatch(text, timeout=SECONDS)
-        else:
-            match = next(iter(deque(search.finditer(text, timeout=SECONDS), maxlen=1)), None)
+        return float(find(pattern, text, flags, timeout=SECONDS) is not None)
+    except package.error as error:
+        raise ValueError(
+            f"pattern {shown(pattern)} is not a regular expression: {quoted(str(error))}"
+        ) from error
     except TimeoutError:
         warn_once(
             f"reward regex: the pattern {shown(pattern)} takes more than {SECONDS:g} s on a text "
             f"of {len(text)} characters; such a completion gets 0"
         )
-    if match is None:
-        return None
-    return (match[1] or "") if search.groups else str(match[0])
+        return 0.0
 
 
-@lru_cache(maxsize=64)
-def compiled(pattern: str, ignore_case: bool = False) -> Any:
-    """Compile a pattern of the package `regex`, which has Python's syntax and a time limit.
-
-    Raises:
-        ValueError: it is not a regular expression.
-    """
-    import regex as package
-
-    try:
-        return package.compile(pattern, package.IGNORECASE if ignore_case else 0)
-    except package.error as error:
-        raise ValueError(
-            f"pattern {shown(pattern)} is not a regular expression: {quoted(str(error))}"
-        ) from error
-
-
-# ----------------------------------------------------------------------------------------- JSON
-
-FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
-# What JSON of a model may bring a reader to raise.
-BEYOND = (ValueError, RecursionError)
-
-
-def json_schema(
-    said: Said, *, schema: dict[str, Any] | bool | str | None = None, column: str = ""
-) -> Scores:
+def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
     """Reward an answer that is JSON and that a schema allows with 1, else with 0.
 
     The answer is the JSON alone, or stands in a fenced block, the last of which counts.
 
     Args:
-        schema: JSON schema for all rows, as an object or as text.
-        column: column with a schema for each row, if `schema` is not given. Text is best:
-            `datasets` adds to each object the keys of the others, with None, which is ignored.
+        schema: JSON schema, from whose references nothing is fetched.
     """
-    if (schema is None) == (not column):
-        raise ValueError("give either a schema or the column that has one for each row")
     require("jsonschema", "json")
-
-    def judge(answers: list[str], schemas: list[Any]) -> Scores:
-        return [_fits(*pair) for pair in zip(answers, schemas, strict=True)]
-
-    if schema is not None:
-        column, rows = "schema", [_read_schema(schema)] * len(said.completions)
-        said = said._replace(columns={column: rows})
-    return said.against(column, _read_schema, judge)
-
-
-def _read_schema(truth: Any) -> str:
-    """Return a schema as text.
-
-    Raises:
-        Unreadable: it is not one.
-    """
-    import jsonschema
-
-    try:
-        schema = json.loads(truth) if isinstance(truth, str) else _without_none(truth)
-        newest = jsonschema.Draft202012Validator
-        jsonschema.validators.validator_for(schema, newest).check_schema(schema)
-        return json.dumps(schema)
-    except (jsonschema.SchemaError, *BEYOND) as error:
-        why = getattr(error, "message", str(error))
-        raise Unreadable(f"it is not a JSON schema: {quoted(why)}") from error
-
-
-def _fits(answer: str, schema: str) -> float:
-    blocks = FENCED.findall(answer)
-    try:
-        value = json.loads(blocks[-1] if blocks else answer, parse_constant=_refuse)
-        return float(_validator(schema).is_valid(value))
-    except BEYOND:
-        return 0.0
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _without_none(value: Any) -> Any:
-    """Return nested objects without the keys that are None."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-@lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
-    """Return a validator that fetches nothing."""
     import jsonschema
     import referencing
 
-    plain = json.loads(schema)
-    kind = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)
-    return kind(plain, registry=referencing.Registry())
+    validator = jsonschema.validators.validator_for(schema)
+    try:
+        validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema is not a JSON schema: {quoted(error.message)}") from error
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    blocks = FENCED.findall(answer)
+    try:
+        value = json.loads(blocks[-1] if blocks else answer, parse_constant=refuse)
+        return float(validator(schema, registry=referencing.Registry()).is_valid(value))
+    except (ValueError, RecursionError):  # as a model may bring a reader to raise them
+        return 0.0
 
 
 # ---------------------------------------------------------------------------------------- shape
 
 
-def format(said: Said, *, tags: tuple[str, ...] = ("think", "answer")) -> Scores:
+def format(text: str, opened: bool, *, tags: tuple[str, ...] = ("think", "answer")) -> float:
     """Reward a completion that consists of tagged parts, each once, in order, with 1, else with 0.
 
     Args:
@@ -283,91 +261,60 @@ def format(said: Said, *, tags: tuple[str, ...] = ("think", "answer")) -> Scores
     """
     if not tags or not all(tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags must be different names, got {tags}")
-    before = f"<{tags[0]}>" * said.opened
-    return [_tagged(before + text, tags) for text in said.texts]
-
-
-def _tagged(text: str, tags: Sequence[str]) -> float:
-    """Return 1 if a text is `<tag>...</tag>` for each tag in order, with no tag inside, else 0."""
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-    for opening, closing in zip(marks[::2], marks[1::2], strict=True):
+    marks = [(f"<{tag}>", f"</{tag}>") for tag in tags]
+    text = marks[0][0] * opened + text
+    for opening, closing in marks:
         text = text.lstrip()
         inside, closed, rest = text.removeprefix(opening).partition(closing)
-        if not text.startswith(opening) or not closed or any(mark in inside for mark in marks):
+        nested = any(mark in inside for pair in marks for mark in pair)
+        if not text.startswith(opening) or not closed or nested:
             return 0.0
         text = rest
     return float(not text.strip())
 
 
 def length(
-    said: Said,
+    ids: Sequence[int],
     *,
-    target: Positive | None = None,
-    shortest: Natural = None,
-    longest: Natural = None,
-    slack: Annotated[float, Field(ge=0)] | None = None,
-    unit: Unit = "tokens",
-) -> Scores:
+    shortest: Count = 0,
+    longest: Count | None = None,
+    slack: NotNegative = 0.0,
+) -> float:
     """Reward a completion as long as it should be with 1, and down to 0 for others.
 
         score = max(0, 1 - d / slack), d the distance of the length from [shortest, longest]
 
     Args:
-        target: the length, in place of limits.
-        shortest, longest: the limits; one of them suffices.
-        slack: distance at which nothing is left of the reward; by default the target, and where
-            there are limits, 0: there is no reward beyond them.
-        unit: what is counted: "tokens" (with the last one, EOS), "words" or "characters".
+        shortest, longest: the limits, in tokens with the last one, EOS; one of them suffices, and
+            both may be the same.
+        slack: distance at which nothing is left of the reward; 0: there is no reward beyond the
+            limits.
     """
-    limits = [limit for limit in (shortest, longest) if limit is not None]
-    if (target is None) != bool(limits):
-        raise ValueError("give either a target or limits (shortest, longest)")
-    if limits != sorted(limits):
-        raise ValueError(f"shortest ({limits[0]}) must not be above longest ({limits[1]})")
-    low, high = (shortest or 0, longest) if target is None else (target, target)
-    room = (target or 0) if slack is None else slack
-
-    def score(count: int) -> float:
-        beyond = max(low - count, 0 if high is None else count - high, 0)
-        return 1.0 if not beyond else max(0.0, 1 - beyond / room) if room else 0.0
-
-    return [score(len(one)) for one in _units(said, unit)]
+    if not shortest and longest is None:
+        raise ValueError("give limits: shortest, longest or both")
+    if longest is not None and shortest > longest:
+        raise ValueError(f"shortest ({shortest}) must not be above longest ({longest})")
+    most = len(ids) if longest is None else longest
+    beyond = max(shortest - len(ids), len(ids) - most)
+    if beyond <= 0:
+        return 1.0
+    return max(0.0, 1 - beyond / slack) if slack else 0.0
 
 
 def repetition(
-    said: Said,
-    *,
-    ngram_size: Positive = 3,
-    max_penalty: Annotated[float, Field(le=0)] = -1.0,
-    unit: Unit = "words",
-) -> Scores:
-    """Penalise repeated n-grams (Yeo et al. 2025, and open-r1).
+    text: str, *, ngram_size: Positive = 3, max_penalty: Annotated[float, Field(le=0)] = -1.0
+) -> float:
+    """Penalise repeated n-grams of words (Yeo et al. 2025, and open-r1).
 
         score = max_penalty * (1 - distinct n-grams / n-grams)
 
-    It is 0 for a completion shorter than one n-gram.
+    Words stand between blanks, and capitals are small letters. It is 0 for a completion shorter
+    than one n-gram.
 
     Args:
-        ngram_size: n, the number of words or tokens that are looked at together.
+        ngram_size: n, the number of words that are looked at together.
         max_penalty: score that is approached when all n-grams are the same; at most 0.
-        unit: "words" (between blanks, small letters), "characters" or "tokens".
     """
-
-    def score(one: Sequence[Any]) -> float:
-        grams = [tuple(one[i : i + ngram_size]) for i in range(len(one) - ngram_size + 1)]
-        return max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
-
-    return [score(one) for one in _units(said, unit)]
-
-
-def _units(said: Said, unit: Unit) -> list[Sequence[Any]]:
-    """Return each completion as a sequence of tokens, words or characters.
-
-    Raises:
-        ValueError: tokens are wanted, and none are given.
-    """
-    if unit != "tokens":
-        return [text.lower().split() if unit == "words" else text for text in said.texts]
-    if said.ids is None:
-        raise ValueError(f"reward {said.reward} counts tokens and was given no completion_ids")
-    return list(said.ids)
+    words = text.lower().split()
+    grams = [tuple(words[i : i + ngram_size]) for i in range(len(words) - ngram_size + 1)]
+    return max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0

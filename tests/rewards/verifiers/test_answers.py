@@ -105,11 +105,9 @@ def test_number_in_text(text, number) -> None:
         ("0.3333333", "1/3", {}, 1),
         ("0.333", "1/3", {}, 0),
         ("0.333", "1/3", {"abs_tol": 0.001}, 1),
-        ("101", "100", {"rel_tol": 0.01}, 1),
-        ("102", "100", {"rel_tol": 0.01}, 0),
         ("12345678901234567890123", "12345678901234567890124", {}, 0),
         ("1e9999", "1e-9999", {}, 0),
-        ("1e9999", "1e9999", {"rel_tol": 0.5}, 1),
+        ("1e9999", "1e9999", {}, 1),
         ("none", "5", {}, 0),
         ("<think>5", "5", {}, 0),
         ("3", ["2", "3"], {}, 1),
@@ -126,26 +124,19 @@ def test_number_in_endless_text_is_looked_for_in_one_pass(text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "truth", "options", "expected"),
+    ("completion", "options", "expected"),
     [
-        ("so: yes.", None, {"pattern": "yes|no"}, 1),
-        ("so: maybe.", None, {"pattern": "yes|no"}, 0),
-        ("Yes", None, {"pattern": "yes"}, 0),
-        ("Yes", None, {"pattern": "yes", "ignore_case": True}, 1),
-        ("yes.", None, {"pattern": "yes", "whole": True}, 0),
-        ("yes", None, {"pattern": "yes", "whole": True}, 1),
-        ("", None, {"pattern": "(?:)", "whole": True}, 1),
-        ("Answer: A. No. Answer: C", "C", {"pattern": r"Answer: ([A-D])", "column": "answer"}, 1),
-        ("Answer: A. No. Answer: C", "A", {"pattern": r"Answer: ([A-D])", "column": "answer"}, 0),
-        ("ABC", "C", {"pattern": "[A-D]", "column": "answer"}, 1),
-        ("a", "A", {"pattern": "[a-d]", "column": "answer", "ignore_case": True}, 1),
-        ("none", "A", {"pattern": "([A-D])", "column": "answer"}, 0),
-        ("A", None, {"pattern": "([A-D])", "column": "answer"}, None),
-        ("b", "a", {"pattern": "(a)|b", "column": "answer"}, 0),
+        ("so: yes.", {"pattern": "yes|no"}, 1),
+        ("so: maybe.", {"pattern": "yes|no"}, 0),
+        ("Yes", {"pattern": "yes"}, 0),
+        ("Yes", {"pattern": "yes", "ignore_case": True}, 1),
+        ("yes.", {"pattern": "yes", "whole": True}, 0),
+        ("yes", {"pattern": "yes", "whole": True}, 1),
+        ("", {"pattern": "(?:)", "whole": True}, 1),
     ],
 )
-def test_regex(completion, truth, options, expected) -> None:
-    assert score("regex", completion, truth, **options) == expected
+def test_regex(completion, options, expected) -> None:
+    assert score("regex", completion, None, **options) == expected
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -18,26 +18,25 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.rewards.verifiers import make_verifier
-from rlhf_pg.rewards.verifiers.code_tests import Case, cases_in, program_in
-from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox
+from rlhf_pg.rewards.verifiers import make_verifier, programs
+from rlhf_pg.rewards.verifiers.programs import Case, cases_in, program_in, run_in_sandbox
 from rlhf_pg.rewards.verifiers.texts import Unreadable
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 
 NEXT = "def f(x):\n    return x + 1\n"
 RIGHT = "assert f(1) == 2"
-SMALL = Sandbox(timeout=2.0, memory=256 * MB)
+SECONDS = 2.0
 
 
 def verdict(program: str, statements: str = RIGHT) -> str:
     """What the sandbox says of a program and its test."""
-    return Case(statements).verdict(textwrap.dedent(program), SMALL)
+    return programs.verdict(textwrap.dedent(program), Case(statements), SECONDS)
 
 
 def output(program: str) -> str:
     """Whether a program prints "yes"."""
-    return Case(expected="yes").verdict(textwrap.dedent(program), SMALL)
+    return programs.verdict(textwrap.dedent(program), Case(expected="yes"), SECONDS)
 
 
 def score(completions, truths, **options):
@@ -55,27 +54,21 @@ def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
         make_verifier("code", {})
 
 
-@pytest.mark.parametrize("said", ["echo bubblewrap 0.7.1", "true"])
-def test_refuses_an_old_bubblewrap(monkeypatch, tmp_path, said) -> None:
+@pytest.mark.parametrize(
+    "complaint",
+    ["bwrap: Unknown option --disable-userns", "bwrap: No permissions to create new namespace", ""],
+)
+def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) -> None:
     script = tmp_path / "bwrap"
-    script.write_text(f"#!/bin/sh\n{said}\n")
+    script.write_text(f"#!/bin/sh\nprintf '{complaint}' >&2\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ValueError, match=r"reward code: bubblewrap 0\.8 or newer"):
+    monkeypatch.setattr(programs, "sandbox_command", lambda: (str(script),))
+    monkeypatch.setattr(shutil, "which", lambda name: str(script))
+    with pytest.raises(ValueError, match=r"0\.8 or newer and user namespaces") as caught:
         make_verifier("code", {})
-
-
-def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path) -> None:
-    script = tmp_path / "bwrap"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo bubblewrap 0.8.0 && exit\n'
-        "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    assert f"reward code: no sandbox can be made here ({complaint or 'exit 1'})" in str(
+        caught.value
     )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("rlhf_pg.rewards.verifiers.sandbox.command", lambda: (str(script),))
-    with pytest.raises(ValueError, match=r"No permissions to create .* user namespaces"):
-        make_verifier("code", {})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +115,7 @@ def test_tests_in_column(truth, cases) -> None:
         ({"inputs": ["1", "2"], "outputs": ["a"]}, "inputs with outputs"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "'f'.*write assertions"),
         ({"inputs": [[1]], "outputs": [2]}, "have to be text"),
-        ([1], "1 is no test"),
+        ([1], "1 is neither"),
         (5, "Python statements"),
     ],
 )
@@ -166,7 +159,7 @@ def test_score_is_all_or_the_share_of_tests() -> None:
     assert score(answers, tests) == [1, 0, 0, 0]
     assert score(answers, tests, partial=True) == [1, 0.5, 0, 0]
     assert score(["x", "x"], [None, []]) == [None, None]
-    made = make_verifier("code", {"memory_mb": 100})
+    made = make_verifier("code", {"timeout": 1})
     assert pickle.loads(pickle.dumps(made)) == made
 
 
@@ -186,7 +179,7 @@ def test_inputs_and_outputs() -> None:
 @needs_bwrap
 def test_same_program_gives_the_same_output() -> None:
     program = "print([*{str(i) for i in range(50)}])"
-    assert SMALL.run(program) == SMALL.run(program)
+    assert run_in_sandbox(program) == run_in_sandbox(program)
     assert verdict("import os; assert os.environ['PYTHONHASHSEED'] == '0'\n" + NEXT) == "passed"
 
 
@@ -308,9 +301,8 @@ def test_sandbox_ends_when_its_time_is_over_even_without_the_trainer() -> None:
     """The trainer is killed while a program runs for ever."""
     mark = f"98765.{os.getpid()}"
     trainer = (
-        "from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox\n"
-        "sandbox = Sandbox(timeout=8.0, memory=256 * MB)\n"
-        f"sandbox.run(\"import os; os.execvp('sleep', ['sleep', '{mark}'])\")"
+        "from rlhf_pg.rewards.verifiers.programs import run_in_sandbox\n"
+        f"run_in_sandbox(\"import os; os.execvp('sleep', ['sleep', '{mark}'])\", timeout=8.0)"
     )
     process = subprocess.Popen([sys.executable, "-c", trainer])
     try:

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rlhf_pg.rewards.pool import NotStarted, Pool
-from rlhf_pg.rewards.verifiers import make_verifier, math_answers
+from rlhf_pg.rewards.verifiers import answers, make_verifier
 from tests.rewards import misbehaving as faults
 
 
@@ -112,10 +112,10 @@ def test_scores_keep_their_rows_over_several_processes() -> None:
 
 
 def test_process_that_cannot_start_is_an_error_not_a_wrong_answer(monkeypatch) -> None:
-    monkeypatch.setattr(math_answers, "workers", lambda: Pool(1, ready=faults.breaks))
+    monkeypatch.setattr(answers, "workers", lambda: Pool(1, ready=faults.breaks))
     with pytest.raises(NotStarted, match="ZeroDivisionError"):
         make_verifier("math", {})([], [boxed("1")], None, answer=["1"])
 
 
 def test_numbers_are_no_code() -> None:
-    assert math_answers.compare(["1"], "__import__('os').getpid()", False) == 0
+    assert answers.compare(["1"], "__import__('os').getpid()", False) == 0

@@ -37,8 +37,8 @@ def test_format(text, options, expected) -> None:
     ("options", "scores"),
     [
         # Of 0, 2, 4, 6, 8 and 12 tokens.
-        ({"target": 4}, [0, 0.5, 1, 0.5, 0, 0]),
-        ({"target": 4, "slack": 8}, [0.5, 0.75, 1, 0.75, 0.5, 0]),
+        ({"shortest": 4, "longest": 4, "slack": 4}, [0, 0.5, 1, 0.5, 0, 0]),
+        ({"shortest": 4, "longest": 4, "slack": 8}, [0.5, 0.75, 1, 0.75, 0.5, 0]),
         ({"longest": 4}, [1, 1, 1, 0, 0, 0]),
         ({"longest": 4, "slack": 8}, [1, 1, 1, 0.75, 0.5, 0]),
         ({"shortest": 4}, [0, 0, 1, 1, 1, 1]),
@@ -49,17 +49,6 @@ def test_format(text, options, expected) -> None:
 def test_length_in_tokens(options, scores) -> None:
     ids = [[5] * count for count in (0, 2, 4, 6, 8, 12)]
     assert make_verifier("length", options)([], [""] * 6, ids) == pytest.approx(scores)
-
-
-def test_length_in_words_and_characters() -> None:
-    chat = [{"role": "assistant", "content": "two words"}]
-    assert make_verifier("length", {"target": 2, "unit": "words"})([], [chat]) == [1]
-    assert make_verifier("length", {"target": 9, "unit": "characters"})([], [chat]) == [1]
-
-
-def test_length_without_token_ids_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"reward length counts tokens .* no completion_ids"):
-        make_verifier("length", {"target": 2})([], ["a"])
 
 
 @pytest.mark.parametrize(
@@ -74,14 +63,8 @@ def test_length_without_token_ids_is_an_error() -> None:
         ("a b", {}, 0),
         ("a b c", {}, 0),
         ("", {}, 0),
-        ("\u54c8" * 6, {"unit": "characters"}, -0.75),
         ("no " * 100_000, {}, 1 / 99_998 - 1),
     ],
 )
 def test_repetition(text, options, expected) -> None:
     assert make_verifier("repetition", options)([], [text]) == pytest.approx([expected])
-
-
-def test_repetition_of_tokens() -> None:
-    made = make_verifier("repetition", {"unit": "tokens", "ngram_size": 2})
-    assert made([], ["x", "x"], [[1, 2, 1, 2, 1], [1, 2, 3]]) == [-0.5, 0]
