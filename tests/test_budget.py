@@ -27,13 +27,13 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3163,
+    "config": 2897,
     "data": 1286,
     "models": 2492,
-    "rollout": 3258,
+    "rollout": 3257,
     "rewards": 2403,
     "supervised": 1067,
-    "trainers": 3954,
+    "trainers": 3953,
     "runtime": 1205,
     "checkpoint": 777,
     "report": 1678,

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from peft import PeftModel
@@ -22,10 +23,8 @@ def chat(flags: Sequence[str]) -> None:
 
     A model without a chat template continues each line as it stands, and remembers nothing.
     """
-    if not flags or flags[0].startswith("-"):
-        fail("chat needs a model: rlhf-pg chat PATH_OR_HUB_ID, or the directory of a run")
-    options = parser_of("chat").parse_args(list(flags[1:]))
-    path, _ = model_of_run(flags[0])
+    options = parser_of("chat").parse_args(flags)
+    path, _ = model_of_run(options.model)
     on_gpu = torch.cuda.is_available()
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     trusted = options.trust_remote_code
@@ -46,25 +45,31 @@ def chat(flags: Sequence[str]) -> None:
     if positions is not None:
         longest = min(longest, max(1, positions // 2))
     room = None if positions is None else max(1, positions - longest)
-    how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     pad = tokenizer.pad_token_id
     generation = GenerationConfig(
-        do_sample=options.temperature > 0,
         max_new_tokens=longest,
         eos_token_id=stops,
         pad_token_id=stops[0] if pad is None else pad,
-        **(how if options.temperature > 0 else {}),
     )
-    system = options.system_prompt
-    began = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(began)
+    if options.temperature > 0:
+        generation.update(
+            do_sample=True,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+        )
+    began: list[dict[str, str]] = []
+    if options.system_prompt is not None:
+        began.append({"role": "system", "content": options.system_prompt})
+    messages = began
     if sys.stdin.isatty():
         what = f"{AGAIN} begins anew" if tokenizer.chat_template else "no chat template"
         print(f"({what}; Ctrl-D ends)", file=sys.stderr)
     for line in _lines():
         if line == AGAIN:
-            messages = list(began)
-        if line == AGAIN or not line.strip():
+            messages = began
+            continue
+        if not line.strip():
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
@@ -85,15 +90,12 @@ def chat(flags: Sequence[str]) -> None:
 
 
 def _lines() -> Iterator[str]:
-    if not sys.stdin.isatty():
-        yield from (line.rstrip("\r\n") for line in sys.stdin)
-        return
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
+    prompt = "> " if sys.stdin.isatty() else ""
+    with suppress(EOFError):
+        while True:
+            yield input(prompt)
+    if prompt:
+        print()  # behind Ctrl-D
 
 
 class SafeStreamer(TextStreamer):  # type: ignore[misc]

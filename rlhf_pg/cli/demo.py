@@ -11,9 +11,9 @@ from rich.text import Text
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.evaluate import intervals
-from rlhf_pg.cli.recipes import algorithm_of, find_recipe, split_recipe
-from rlhf_pg.cli.train import TRAINERS, make_trainer
-from rlhf_pg.config.parse import parse, recipe_file
+from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
+from rlhf_pg.cli.train import TRAINERS
+from rlhf_pg.config.parse import recipe_file
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 # The recipe has 500 steps, and the learning rate falls over however many there are.
@@ -24,9 +24,8 @@ def demo(flags: Sequence[str]) -> None:
     """Train, and show held-out answers and scores before and after."""
     name, keys = split_recipe(flags)
     recipe = recipe_file("grpo_arithmetic.yaml") if name is None else find_recipe(name)
-    algorithm = algorithm_of(recipe, TRAINERS)
-    given = ["--config", str(recipe), *(BRIEF if name is None else ()), *keys]
-    trainer = make_trainer(algorithm, parse(TRAINERS[algorithm].config_type, given, "rlhf-pg demo"))
+    args = config_of(recipe, [*(BRIEF if name is None else ()), *keys], "demo")
+    trainer = TRAINERS[args.algorithm](args=args)
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
     console.print(Text(f"before: {_score(before)}"))

@@ -6,7 +6,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
 def doctor(flags: Sequence[str]) -> None:
     """Print what is here and what is missing; exit with status 1 if nothing works without it."""
-    options = parser_of("doctor").parse_args(list(flags))
+    options = parser_of("doctor").parse_args(flags)
     here = [Finding("python", platform.python_version()), Finding(NAME, rlhf_pg.__version__)]
     findings = [*here, *packages(), *surroundings()]
     broken = [one.name for one in findings if one.is_needed and not one.is_well]
@@ -60,25 +60,23 @@ def doctor(flags: Sequence[str]) -> None:
 def packages() -> Iterator[Finding]:
     """Compare what this package requires, by itself and for each extra, with what is installed."""
     try:
-        extras = sorted(set(metadata.metadata(NAME).get_all("Provides-Extra") or ()))
+        extras = metadata.metadata(NAME).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:  # started in its source tree
         yield Finding("requirements", "unknown", False, f"pip install {NAME}")
         return
-    for extra in ("", *(name for name in extras if name not in FOR_DEVELOPMENT)):
-        for one in map(Requirement, metadata.requires(NAME) or ()):
-            of_extra = one.marker is not None and "extra" in str(one.marker)
-            if one.name == NAME or of_extra != bool(extra):
-                continue
-            if one.marker is not None and not one.marker.evaluate({"extra": extra}):
-                continue
-            name = f"{one.name} [{extra}]" if extra else one.name
-            wanted = f"{NAME}[{extra}]" if extra else f"{one.name}{one.specifier}"
-            try:
-                version = metadata.version(one.name)
-                fits = one.specifier.contains(version, prereleases=True)
-            except metadata.PackageNotFoundError:
-                version, fits = "not installed", False
-            yield Finding(name, version, fits, "" if fits else f'pip install "{wanted}"', not extra)
+    for one in map(Requirement, metadata.requires(NAME) or ()):
+        asking = (x for x in ("", *extras) if not one.marker or one.marker.evaluate({"extra": x}))
+        extra = next(asking, None)  # "" if the package itself asks for it
+        if extra is None or extra in FOR_DEVELOPMENT or one.name == NAME:
+            continue
+        name = f"{one.name} [{extra}]" if extra else one.name
+        wanted = f"{NAME}[{extra}]" if extra else f"{one.name}{one.specifier}"
+        try:
+            version = metadata.version(one.name)
+            fits = one.specifier.contains(version, prereleases=True)
+        except metadata.PackageNotFoundError:
+            version, fits = "not installed", False
+        yield Finding(name, version, fits, "" if fits else f'pip install "{wanted}"', not extra)
 
 
 def surroundings() -> Iterator[Finding]:
@@ -89,26 +87,28 @@ def surroundings() -> Iterator[Finding]:
     yield Finding("CPUs", f"{count}, {memory / 1e9:.0f} GB of memory")
     try:
         import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:  # a library of CUDA that is not there, for example
         remedy = "pip install --force-reinstall torch"
         yield Finding("import torch", told(error), False, remedy, is_needed=True)
-        count = 0
     else:
-        if not count:
-            has_driver = shutil.which("nvidia-smi") is not None
-            why = "the driver's nvidia-smi is here, but torch sees none" if has_driver else "none"
-            built = torch.version.cuda or "no CUDA"
-            remedy = f"install a torch for the driver (this has {built}): pytorch.org"
-            yield Finding("GPU", why, not has_driver, remedy if has_driver else "")
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        said = f"{torch.cuda.get_device_name(index)}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        yield Finding(f"GPU {index}", said)
+        yield from gpus(torch)
     for name, (purpose, remedy) in PROGRAMS.items():
         path = shutil.which(name)
         yield Finding(name, path or f"missing ({purpose})", bool(path), "" if path else remedy)
     free = shutil.disk_usage(".").free
     remedy = "" if free >= LEAST_DISK else "free some space, or set output_dir"
     yield Finding("working directory", f"{free / 1e9:.0f} GB free", not remedy, remedy)
+
+
+def gpus(torch: Any) -> Iterator[Finding]:
+    """Describe each GPU, or why there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        said = f"{torch.cuda.get_device_name(index)}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        yield Finding(f"GPU {index}", said)
+    if not count and shutil.which("nvidia-smi"):
+        remedy = f"install a torch for the driver (this has {torch.version.cuda}): pytorch.org"
+        yield Finding("GPU", "the driver's nvidia-smi is here, but torch sees none", False, remedy)
+    elif not count:
+        yield Finding("GPU", "none")

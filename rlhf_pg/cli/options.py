@@ -16,20 +16,19 @@ USAGE = {
     "demo": ("[RECIPE] [--key value ...]", "train on a CPU, and show answers before and after"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
     "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),
-    "replay": (
-        "RUN --step N [--key value ...]",
-        "re-run a training step, optionally with other settings",
-    ),
+    "replay": ("RUN --step N [--key value ...]", "re-run a step, optionally with other settings"),
     "diff": ("RUN_A RUN_B [--json] [--rtol X]", "find the first difference between two runs"),
     "doctor": ("[--json]", "say what is installed, what is missing and how to get it"),
 }
 
 
-def parser_of(command: str, recipe: object = None) -> argparse.ArgumentParser:
+def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command's own options; a command without any has an empty one."""
+    usage, about = USAGE[command]
     parser = argparse.ArgumentParser(
         prog=f"rlhf-pg {command}",
-        usage=usage_of(command, recipe),
+        usage=f"rlhf-pg {command} {usage}",
+        description=f"{about[0].upper()}{about[1:]}.",
         allow_abbrev=False,
         add_help=False,
     )
@@ -45,46 +44,40 @@ def parser_of(command: str, recipe: object = None) -> argparse.ArgumentParser:
             add("--config", metavar="RECIPE", help="recipe file, or preset, to take keys of")
             add("--json", metavar="FILE", help="write the numbers to a file too")
         case "chat":
+            add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
             add("--system_prompt", metavar="TEXT", help="system message in front of the chat")
             add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
             share = _number(float, 0.001, 1)
             add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
-            longest = "tokens of an answer (default: 512)"
-            add("--max_completion_length", type=count, default=512, help=longest)
+            add("--max_completion_length", type=count, default=512, help="default: 512 tokens")
             add("--seed", type=natural, default=42, help="seed of the noise (default: 42)")
             dtypes = ("float32", "bfloat16", "float64")
             add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, float32 on a CPU")
-            code = "run code that comes with the model"
-            add("--trust_remote_code", action="store_true", help=code)
+            add("--trust_remote_code", action="store_true", help="run code of the model")
         case "fetch":
             add("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, 93 MB")
             add("--out", metavar="DIRECTORY", help="default: models/MODEL")
         case "report":
+            add("run", metavar="RUN", help="output_dir of a run")
             add("--out", metavar="FILE", help="default: report.html in the run's directory")
         case "compare":
+            add("runs", metavar="RUN", nargs="+", help="output_dir of each run")
             add("--out", metavar="FILE", default="compare.html", help="the page")
         case "replay":
+            add("run", metavar="RUN", help="output_dir of a run")
             add("--step", type=count, required=True, metavar="N", help="from 1")
-            rows = "rows to show token by token, from 0"
-            add("--rows", type=natural, nargs="+", metavar="N", help=rows)
+            add("--rows", type=natural, nargs="+", metavar="N", help="rows to show by token")
             again = "sample and score again, where nobody is asked"
             add("--resample", action="store_true", help=again)
         case "diff":
+            add("runs", metavar="RUN", nargs=2, help="output_dir of each run")
             add("--json", action="store_true", help="print JSON")
             near = "count numbers as equal within this share of the largest of their kind"
             add("--rtol", type=real, default=0.0, metavar="X", help=near)
         case "doctor":
             add("--json", action="store_true", help="print JSON")
     return parser
-
-
-def usage_of(command: str, recipe: object = None) -> str:
-    """Return the line that says how a command is used, with the recipe if it is known."""
-    form, _ = USAGE[command]
-    if recipe is not None:
-        form = f"{recipe} {form.partition(' ')[2]}"
-    return f"rlhf-pg {command} {form}"
 
 
 def _number(kind: type[float], least: float, most: float = float("inf")) -> Callable[[str], float]:

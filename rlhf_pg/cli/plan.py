@@ -12,9 +12,7 @@ from rich.text import Text
 
 from rlhf_pg import plan as planning
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import algorithm_of, needed_recipe
-from rlhf_pg.cli.train import TRAINERS
-from rlhf_pg.config.parse import parse
+from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
 from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
@@ -29,10 +27,9 @@ SAVINGS = {
 
 def plan(flags: Sequence[str]) -> None:
     """Show what a recipe would take on each process, and whether it fits; no weights are loaded."""
-    recipe, flags = needed_recipe("plan", flags)
+    name, flags = split_recipe(flags)
     options, keys = parser_of("plan").parse_known_args(flags)
-    config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
-    args = parse(config_type, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
+    args = config_of(find_recipe(name), keys, "plan")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     room, kind = options.device, "cuda"
     if room is None:

@@ -2,13 +2,22 @@
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rlhf_pg import config
 from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.config.parse import fail, load, recipe_file
+from rlhf_pg.config.parse import fail, load, parse, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
+WITH_REWARDS: dict[str, Any] = {
+    "grpo": config.GRPOConfig,
+    "rloo": config.RLOOConfig,
+    "reinforce": config.ReinforceConfig,
+    "ppo": config.PPOConfig,
+}
+CONFIGS = WITH_REWARDS | {"sft": config.SFTConfig, "reward_model": config.RewardModelConfig}
 
 
 def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -19,31 +28,20 @@ def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
     first = flags[0] if flags and not flags[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    known, others = parser.parse_known_args(list(flags[first is not None :]))
+    known, others = parser.parse_known_args(flags[first is not None :])
     if first is not None and known.config is not None:
-        fail(
-            f"there are two recipes, {quoted(first)} and --config {quoted(known.config)}: give one"
-        )
+        fail(f"there are two recipes, {quoted(first)} and --config {known.config}: give one")
     return (first or known.config), others
 
 
-def needed_recipe(command: str, flags: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the recipe that a command cannot do without, and the other flags; or `fail`."""
-    name, others = split_recipe(flags)
-    if name is None:
-        fail(
-            f"{command} needs a recipe: rlhf-pg {command} recipes/grpo_arithmetic.yaml, or the "
-            f"name of a preset (rlhf-pg {command} --help)"
-        )
-    return find_recipe(name), others
-
-
-def find_recipe(name: str) -> Path:
+def find_recipe(name: str | None) -> Path:
     """Return the file, recipe or preset of this name; `fail` if there is none."""
+    if name is None:
+        fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
     path = Path(name)
     if path.is_file() or path.suffix in SUFFIXES:
         return path
-    known = recipes() | presets()
+    known = recipes()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=len(known), cutoff=0.5)
         names = ", ".join([*near, *(other for other in presets() if other not in near)])
@@ -54,7 +52,13 @@ def find_recipe(name: str) -> Path:
 def is_recipe(name: str) -> bool:
     """Return whether a name is that of a recipe file or a preset, and not of a model."""
     path = Path(name)
-    return path.suffix in SUFFIXES or (not path.is_file() and name in recipes() | presets())
+    return path.suffix in SUFFIXES or (not path.is_file() and name in recipes())
+
+
+def recipes() -> dict[str, Path]:
+    """Return the files of the package's recipes by name, the presets among them."""
+    others = {path.stem: path for path in recipe_file("presets").parent.glob("*.yaml")}
+    return others | presets()
 
 
 def presets() -> dict[str, Path]:
@@ -62,18 +66,18 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipe_file("presets").glob("*.yaml"))}
 
 
-def recipes() -> dict[str, Path]:
-    """Return the files of the package's other recipes by name."""
-    return {path.stem: path for path in sorted(recipe_file("presets").parent.glob("*.yaml"))}
+def config_type_of(recipe: Path, known: Mapping[str, Any] = WITH_REWARDS) -> Any:
+    """Return the config class that the key `algorithm` of a recipe names, or `fail`."""
+    algorithm: Any = load(recipe).get("algorithm")
+    if algorithm not in list(known):
+        names = ", ".join(known)
+        fail(f"{recipe}: the key algorithm must be one of {names}, got {shown(algorithm)}")
+    return known[algorithm]
 
 
-def algorithm_of(recipe: Path, known: Iterable[str]) -> str:
-    """Return the key `algorithm` of a recipe file, or `fail` if it is not a known one."""
-    algorithm, names = load(recipe).get("algorithm"), list(known)
-    if algorithm not in names:
-        listed = ", ".join(names)
-        fail(f"{recipe}: the key algorithm must be one of {listed}, got {shown(algorithm)}")
-    return str(algorithm)
+def config_of(recipe: Path, keys: Sequence[str], command: str) -> Any:
+    """Return the config of a run with rewards, from a recipe and the flags of a command."""
+    return parse(config_type_of(recipe), ["--config", str(recipe), *keys], f"rlhf-pg {command}")
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:
@@ -81,14 +85,12 @@ def model_of_run(name: str) -> tuple[str, Path | None]:
 
     It fails if a run has left no model yet.
     """
-    directory = Path(name)
-    config = directory / "config.yaml"
-    if not config.is_file():
+    recipe, final = Path(name, "config.yaml"), Path(name, "final")
+    if not recipe.is_file():
         return name, None
-    final = directory / "final"
     if not final.is_dir():
         fail(
             f"{quoted(name)} is the directory of a run that has not ended, which has no final/: "
             "resume it, or name a model"
         )
-    return str(final), config
+    return str(final), recipe

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import algorithm_of
+from rlhf_pg.cli.recipes import config_of
 from rlhf_pg.cli.train import TRAINERS
-from rlhf_pg.config.parse import fail, parse
+from rlhf_pg.config.parse import fail
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.replay.replay import Made, Replay
 from rlhf_pg.replay.what_if import WhatIf, mean_advantages, what_if
@@ -29,13 +29,10 @@ METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "learning_rate", "val
 
 def replay(flags: Sequence[str]) -> None:
     """Make a step of a run again and show it, as it was or with other keys."""
-    if not flags or flags[0].startswith("-"):
-        fail("replay needs a run: rlhf-pg replay RUN --step 137")
-    directory = Path(flags[0])
-    options, keys = parser_of("replay").parse_known_args(list(flags[1:]))
-    run = RunFiles(directory)
-    if not (directory / "config.yaml").is_file() or not run.metrics:
-        fail(f"{quoted(str(directory))} holds no run: it lacks config.yaml or steps")
+    options, keys = parser_of("replay").parse_known_args(flags)
+    run = RunFiles(Path(options.run))
+    if not (run.directory / "config.yaml").is_file() or not run.metrics:
+        fail(f"{quoted(options.run)} holds no run: it lacks config.yaml or steps")
     if keys and options.resample:
         fail("--resample is for a step as it was: leave it out, or the other keys")
     again = Replay(rebuild(run), run)
@@ -53,8 +50,8 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     A reward that was given in Python and that no name finds is not called: its scores are recorded.
     """
     file = run.directory / "config.yaml"
-    kind = TRAINERS[algorithm_of(file, TRAINERS)]
-    args = parse(kind.config_type, ["--config", str(file), *keys], "rlhf-pg replay")
+    args = config_of(file, keys, "replay")
+    kind = TRAINERS[args.algorithm]
     how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
     given = list(args.given_in_python)
     given += ["its model"] * (args.model_name_or_path is None)
@@ -67,11 +64,8 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
         return kind(args=args)
     functions: list[Any] = []
     for name in args.reward_funcs:
-        if name.startswith(PYTHON):
-            functions.append(_missing(name))
-        else:
-            own = {key: value for key, value in args.reward_options.items() if key == name}
-            functions += named_rewards([name], own)
+        own = {key: value for key, value in args.reward_options.items() if key == name}
+        functions += [_missing(name)] if name.startswith(PYTHON) else named_rewards([name], own)
     args = dataclasses.replace(args, reward_funcs=(), reward_options={})
     return kind(args=args, reward_funcs=functions)
 

@@ -1,6 +1,8 @@
-"""`rlhf-pg report` and `rlhf-pg compare` show runs: in a page, and beside one another."""
+"""`rlhf-pg report`, `compare` and `diff` show runs: in a page, and beside one another."""
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -10,7 +12,8 @@ from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.config.parse import fail, load
+from rlhf_pg.config.parse import fail
+from rlhf_pg.replay.diff import Difference, diff_runs
 from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.run_page import write_report
@@ -20,24 +23,22 @@ OF_A_RUN = ("config.yaml", "metrics.jsonl")
 
 def report(flags: Sequence[str]) -> None:
     """Write the page of a run, and print where it is."""
-    names, out = _read("report", flags)
-    if len(names) != 1:
-        fail("report needs one run: rlhf-pg report OUTPUT_DIR")
-    directory = run_directory(names[0])
+    options = parser_of("report").parse_args(flags)
+    directory = run_directory(options.run)
     try:
-        print(visible(str(write_report(directory, Path(out) if out else None))))
+        print(visible(str(write_report(directory, options.out and Path(options.out)))))
     except OSError as error:
         fail(f"{error}: write it elsewhere with rlhf-pg report ... --out")
 
 
 def compare(flags: Sequence[str]) -> None:
     """Write the page that compares runs, and print where it is and what they differ in."""
-    names, out = _read("compare", flags)
-    if len(names) < 2:
+    options = parser_of("compare").parse_args(flags)
+    if len(options.runs) < 2:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
-    directories = [run_directory(name) for name in names]
+    directories = [run_directory(name) for name in options.runs]
     try:
-        write_comparison(directories, Path(out))
+        write_comparison(directories, Path(options.out))
     except OSError as error:
         fail(f"{error}: write it elsewhere with rlhf-pg compare ... --out")
     console = Console()
@@ -54,7 +55,20 @@ def compare(flags: Sequence[str]) -> None:
         for i, row in enumerate(shown["rows"]):
             drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)
         console.print(drawn)
-    print(visible(out))
+    print(visible(options.out))
+
+
+def diff(flags: Sequence[str]) -> None:
+    """Print the first difference between two runs; exit with status 1 if there is one."""
+    options = parser_of("diff").parse_args(flags)
+    a, b = map(run_directory, options.runs)
+    found = diff_runs(a, b, options.rtol)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
+    else:
+        print(visible("\n".join(_difference(found, a, b))))
+    if found:
+        raise SystemExit(1)
 
 
 def run_directory(name: str) -> Path:
@@ -66,16 +80,28 @@ def run_directory(name: str) -> Path:
         inside = {path.parent.name for file in OF_A_RUN for path in directory.glob(f"*/{file}")}
         hint = f"; in it are the runs {', '.join(map(quoted, sorted(inside)))}" if inside else ""
         fail(f"{quoted(name)} is no directory of a run, which has {' or '.join(OF_A_RUN)}{hint}")
-    if (directory / "config.yaml").is_file():
-        load(directory / "config.yaml")  # or say what is wrong with it
-        try:
-            _ = RunFiles(directory).config  # libyaml refuses characters that the other reader takes
-        except yaml.YAMLError as error:
-            fail(f"{directory / 'config.yaml'}: not valid YAML: {error}")
+    try:
+        _ = RunFiles(directory).config
+    except yaml.YAMLError as error:
+        fail(f"{directory / 'config.yaml'}: not valid YAML: {error}")
     return directory
 
 
-def _read(command: str, flags: Sequence[str]) -> tuple[list[str], str]:
-    """Return what stands before the first option, and `--out`."""
-    first = next((i for i, flag in enumerate(flags) if flag.startswith("-")), len(flags))
-    return list(flags[:first]), parser_of(command).parse_args(list(flags[first:])).out
+def _difference(found: Difference, a: Path, b: Path) -> Iterator[str]:
+    yield f"A: {a}\nB: {b}"
+    for title, entries in (("config", found.config), ("versions", found.versions)):
+        if entries:
+            yield f"{title}:"
+            yield from (f"  {key}: {one} | {other}" for key, (one, other) in entries.items())
+    if found.step is None:
+        yield f"no difference in {found.steps} steps"
+    else:
+        first = found.places[0].stage
+        when = f"step {found.step}" if found.step else "before the first step"
+        yield f"{when}: {first} differ first"
+        for place in found.places:
+            more = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
+            yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{more}"
+    for name, count in (("A", found.only_a), ("B", found.only_b)):
+        if count:
+            yield f"{count} steps only in {name}"

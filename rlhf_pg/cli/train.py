@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlhf_pg.cli.recipes import algorithm_of, needed_recipe
-from rlhf_pg.config import PolicyGradientConfig, RewardModelConfig, SFTConfig
+from rlhf_pg.cli.recipes import CONFIGS, config_type_of, find_recipe, split_recipe
 from rlhf_pg.config.parse import parse
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.bradley_terry import train_reward_model
@@ -18,17 +17,16 @@ from rlhf_pg.trainers import (
 )
 
 TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
-    "grpo": GRPOTrainer,
-    "ppo": PPOTrainer,
-    "rloo": RLOOTrainer,
-    "reinforce": ReinforceTrainer,
+    trainer.config_type.algorithm: trainer
+    for trainer in (GRPOTrainer, PPOTrainer, RLOOTrainer, ReinforceTrainer)
 }
 
 
 def train(flags: Sequence[str]) -> None:
     """Train by a recipe, with the trainer that its key `algorithm` names."""
-    recipe, keys = needed_recipe("train", flags)
-    algorithm = algorithm_of(recipe, ("sft", "reward_model", *TRAINERS))
+    name, keys = split_recipe(flags)
+    recipe = find_recipe(name)
+    algorithm = config_type_of(recipe, CONFIGS).algorithm
     run_recipe(algorithm, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
 
 
@@ -40,34 +38,16 @@ def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | N
         flags: flags of the config; by default those of the command line.
         prog: what `--help` calls the program.
     """
-    if algorithm == "sft":
-        fine_tune(parse(SFTConfig, flags, prog))
-    elif algorithm == "reward_model":
-        make_reward_model(parse(RewardModelConfig, flags, prog))
-    else:
-        config_type = TRAINERS[algorithm].config_type
-        make_trainer(algorithm, parse(config_type, flags, prog)).train()
-
-
-def fine_tune(args: SFTConfig) -> None:
-    """Fine-tune a model on the data that its config names; a task makes its own tiny one."""
-    if args.task is None:
-        train_sft(args)
-    else:
-        warm_start(args)
-
-
-def make_reward_model(args: RewardModelConfig) -> None:
-    """Train a reward model on the pairs that its config names."""
-    if args.task is None:
+    args = parse(CONFIGS[algorithm], flags, prog)
+    if algorithm in TRAINERS:
+        TRAINERS[algorithm](args=args).train()
+    elif algorithm == "sft":
+        # A task makes its own tiny model.
+        train_sft(args) if args.task is None else warm_start(args)
+    elif args.task is None:
         train_reward_model(args)
     else:
         pairs, held_out = embedded(args.task).pairs()
         model = ensure_model(args.task, args.model_name_or_path)
         others = None if args.eval_dataset_name else held_out
         train_reward_model(args, model=model, train_dataset=pairs, eval_dataset=others)
-
-
-def make_trainer(algorithm: str, args: PolicyGradientConfig) -> PolicyGradientTrainer:
-    """Make the trainer of an algorithm, on the data and rewards that its config names."""
-    return TRAINERS[algorithm](args=args)

@@ -1,22 +1,13 @@
 """Configs of the algorithms: their own defaults, and the keys of PPO's critic."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import Text, check_inherited, config, option
+from rlhf_pg.config.fields import Text, check_inherited, config, option, parameters
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
-
-
-class CriticOptions(NamedTuple):
-    """The kind of a critic and the weights that it starts from."""
-
-    shared: bool  # a head on the policy's trunk
-    model: str | None  # path or Hub id whose trunk it takes; None: the policy's
-    random_seed: int | None  # of random weights; None: weights as they were trained
-    learning_rate: float  # at its peak
 
 
 @config
@@ -32,16 +23,23 @@ class PolicyGradientConfig(
 ):
     """Config shared by all algorithms. One step is one rollout batch and every update on it."""
 
+    has_critic: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_inherited(self)
         self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
-        rules.check(self, (rules.of_names,))  # the others need these functions
-        rules.check(self, rules.OF_REWARDS)
+        rules.check_with_rewards(self)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings, one sentence each, about settings that are allowed but seldom meant."""
-        return rules.warnings(self)
+        if self.importance_sampling_level == "token" or self.aggregation == "sequence_mean":
+            return []
+        return [
+            "importance_sampling_level sequence has one number for a completion, which aggregation "
+            f"{self.aggregation} counts once per token, so that long completions weigh more: the "
+            "paper (GSPO) has sequence_mean"
+        ]
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""
@@ -88,26 +86,17 @@ class PolicyGradientConfig(
     @property
     def loss_options(self) -> set[str]:
         """The names of the policy loss's parameters."""
-        return rules.options_of("policy_loss", self.policy_loss)
-
-    @property
-    def has_critic(self) -> bool:
-        return False
+        return parameters(rules.registry("policy_loss")[self.policy_loss])
 
     @property
     def policy_frozen_until(self) -> int:
         """Number of steps at the start in which the policy is not updated."""
-        return 0
+        return int(getattr(self, "value_pretraining_steps", 0))
 
     @property
     def critic_only_iterations(self) -> int:
         """Number of passes over each rollout batch that train the critic alone."""
-        return 0
-
-    @property
-    def critic_options(self) -> CriticOptions | None:
-        """The critic's options, for an algorithm that has a critic."""
-        return None
+        return int(getattr(self, "value_iterations", 0))
 
 
 @config
@@ -163,6 +152,8 @@ class ReinforceConfig(PolicyGradientConfig):
 class PPOConfig(PolicyGradientConfig):
     """Config of PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
 
+    has_critic: ClassVar[bool] = True
+
     # fmt: off
     algorithm: Literal["ppo"] = option("ppo")
     output_dir: Text = option("runs/ppo")
@@ -212,22 +203,6 @@ class PPOConfig(PolicyGradientConfig):
     # fmt: on
 
     @property
-    def has_critic(self) -> bool:
-        return True
-
-    @property
-    def policy_frozen_until(self) -> int:
-        return self.value_pretraining_steps
-
-    @property
-    def critic_only_iterations(self) -> int:
-        return self.value_iterations
-
-    @property
-    def critic_options(self) -> CriticOptions:
-        return CriticOptions(
-            shared=self.critic == "shared",
-            model=self.value_model_name_or_path,
-            random_seed=self.seed if self.value_init == "random" else None,
-            learning_rate=self.value_learning_rate or self.learning_rate,
-        )
+    def critic_seed(self) -> int | None:
+        """Seed of a critic's random weights; None for pretrained ones."""
+        return self.seed if self.value_init == "random" else None

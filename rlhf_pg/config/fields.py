@@ -10,14 +10,14 @@ import inspect
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as validated
-from pydantic.fields import FieldInfo
 
 from rlhf_pg.config.foreign_keys import explained, nearest
 
@@ -36,12 +36,10 @@ def option(default: Any, *, names: Collection[str] = (), help: str = "", **limit
         help: by default that of the key which it takes the place of.
         limits: `ge`, `gt`, `le`, `lt`, as pydantic has them.
     """
-    options: dict[str, Any] = dict(limits, description=help)
-    if names:
-        options["json_schema_extra"] = {"names": list(names)}
+    metadata = {"help": help, "names": tuple(names), "limits": limits}
     if isinstance(default, dict):
-        return Field(default_factory=dict, **options)
-    return Field(default, **options)
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass_transform(kw_only_default=True)
@@ -52,25 +50,21 @@ def config(cls: type[C]) -> type[C]:
         ValueError: keys are unknown, of a wrong type or out of range; there is a line for each,
             which names the key.
     """
+    hints = inspect.get_annotations(cls)
+    inherited = getattr(cls, "__dataclass_fields__", {})
+    for name, hint in hints.items():
+        declared = vars(cls).get(name)
+        if isinstance(declared, dataclasses.Field) and declared.metadata:
+            if limits := declared.metadata["limits"]:
+                hints[name] = Annotated[hint, Field(**limits)]
+            if name in inherited and not declared.metadata["help"]:
+                text = inherited[name].metadata["help"]
+                declared.metadata = MappingProxyType(declared.metadata | {"help": text})
+        if hint in (int, float, int | None, float | None):
+            hints[name] = Annotated[hints[name], BeforeValidator(_number)]
+    cls.__annotations__ = hints
     options = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
-    cls.__annotations__ = {
-        name: Annotated[hint, BeforeValidator(_number)]  # to pydantic True is 1
-        if hint in (int, float, int | None, float | None)
-        else hint
-        for name, hint in inspect.get_annotations(cls).items()
-    }
-    bases = [field for base in cls.__mro__[:0:-1] for _, field in _fields(base)]
-    texts = {field.name: field.metadata.get("help", "") for field in bases}
-    for field in bases:  # pydantic takes its own descriptions of inherited keys
-        if info := field.metadata.get("info"):
-            field.default, field.default_factory = info, dataclasses.MISSING
     made: Any = validated(kw_only=True, config=options)(cls)
-    for field in (*bases, *dataclasses.fields(made)):  # and whoever reads the fields plain defaults
-        if isinstance(info := field.default, FieldInfo):
-            text = info.description or texts.get(field.name, "")
-            field.metadata = {"info": info, "help": text}
-            field.default = dataclasses.MISSING if info.default_factory else info.default
-            field.default_factory = info.default_factory or dataclasses.MISSING
     check = made.__init__
 
     @wraps(check)
@@ -82,11 +76,6 @@ def config(cls: type[C]) -> type[C]:
 
     made.__init__ = __init__
     return made  # type: ignore[no-any-return]
-
-
-def _fields(cls: type) -> Iterable[tuple[str, Any]]:
-    """Return the keys of a config, by name; of other classes none."""
-    return getattr(cls, "__dataclass_fields__", {}).items() if is_config(cls) else ()
 
 
 def is_config(cls: type) -> bool:
@@ -147,6 +136,7 @@ def listed(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    """Refuse true and false, which to pydantic are 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("a number")
     return value

@@ -17,20 +17,22 @@ def found(name: str, beside: Path | None) -> str | None:
     return None
 
 
-def locate(config: Any, beside: Path | None) -> None:
-    """Make the names of models, datasets and rewards absolute where they are files."""
+def located_keys(config: Any, beside: Path | None) -> dict[str, Any]:
+    """Return the keys that name models, datasets and rewards, absolute where they are files."""
+    keys: dict[str, Any] = {}
     for key, value in vars(config).items():
-        if key.endswith("model_name_or_path"):
-            setattr(config, key, found(value or "", beside) or value)
+        if key.endswith("model_name_or_path") and value:
+            keys[key] = found(value, beside) or value
         elif key in ("dataset_name", "eval_dataset_name"):
-            setattr(config, key, tuple(found(name, beside) or name for name in value))
+            keys[key] = [found(name, beside) or name for name in value]
     if hasattr(config, "reward_funcs"):
-        placed = {name: located(name, beside) for name in config.reward_funcs}
-        config.reward_funcs = tuple(placed.values())
-        config.reward_options = {
-            placed.get(name, name): _with_files(options, beside)
+        rewards = {name: located(name, beside) for name in config.reward_funcs}
+        keys["reward_funcs"] = list(rewards.values())
+        keys["reward_options"] = {
+            rewards.get(name, name): _with_files(options, beside)
             for name, options in config.reward_options.items()
         }
+    return keys
 
 
 def located(name: str, beside: Path | None) -> str:

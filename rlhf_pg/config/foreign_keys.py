@@ -9,18 +9,7 @@ def _by_key(hints: Mapping[str, str]) -> dict[str, str]:
     return {key: hint for hint, keys in hints.items() for key in keys.split()}
 
 
-_GONE = "was removed in November 2026: "
 # fmt: off
-# What to do in place of keys that this package had.
-GONE = _by_key({
-    f"{_GONE}name a part of the data, as dataset_train_split: train[:100000]":
-        "streaming shuffle_buffer_size",
-    f"{_GONE}warmup_steps is the critic's too": "value_warmup_steps",
-    f"{_GONE}set OMP_NUM_THREADS": "cpu_threads",
-    f"{_GONE}leave it out (CHANGELOG.md)":
-        "skip_zero_advantages old_logprobs_source reward_model_closes_truncated kl_adaptive_lr_min "
-        "kl_adaptive_lr_max bfloat16_update rollout_drafts model_check",
-})
 # What to use here in place of a key of TRL, transformers, verl or OpenRLHF, in a run with rewards.
 FOREIGN_KEYS = _by_key({
     "prompts_per_step (global) and micro_batch_tokens (memory)": "per_device_train_batch_size",
@@ -33,27 +22,21 @@ FOREIGN_KEYS = _by_key({
     "dtype: bfloat16": "bf16 fp16 torch_dtype",
     "gradient_checkpointing": "gradient_checkpointing_kwargs activation_offloading",
     "warmup_steps": "warmup_ratio",
-    "lr_scheduler_type, or the trainer's argument optimizers": "lr_scheduler_kwargs",
     "max_grad_norm": "grad_clip",
     "eval_steps; 0 is never": "eval_strategy do_eval",
     "save_steps; 0 is never": "save_strategy",
     "logging_steps, for trackers; metrics.jsonl has every step": "logging_strategy",
     "save_best: best/ in output_dir": "load_best_model_at_end metric_for_best_model",
-    "output_dir; TensorBoard's files are in tensorboard/ in it": "logging_dir",
     "report_to": "log_with wandb",
-    "run_name": "exp_name",
     "HF_TOKEN in the environment, since config.yaml would keep a token": "hub_token",
     "accelerate launch --config_file, with a file such as those in recipes/accelerate/":
         "deepspeed fsdp fsdp_config",
     "rollout_engine: vllm (in this process) or vllm_server": "use_vllm vllm_mode",
     "vllm_server_base_url": "vllm_server_host vllm_server_port",
-    "rollout_engine: vllm_server and the server's own flags": "vllm_tensor_parallel_size",
     "temperature, top_k, top_p, min_p and stop": "generation_kwargs repetition_penalty",
     "max_completion_length": "max_new_tokens response_length",
     "max_prompt_length and max_completion_length": "max_length max_seq_length",
     "num_generations": "n_samples_per_prompt rloo_k",
-    "stop, which takes strings": "stop_token",
-    "max_turns": "max_tool_calling_iterations",
     "aggregation (token_mean, sequence_mean, constant) and policy_loss": "loss_type loss_agg_mode",
     "advantage_estimator": "adv_estimator",
     "epsilon": "cliprange clip_ratio eps_clip",
@@ -66,7 +49,6 @@ FOREIGN_KEYS = _by_key({
     "kl_controller: adaptive": "adap_kl_ctrl",
     "num_iterations": "num_ppo_epochs ppo_epochs",
     "lam, of PPO": "lambda lambd",
-    "entropy_coef": "entropy_coeff",
     "scale_rewards, of GRPO": "norm_adv_by_std_in_grpo",
     "normalize_advantages": "whiten_advantages",
     "sampler_correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
@@ -91,16 +73,21 @@ SUPERVISED_KEYS = _by_key({
     'dataset_columns: {"text": "its name"}': "dataset_text_field",
     "packing": "padding_free",
 })
-# Why keys of other libraries have no meaning here.
-NO_MEANING = {
-    "packing": "a run with rewards never computes padding: all rows of a pass lie in one",
-    "remove_unused_columns": "every column reaches the reward functions, and none the model",
-    "dataloader_num_workers": "prompts are tokenised once, before the first step",
-    "use_liger_kernel": "the head is computed in chunks already, and no pass holds all logits",
-    "torch_compile": "shapes change at every step",
-    "neftune_noise_alpha": "noise on embeddings would score another policy than the one sampled",
-    "top_entropy_quantile": "every token that the policy chose is trained",
-}
+# Keys with nothing in their place: why, or what else does it.
+LEFT_OUT = _by_key({
+    "it was removed in November 2026 (CHANGELOG.md)":
+        "skip_zero_advantages old_logprobs_source reward_model_closes_truncated kl_adaptive_lr_min "
+        "kl_adaptive_lr_max bfloat16_update rollout_drafts model_check",
+    "dataset_train_split: train[:100000] names a part of the data": "streaming shuffle_buffer_size",
+    "warmup_steps is the critic's too": "value_warmup_steps",
+    "set OMP_NUM_THREADS in the environment": "cpu_threads",
+    "a run with rewards never computes padding: all rows of a pass lie in one": "packing",
+    "every column reaches the reward functions, and none the model": "remove_unused_columns",
+    "prompts are tokenised once, before the first step": "dataloader_num_workers",
+    "the head is computed in chunks already, and no pass holds all logits": "use_liger_kernel",
+    "shapes change at every step": "torch_compile",
+    "noise on embeddings would score another policy than the one sampled": "neftune_noise_alpha",
+})
 # fmt: on
 
 # An argument of another library's trainer, and what to do here.
@@ -121,9 +108,7 @@ def explained(key: str, known: Iterable[str] = ()) -> str | None:
     Args:
         known: the keys of the config.
     """
-    if key in GONE:
-        return f"{key!r} {GONE[key]}"
-    hint, reason = FOREIGN_KEYS.get(key), NO_MEANING.get(key)
+    hint, reason = FOREIGN_KEYS.get(key), LEFT_OUT.get(key)
     if "batch_size" in known:  # a run without rewards
         hint = SUPERVISED_KEYS.get(key, hint)
         named = re.findall(r"\w+", hint or "")[:1]
@@ -131,7 +116,7 @@ def explained(key: str, known: Iterable[str] = ()) -> str | None:
             hint, reason = None, "it is for runs with rewards"
     if hint is not None:
         return f"{key!r} is not a key here; see {hint}"
-    return None if reason is None else f"`{key}` has no meaning here: {reason}"
+    return None if reason is None else f"{key!r} is not a key here: {reason}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -1,40 +1,42 @@
 """Keys of a config as text for a terminal, in groups: the classes that declare them."""
 
+import argparse
 import dataclasses
-import shutil
-import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Literal
-
-Chosen = Callable[[str, "dataclasses.Field[Any]"], bool]
 
 
 def of_config(
-    config: type, usage: str = "", values: Mapping[str, Any] = {}, chosen: Chosen = lambda *_: True
+    config: type, values: Mapping[str, Any] = {}, keys: Collection[str] | None = None
 ) -> str:
     """Return the keys of a config class.
 
     Args:
-        usage: what stands above them, a line that says how the command is called.
         values: of a recipe, shown in place of the defaults.
-        chosen: which keys are shown, by the group (model, data, run ...) and the field.
+        keys: the keys that are shown; by default all.
     """
-    blocks = [f"usage: {usage} [--config RECIPE] [--key value ...]"] if usage else []
+    layout = partial(argparse.HelpFormatter, max_help_position=6)
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, add_help=False, formatter_class=layout
+    )
     hints = typing.get_type_hints(config)
     for owner, fields in groups(config).items():
         title = owner.__name__.removesuffix("Config").lower()
-        lines = [
-            line
-            for field in fields
-            if chosen(title, field)
-            for line in _lines(field, hints[field.name], values)
-        ]
-        if lines:
-            about = (owner.__doc__ or "").partition("\n\n")[0]
-            blocks.append("\n".join([*textwrap.wrap(f"{title}: {about}", width()), *lines]))
-    return "\n\n".join(blocks)
+        group = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n\n")[0])
+        for field in fields:
+            if keys is not None and field.name not in keys:
+                continue
+            made = field.default_factory is not dataclasses.MISSING
+            default = values.get(field.name, "none" if made else field.default)
+            text, names = field.metadata.get("help", ""), field.metadata.get("names", ())
+            if names:
+                text += f" One of: {', '.join(names)}."
+            kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {_plain(default)})"
+            group.add_argument(f"--{field.name}", metavar=kind, help=text.replace("%", "%%"))
+    return parser.format_help().strip()
 
 
 def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
@@ -48,27 +50,6 @@ def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
         if own:
             found[owner] = own
     return found
-
-
-def width() -> int:
-    """Return the columns that help is written in."""
-    return min(100, shutil.get_terminal_size().columns)
-
-
-def _lines(field: "dataclasses.Field[Any]", hint: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    made = field.default_factory is not dataclasses.MISSING
-    default = values.get(field.name, "none" if made else field.default)
-    names = names_of(field)
-    text = field.metadata.get("help", "") + (f" One of: {', '.join(names)}." if names else "")
-    yield f"  --{field.name} {' | '.join(kinds(hint))}  (default: {_plain(default)})"
-    indent = " " * 6
-    yield from textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent)
-
-
-def names_of(field: "dataclasses.Field[Any]") -> list[str]:
-    """Return the names that a key may be, if it is one of a registry."""
-    info = field.metadata.get("info")
-    return list((getattr(info, "json_schema_extra", None) or {}).get("names", ()))
 
 
 def kinds(hint: Any) -> list[str]:

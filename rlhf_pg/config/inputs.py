@@ -31,15 +31,9 @@ class ModelConfig:
         "the inputs of the layers to the host's memory, for long rows on a GPU.")
     # fmt: on
 
-    def locate(self, beside: Path | None) -> None:
-        """Make the names of files absolute: beside the recipe, or else in the working directory."""
-        files.locate(self, beside)
-
-    def located(self) -> Self:
-        """Return the config with the names of files in the working directory made absolute."""
-        own = replace(self)
-        own.locate(None)
-        return own
+    def located(self, beside: Path | None = None) -> Self:
+        """Return the config with absolute names of files: beside the recipe, or else here."""
+        return replace(self, **files.located_keys(self, beside))
 
     def on(self, device: str) -> Self:
         """Return the config for a kind of device; on a CPU activations are in the host already."""
@@ -107,13 +101,9 @@ class DataConfig:
     # fmt: on
 
     def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
-        """Refuse data that are given in Python beside keys that name them.
-
-        Raises:
-            ValueError: there are data, and one of the keys is set.
-        """
-        for key in keys if data is not None else ():
-            if is_set(self, key):
+        """Raise ValueError if data are given in Python, and a key that names them is set."""
+        for key in keys:
+            if data is not None and is_set(self, key):
                 raise ValueError(
                     f"the data are given twice, as {argument} in Python and by the key {key}: "
                     "leave one of them out"
@@ -121,10 +111,9 @@ class DataConfig:
 
     def without_names(self) -> dict[str, Any]:
         """Return the keys that name data, at their defaults."""
-        defaults = DataConfig()
         names = ("prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs")
         kept = (*names, "dataset_fingerprint")
-        return {key: value for key, value in vars(defaults).items() if key not in kept}
+        return {key: value for key, value in vars(DataConfig()).items() if key not in kept}
 
 
 @config

@@ -21,18 +21,13 @@ C = TypeVar("C")
 
 # A flag for one of these keys takes the place of a recipe's others, which were of what it replaces.
 # Another dataset may have the same columns, and be split off likewise; a task has none of it.
-_OF_DATASETS = (
-    *("task_options", "dataset_config", "dataset_train_split"),
-    *("dataset_weights", "dataset_fingerprint"),
-)
+_SOURCE = "task_options dataset_config dataset_train_split dataset_weights dataset_fingerprint"
+_HELD_OUT = "dataset_test_split eval_dataset_name"
 REPLACED = {
-    "dataset_name": ("task", *_OF_DATASETS),
-    "task": (
-        *("dataset_name", "dataset_test_split", "eval_dataset_name", "dataset_columns"),
-        *("prompt_template", *_OF_DATASETS),
-    ),
-    "eval_dataset_name": ("dataset_test_split",),
-    "reward_funcs": ("reward_options", "reward_weights"),
+    "dataset_name": f"task {_SOURCE}".split(),
+    "task": f"dataset_name dataset_columns prompt_template {_HELD_OUT} {_SOURCE}".split(),
+    "eval_dataset_name": ["dataset_test_split"],
+    "reward_funcs": ["reward_options", "reward_weights"],
 }
 
 
@@ -48,7 +43,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     """
     words = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(words):
-        print(help.of_config(config_type, prog or Path(sys.argv[0]).name))
+        print(f"usage: {prog or Path(sys.argv[0]).name} [--config RECIPE] [--key value ...]\n")
+        print(help.of_config(config_type))
         raise SystemExit(0)
     kind: Any = config_type if is_config(config_type) else config(config_type)
     flags = read_flags(words)
@@ -65,9 +61,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
             for key, text in error.messages
         )
         fail("\n".join(lines))
-    if hasattr(made, "locate"):
-        made.locate(None if recipe is None else Path(str(recipe)).absolute().parent)
-    return made  # type: ignore[no-any-return]
+    beside = None if recipe is None else Path(str(recipe)).absolute().parent
+    return made.located(beside)  # type: ignore[no-any-return]
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -82,11 +77,6 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         else:
             fail(f"{word!r} is not a key: write --key value")
     return {key: v if len(v) > 1 else v[0] if v else True for key, v in found.items()}
-
-
-def keys_of(words: Sequence[str]) -> list[str]:
-    """Return the keys among the words of a command line, without their values."""
-    return list(read_flags([word for word in words if word.startswith("--")]))
 
 
 def recipe_file(name: str) -> Path:

@@ -48,7 +48,7 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     def __post_init__(self) -> None:
         check_inherited(self)
         self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
-        rules.check(self, rules.OF_SUPERVISED)
+        rules.check_supervised(self)
 
 
 @config

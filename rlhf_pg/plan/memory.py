@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_pg import models
-from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.models import Critic, Policy
@@ -87,13 +87,13 @@ def build_meta_models(
     tokens = most(kind, row) if args.micro_batch_tokens == "auto" else args.token_budget
     with META:
         model = models.load_policy(model, dtype, META, adapter)
-        options = args.critic_options
-        if options is not None:
+        if isinstance(args, PPOConfig):
             value_model: nn.Module | None = None
-            if options.model is not None:
+            if args.value_model_name_or_path is not None:
                 with models.about("value_model_name_or_path"):
-                    value_model = _without_data(options.model, dtype, AutoModel, remote)
-            own = (options.shared, value_model, adapter, options.random_seed)
+                    path = args.value_model_name_or_path
+                    value_model = _without_data(path, dtype, AutoModel, remote)
+            own = (args.critic == "shared", value_model, adapter, args.critic_seed)
             critic = models.new_critic(model, tokenizer, dtype, *own)
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
         _, module = assembled(model, args, critic, tokens, chunk_size)

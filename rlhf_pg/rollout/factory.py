@@ -128,9 +128,8 @@ def new_episode_runner(
             or the chat template does not know tools.
     """
     has_episodes = bool(tools) or environments is not None
-    why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
-    keys = "max_turns environment_timeout"
-    rules.check(args, [lambda config: rules.idle(config, keys, has_episodes, why)])
+    needs = [("tools or environment_factory", has_episodes, "max_turns environment_timeout")]
+    rules.check(args, lambda config: rules.idle(config, needs))
     if not has_episodes:
         return None
     if environments is None:

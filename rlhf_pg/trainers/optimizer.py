@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
-from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.models import Critic
 
 Optimizers = tuple[Optimizer | None, LRScheduler | None]
@@ -57,8 +57,8 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
     """Make AdamW without decay for vectors (biases, norms), and with the critic's own rate."""
     groups = _groups(policy, args, args.learning_rate)
-    if critic is not None and args.critic_options is not None:
-        groups += _groups(critic, args, args.critic_options.learning_rate)
+    if critic is not None and isinstance(args, PPOConfig):
+        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
     if args.optim == "adamw_8bit":

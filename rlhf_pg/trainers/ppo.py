@@ -149,13 +149,12 @@ class PPOTrainer(PolicyGradientTrainer):
     def new_critic(self) -> Critic:
         """Make the critic that `args.critic` and `value_model` ask for."""
         args = self.args
-        value_model = self.value_model
-        options = args.critic_options
+        value_model, is_shared = self.value_model, args.critic == "shared"
         if value_model is None:
-            value_model = options.model
-        if value_model is not None and options.shared:
+            value_model = args.value_model_name_or_path
+        if value_model is not None and is_shared:
             raise ValueError("value_model is for a separate critic: leave it out with a shared one")
-        if value_model is not None and options.random_seed is not None:
+        if value_model is not None and args.critic_seed is not None:
             raise ValueError(
                 "value_init random takes the policy's architecture: leave value_model out"
             )
@@ -163,10 +162,10 @@ class PPOTrainer(PolicyGradientTrainer):
             self.model,
             self.processing_class,
             self.dtype,
-            options.shared,
+            is_shared,
             value_model,
             self.peft_config,
-            options.random_seed,
+            args.critic_seed,
             args.trust_remote_code,
             models.init_options(args),
         )

@@ -90,7 +90,7 @@ def test_control_characters_of_model_are_escaped(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "chat needs a model"),
+        ([], "are required: MODEL"),
         (["{model}", "--system_prompt", "x"], "no chat template"),
         (["{model}", "--top_p", "0"], "--top_p"),
         (["no/such/model"], "no model directory"),

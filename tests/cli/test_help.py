@@ -10,9 +10,9 @@ import pytest
 
 from rlhf_pg import config
 from rlhf_pg.cli import main, recipes
-from rlhf_pg.cli.help import CONFIGS
 from rlhf_pg.cli.options import SHARDINGS, USAGE
 from rlhf_pg.cli.plan import BY_FLAG
+from rlhf_pg.cli.recipes import CONFIGS
 from rlhf_pg.config.help import groups
 from rlhf_pg.config.parse import recipe_file
 

@@ -120,7 +120,7 @@ def test_wrong_usage_is_one_error(run: str, flags: list[str], said: str, capsys)
 
 def test_what_is_no_run_is_one_error(tmp_path: Path, run: str, capsys) -> None:
     assert str(tmp_path) in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
-    assert "replay needs a run" in said_of(["replay", "--step", "1"], capsys)
+    assert "are required: RUN" in said_of(["replay", "--step", "1"], capsys)
 
 
 def test_run_of_python_says_how(make, capsys) -> None:
@@ -146,4 +146,4 @@ def test_diff_prints_the_first_difference(run: str, recipe: Path, tmp_path: Path
         main(["diff", run, other, "--json"])
     said = json.loads(capsys.readouterr().out)
     assert (said["step"], said["places"][0]["stage"]) == (1, "ids")
-    assert "diff needs two runs" in said_of(["diff", run], capsys)
+    assert "are required: RUN" in said_of(["diff", run], capsys)

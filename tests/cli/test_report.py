@@ -49,7 +49,7 @@ def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "runs" / "one", steps=2)
     assert "does not exist: name the output_dir" in refused(capsys, "report", str(tmp_path / "no"))
     assert "in it are the runs one" in refused(capsys, "report", str(tmp_path / "runs"))
-    assert "needs one run: rlhf-pg report OUTPUT_DIR" in refused(capsys, "report")
+    assert "are required: RUN" in refused(capsys, "report")
     assert "needs two runs or more" in refused(capsys, "compare", str(run))
     assert "--out" in refused(capsys, "report", str(run), "--out", str(tmp_path / "no" / "x.html"))
     (run / "config.yaml").write_text("a: [")

@@ -16,7 +16,6 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.config.fields import bound
-from rlhf_pg.config.help import names_of
 from rlhf_pg.config.parse import REPLACED, dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -154,7 +153,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
                 "dynamic_sampling_rounds": 1,
                 "advantage_estimator": "process_group_normalized",
             },
-            "whose steps may differ",
+            "sets groups aside by total scores",
         ),
         (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_controller adaptive"),
         (
@@ -180,7 +179,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
-        (GRPOConfig, {"dtype": "float64", "optim": "adamw_8bit"}, "updates no float64 weights"),
     ],
 )
 def test_harmful_option_combination_raises(config, options, said):
@@ -263,8 +261,8 @@ def test_misspelt_choice_error_lists_names_with_suggestion():
 def test_names_are_those_of_registries():
     """The config has them without torch."""
     fields = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-    assert set(names_of(fields["advantage_estimator"])) == set(ADVANTAGES)
-    assert set(names_of(fields["policy_loss"])) == set(POLICY_LOSSES)
+    assert set(fields["advantage_estimator"].metadata["names"]) == set(ADVANTAGES)
+    assert set(fields["policy_loss"].metadata["names"]) == set(POLICY_LOSSES)
 
 
 def test_config_stays_a_dataclass():
@@ -719,10 +717,10 @@ def test_value_starting_with_dash_is_no_flag(recipe):
         (
             PPOConfig,
             {"critic": "shared", "value_model_name_or_path": "x"},
-            "value_model_name_or_path is for a separate critic",
+            "value_model_name_or_path has no effect without critic separate",
         ),
         (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
-        (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
+        (GRPOConfig, {"lora_r": 8}, "lora_r has no effect without use_peft"),
         (
             GRPOConfig,
             {"rollout_engine": "native", "vllm_max_model_length": 9},
@@ -750,12 +748,12 @@ def test_value_starting_with_dash_is_no_flag(recipe):
             {"rollout_engine": "vllm_server", "vllm_server_base_url": "localhost:8000"},
             "vllm_server_base_url must begin with http:// or https://, got 'localhost:8000'",
         ),
-        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
+        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules has no effect"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
         (
             GRPOConfig,
             {"router_aux_loss_coef": 0.1, "disable_dropout": False},
-            "^router_aux_loss_coef .* with disable_dropout false draws other dropout",
+            "^router_aux_loss_coef needs disable_dropout: true",
         ),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
     ],

@@ -39,8 +39,7 @@ def config() -> PPOConfig:
 
 
 def test_names_of_files_become_absolute(recipe):
-    args = config()
-    args.locate(recipe)
+    args = config().located(recipe)
     assert args.model_name_or_path == args.reward_model_name_or_path == f"{recipe}/model"
     assert args.value_model_name_or_path == "org/model"
     assert (args.dataset_name, args.eval_dataset_name) == (
@@ -69,5 +68,3 @@ def test_config_of_python_is_located_in_the_working_directory(recipe, monkeypatc
 
 def test_no_name_is_no_folder(recipe):
     assert found("", recipe) is None
-    with pytest.raises(ValueError, match="dataset_name must name a file, a folder or a Hub id"):
-        PPOConfig(dataset_name="")

@@ -158,4 +158,4 @@ def test_offload_plans_no_inputs_of_layers_on_gpu(two_layers, kind: str, layers:
 def test_plan_of_sft_recipe_is_rejected(capsys) -> None:
     with pytest.raises(SystemExit):
         plan(capsys, "--config", str(RECIPES / "sft_arithmetic.yaml"))
-    assert "must be one of grpo, ppo, rloo, reinforce, got 'sft'" in capsys.readouterr().err
+    assert "must be one of grpo, rloo, reinforce, ppo, got 'sft'" in capsys.readouterr().err

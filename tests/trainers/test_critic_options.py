@@ -475,13 +475,13 @@ def test_run_of_only_value_pretraining_trains_only_critic(make) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vf_coef": 0.0, "value_lam": 1.0}, "value_lam is for a critic that learns"),
-        ({"vf_coef": 0.0, "normalize_values": True}, "normalize_values is for a critic that"),
-        ({"vf_coef": 0.0, "value_pretraining_steps": 1}, "value_pretraining_steps is for a"),
-        ({"vf_coef": 0.0, "value_iterations": 1}, "value_iterations is for a critic that learns"),
+        ({"vf_coef": 0.0, "value_lam": 1.0}, "value_lam has no effect without vf_coef"),
+        ({"vf_coef": 0.0, "normalize_values": True}, "normalize_values has no effect without vf"),
+        ({"vf_coef": 0.0, "value_pretraining_steps": 1}, "value_pretraining_steps has no eff"),
+        ({"vf_coef": 0.0, "value_iterations": 1}, "value_iterations has no effect without vf"),
         (
             {"value_init": "random", "value_model_name_or_path": "judge"},
-            "value_init random takes the policy's architecture: leave out value_model_name",
+            "value_init random needs no value_model_name_or_path",
         ),
     ],
 )

@@ -556,8 +556,8 @@ def _call(arguments: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 3}, "max_turns is for episodes: give tools or environment_factory"),
-        ({"environment_timeout": 3.0}, "environment_timeout is for episodes"),
+        ({"max_turns": 3}, "max_turns has no effect without tools or environment_factory"),
+        ({"environment_timeout": 3.0}, "environment_timeout has no effect without tools"),
         (
             {"tools": calculator().tools, "environment_factory": TwoTurns},
             "tools or environment_factory, not both",

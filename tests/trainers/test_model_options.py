@@ -61,6 +61,8 @@ def test_attention_changes_no_result(make, tmp_path):
         ({"attn_implementation": "eagre"}, "eagre"),
         ({"model_init_kwargs": {"attention_dropuot": 0.1}}, "did you mean 'attention_dropout'"),
         ({"model_init_kwargs": {"_commit_hash": "x"}}, "is neither an argument"),
+        # A pickle would be run.
+        ({"model_init_kwargs": {"weights_only": False}}, "is neither an argument"),
     ],
 )
 def test_unknown_option_raises_before_training(make, options, said):
@@ -80,7 +82,6 @@ def test_options_for_loading_are_refused_for_object(make, model_path):
         ("dtype", "set dtype"),
         ("device_map", "the launcher chooses devices"),
         ("token", "config.yaml would keep a token"),
-        ("weights_only", "never unpickled"),
         ("trust_remote_code", "set trust_remote_code"),
     ],
 )
@@ -94,7 +95,7 @@ def test_own_keys_are_refused_in_model_init_kwargs(key, said):
     [{"attn_implementation": "somebody/kernels"}, {"model_init_kwargs": {"use_kernels": True}}],
 )
 def test_kernels_of_hub_need_trust(options):
-    with pytest.raises(ValueError, match="kernels of the Hub, which are code: set trust_remote_co"):
+    with pytest.raises(ValueError, match="trust_remote_code must be true for kernels of the Hub"):
         GRPOConfig(**options)
     assert GRPOConfig(**options, trust_remote_code=True)
 
