@@ -104,7 +104,7 @@ def test_load_policy_does_not_run_remote_code(tmp_path) -> None:
 
 @pytest.mark.parametrize("url", ["http://me:secret@localhost:8000", "https://token@host"])
 def test_server_url_with_credentials_is_refused(url) -> None:
-    with pytest.raises(ValueError, match="vllm_server_base_url holds a user, a password") as caught:
+    with pytest.raises(ValueError, match="vllm_server_base_url") as caught:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "secret" not in str(caught.value)
     assert "token" not in str(caught.value)
