@@ -121,7 +121,10 @@ def of_sampling(args: Any) -> Iterator[str]:
             )
     url = args.vllm_server_base_url
     if {"@", "?", "#"} & set(url):
-        yield "vllm_server_base_url holds a user, password or query, which config.yaml would keep"
+        yield (
+            "vllm_server_base_url holds a user, password or query, which config.yaml would keep: "
+            "leave it out"
+        )
     elif not url.startswith(("http://", "https://")):
         yield f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"
 
@@ -156,7 +159,10 @@ def of_estimator(args: Any) -> Iterator[str]:
     if compared < 2 and name in IN_GROUP | IN_BATCH:
         yield f"advantage_estimator {name!r} compares completions: raise num_generations"
     if args.whiten_rewards and name not in {"returns", "total_returns", *NEED_VALUES}:
-        yield f"whiten_rewards scales rewards of tokens, and {name!r} uses scores of completions"
+        yield (
+            f"whiten_rewards scales rewards of tokens, and {name!r} uses scores of completions: "
+            "leave it out"
+        )
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         yield (
             "importance_sampling_level 'sequence' takes one advantage per completion, and "
@@ -166,7 +172,10 @@ def of_estimator(args: Any) -> Iterator[str]:
         if args.beta > 0 and args.kl_placement == "reward":
             yield f'kl_placement must be "loss" with {name}, which looks at the steps alone'
         if args.dynamic_sampling_rounds:
-            yield f"dynamic_sampling_rounds sets groups aside by total scores, {name} by steps"
+            yield (
+                f"dynamic_sampling_rounds sets groups aside by total scores, and {name} compares "
+                "steps: leave it out"
+            )
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         yield "dynamic_sampling_rounds compares the scores of a group: raise num_generations"
 
@@ -174,7 +183,10 @@ def of_estimator(args: Any) -> Iterator[str]:
 def of_updates(args: Any) -> Iterator[str]:
     """The number of updates per rollout, and ranges that depend on other keys."""
     if args.num_mini_batches > args.prompts_per_step:
-        yield f"num_mini_batches must be at most prompts_per_step ({args.prompts_per_step})"
+        yield (
+            f"num_mini_batches must be at most prompts_per_step ({args.prompts_per_step}), got "
+            f"{args.num_mini_batches}"
+        )
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
         yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
     if args.updates_per_step == 1:
@@ -185,13 +197,16 @@ def of_updates(args: Any) -> Iterator[str]:
         if "old_kl_coef" in args.loss_options:
             yield f"policy_loss {args.policy_loss!r} {several}"
     if args.router_aux_loss_coef and not args.disable_dropout:
-        yield "router_aux_loss_coef needs disable_dropout: true, since its pass draws its own"
+        yield "router_aux_loss_coef needs disable_dropout: true: its own pass draws other dropout"
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
     low, most = args.entropy_coef_min, args.entropy_coef_max
     if args.entropy_target is not None and not low <= args.entropy_coef <= most:
-        yield f"entropy_coef must be between entropy_coef_min and entropy_coef_max, {low} to {most}"
+        yield (
+            f"entropy_coef must be between entropy_coef_min and entropy_coef_max, {low} to {most}, "
+            f"got {args.entropy_coef}"
+        )
     if args.sampler_clip_min is not None and args.sampler_clip_min >= args.sampler_clip_max:
         yield f"sampler_clip_min must be below sampler_clip_max, got {args.sampler_clip_min}"
 
@@ -202,7 +217,10 @@ def of_kl(args: Any) -> Iterator[str]:
     completions = args.prompts_per_step * args.num_generations
     # Beyond that one step could turn beta negative.
     if args.kl_controller == "adaptive" and completions >= 5 * args.kl_horizon:
-        yield f"kl_horizon must be more than a fifth of the {completions} completions of a step"
+        yield (
+            f"kl_horizon must be more than a fifth of the {completions} completions of a step, got "
+            f"{args.kl_horizon}"
+        )
     if args.kl_placement == "loss" and args.kl_estimator == "k1":
         yield 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go"'
     if args.kl_placement == "reward" and args.kl_estimator not in ("k1", "k2", "k3"):

@@ -75,7 +75,7 @@ def load_tokenizer(
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Return whether a tokenizer was saved at a path; of a Hub id that is assumed."""
+    """Return whether a tokenizer was saved at a path; a Hub id is assumed to have one."""
     here = Path(path)  # without these files, `AutoTokenizer` may make up an empty one
     return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
 

@@ -33,7 +33,7 @@ class RunConsole(Console):
 
 
 class Journal:
-    """Console and run directory of the main process, after a step; elsewhere idle."""
+    """Console and run directory of the main process; other processes write nothing."""
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
         self.is_main = is_main

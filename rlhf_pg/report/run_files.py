@@ -219,7 +219,7 @@ def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines, if it is there, without a line that is none."""
+    """Read the records of a file of JSON lines, if it is there, and skip all other lines."""
     records = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):

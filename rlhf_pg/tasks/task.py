@@ -35,14 +35,18 @@ class Task:
     # environment pays.
     reward: Callable[..., list[float]] | None = None
     tools: Sequence[Callable[..., Any]] = ()  # see `PolicyGradientTrainer`
-    environment_factory: Callable[[], Any] | None = None  # see there, too
+    environment_factory: Callable[[], Any] | None = None  # see there
     # Episodes for the warm start; None: the training set's prompts and answers.
     demonstrate: Callable[[], list[Demonstration]] | None = None
     # Training and held-out preference pairs, columns `prompt`, `chosen` and `rejected`.
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make an untrained model, by torch's seed, and its tokenizer; ValueError: none known."""
+        """Make an untrained model, by torch's seed, and its tokenizer.
+
+        Raises:
+            ValueError: the task has none of its own.
+        """
         if self.make_tokenizer is None:
             raise ValueError(
                 f"the task {self.name} has no model of its own: set model_name_or_path"

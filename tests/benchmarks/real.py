@@ -8,7 +8,8 @@
 
 Both sides are scored by the same code: the completions of each held-out prompt that our trainer
 samples, `num_generations_eval` of them. The seconds are those of training alone, of all its threads
-on a CPU: what else a machine does meanwhile does not count.
+on a CPU. With OMP_NUM_THREADS=1 they do not depend on what else a machine does; several threads
+wait for each other, which counts.
 """
 
 import argparse
