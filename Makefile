@@ -11,7 +11,7 @@ TASKS := .venv-tasks
 export OMP_NUM_THREADS ?= 1
 
 # The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
-PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/test_micro_batches.py \
+PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_micro_batches.py \
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 

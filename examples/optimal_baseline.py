@@ -6,7 +6,7 @@ weighs as much as |grad log pi(y)|^2, measured, where `returns_minus_optimal` ta
 It is unbiased, and costs an additional forward and backward pass for every completion.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
 from rlhf_pg.advantages import AdvantageInputs, optimal_baseline
 from rlhf_pg.config import config, parse
-from rlhf_pg.data import Rollout
+from rlhf_pg.data import Batch
+from rlhf_pg.report.metrics import Meter
 
 
 @config
@@ -33,20 +34,20 @@ class OptimalBaselineTrainer(ReinforceTrainer):
     config_type = OptimalBaselineConfig
     args: OptimalBaselineConfig
 
-    def make_experience(self, rollout: Rollout, *args: Any, **options: Any) -> Any:
+    def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
         """Measure the gradients of this rank's completions, then go on as ever."""
         if self.runtime.splits:
             raise ValueError("this example takes gradients of whole weights: launch it with DDP")
-        self.squares, _ = self.runtime.gather(self.squared_gradients(rollout))
-        return super().make_experience(rollout, *args, **options)
+        self.squares, _ = self.runtime.gather(self.squared_gradients(batch))
+        return super().estimate(batch, meter)
 
-    def squared_gradients(self, rollout: Rollout) -> Tensor:
+    def squared_gradients(self, batch: Batch) -> Tensor:
         """|grad log pi(y)|^2 of every completion over the trained parameters, (B,) float64."""
         policy = self.learner.policy
         trained = [p for p in policy.parameters() if p.requires_grad]
-        squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=self.runtime.device)
-        for i in rollout.action_mask.any(1).nonzero().flatten().tolist():
-            log_p = policy(rollout.select(torch.tensor([i]))).logprobs.sum()
+        squares = torch.zeros(batch.num_rows, dtype=torch.float64, device=self.runtime.device)
+        for i in batch.action_mask.any(1).nonzero().flatten().tolist():
+            log_p = policy(batch.select(torch.tensor([i]))).logprobs.sum()
             grads = torch.autograd.grad(log_p, trained, allow_unused=True)
             squares[i] = sum(g.double().square().sum() for g in grads if g is not None)
         return squares

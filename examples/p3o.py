@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config import config, parse
-from rlhf_pg.data import Experience
+from rlhf_pg.data import Batch
 from rlhf_pg.losses import MAX_LOG_RATIO, Loss
 from rlhf_pg.losses.ratio import bounds, clip_metrics, ratio_terms
 from rlhf_pg.models import PolicyOutput
@@ -45,7 +45,7 @@ class P3OTrainer(GRPOTrainer):
         super().__init__(*args, **options)
         self.learner.token_budget = sys.maxsize  # all rows of a prompt in one micro-batch
 
-    def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss of P3O in place of `args.policy_loss`."""
         per_token, metrics = p3o(
             new.logprobs,

@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
 from rlhf_pg.config import config, option, parse
-from rlhf_pg.data import Experience
+from rlhf_pg.data import Batch
 from rlhf_pg.report.metrics import Meter
 
 
@@ -72,7 +72,7 @@ class TRPOTrainer(ReinforceTrainer):
     config_type = TRPOConfig
     args: TRPOConfig
 
-    def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
+    def update(self, experience: Batch, meter: Meter) -> dict[str, float]:
         """One step of length sqrt(2 max_kl / d'Fd) along d = F^-1 g, halved until it is good."""
         if self.runtime.kind != "DDP":
             raise ValueError("this example moves whole weights itself: launch it with DDP")
@@ -90,7 +90,7 @@ class TRPOTrainer(ReinforceTrainer):
         self.learner.optimizer.step()  # without gradients: only the schedule counts it
         return {"grad_norm": ascent.norm().item(), "learning_rate": share, "trpo/kl": kl}
 
-    def line_search(self, experience: Experience, step: Tensor) -> tuple[float, float]:
+    def line_search(self, experience: Batch, step: Tensor) -> tuple[float, float]:
         """Take the largest share 1, 1/2, 1/4 ... of the step that is good, or none.
 
         Returns:
@@ -113,21 +113,21 @@ class TRPOTrainer(ReinforceTrainer):
         """What is trained."""
         return [p for p in self.learner.module.parameters() if p.requires_grad]
 
-    def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
+    def forward(self, experience: Batch) -> Iterator[tuple[Batch, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
         for rows in experience.micro_batches(self.learner.token_budget, window=0):
             batch = experience.select(rows)
             logits = self.learner.policy.logits(batch)
             yield batch, (logits / self.args.temperature).log_softmax(dim=-1)
 
-    def mean(self, total: Tensor, experience: Experience) -> Tensor:
+    def mean(self, total: Tensor, experience: Batch) -> Tensor:
         """A sum over the action tokens of this process as the mean over those of all."""
         return self.runtime.all_reduce_sum(total) / self.runtime.all_reduce_sum(
             experience.action_mask.sum()
         )
 
     @torch.no_grad()
-    def compare(self, experience: Experience, old: list[Tensor]) -> tuple[float, float]:
+    def compare(self, experience: Batch, old: list[Tensor]) -> tuple[float, float]:
         """By how much the surrogate E[rho_t A_t] has risen, and the mean KL(old || new)."""
         sums = torch.zeros(2, device=self.runtime.device)
         for (batch, new), before in zip(self.forward(experience), old, strict=True):
@@ -139,7 +139,7 @@ class TRPOTrainer(ReinforceTrainer):
         gain, kl = self.mean(sums, experience).tolist()
         return gain, kl
 
-    def fisher_product(self, experience: Experience, vector: Tensor) -> Tensor:
+    def fisher_product(self, experience: Batch, vector: Tensor) -> Tensor:
         """(F + damping) v, with F the Hessian of the mean KL(old || new) where new = old."""
         total = torch.zeros_like(vector)
         with sdpa_kernel(SDPBackend.MATH):  # the kernel that can be differentiated twice

@@ -72,24 +72,22 @@ class ListedEngine(RolloutEngine):
     def session(self, params: SamplingParams, seed: int) -> Any:
         raise NotImplementedError
 
-    def generate(
+    def stream(
         self,
         prompts: Sequence[Sequence[int]],
         n: int,
         params: SamplingParams,
         seed: int,
         prompt_ids: Sequence[int] | None = None,
-    ) -> list[Completion]:
+    ) -> Iterator[tuple[int, Completion]]:
         says = self.says
         if params.temperature == 0:
             assert self.model is not None
             says = [likeliest(self.model, prompt) for prompt in prompts for _ in range(n)]
         assert len(says) == n * len(prompts)
         ends = ["stop" if said[-1] == EOS else "length" for said in says]
-        return [
-            Completion(list(said), [0.0] * len(said), end)
-            for said, end in zip(says, ends, strict=True)
-        ]
+        for place, (said, end) in enumerate(zip(says, ends, strict=True)):
+            yield place, Completion(list(said), [0.0] * len(said), end)
 
 
 @torch.no_grad()
@@ -170,11 +168,10 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     """The gradient of one update on the given completions, by the trainer's own steps."""
     assert isinstance(trainer.engine, ListedEngine)
     trainer.engine.says = says
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = batch.samples, batch.scores
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    batch, _ = trainer.estimate(batch, Meter())
     trainer.learner.module.zero_grad()
-    trainer.learner.accumulate(experience, Meter())
+    trainer.learner.accumulate(trainer.without_truncated(batch), Meter())
     return flat_gradient(trainer)
 
 

@@ -16,7 +16,7 @@ ROOT = Path(rlhf_pg.__file__).parent
 FLOORS = {
     "pure functions on tensors": (
         *("masking", "kl", "rng", "running_stats", "advantages", "losses"),
-        *("data.records", "data.micro_batches", "rewards.scores", "report.pass_at_k"),
+        *("data.batch", "rewards.scores", "report.pass_at_k"),
     ),
     "settings, and what comes from outside": ("config", "boundary", "failpoints"),
     "text and models": ("data", "models"),

@@ -138,16 +138,16 @@ def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     ]
     head = ["of", "angle", "length was", "would be"]
     console.print(_table("gradients, and the tensors that turn most", head, lines))
-    samples = found.samples
-    _check_rows(rows, len(samples.rows))
-    means = [mean_advantages(side.advantages, samples.rollout.action_mask) for side in sides]
+    batch = found.batch
+    _check_rows(rows, batch.num_rows)
+    means = [mean_advantages(side.advantages, batch.action_mask) for side in sides]
     change = (means[1] - means[0]).abs().nan_to_num()
     most = torch.argsort(change, descending=True, stable=True)[:MOST_ROWS].tolist()
     lines = [
         [
             str(i),
-            f"{samples.rollout.groups[i]} {_short(samples.prompts[i])}",
-            _short(samples.completions[i]),
+            f"{batch.groups[i]} {_short(batch.prompts[i])}",
+            _short(batch.completions[i]),
             *(", ".join(f"{n} {_number(x[i])}" for n, x in side.rewards.items()) for side in sides),
             *(_number(mean[i].item()) for mean in means),
         ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import (
     LOADED,
@@ -88,7 +88,7 @@ class Critic(nn.Module):
         if self.model is not None:
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
-    def forward(self, batch: Rollout, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
         """Return the values before each token (B,T), and of the state after the last one (B,); a
         critic that shares the policy's trunk needs the `hidden_states` `of_policy`.
         """
@@ -105,7 +105,7 @@ class Critic(nn.Module):
         ends = values.index_select(0, states.gather(1, end).squeeze(1))
         return torch.where(mask, before, 0.0), ends
 
-    def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
+    def _given(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the values of a module that computes them itself, and the places of the states."""
         assert self.model is not None
         inputs, states, _ = lay_out_padded(batch)
@@ -164,9 +164,7 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.recompute = recompute
 
-    def forward(
-        self, batch: Rollout, values_alone: bool = False, routes_alone: bool = False
-    ) -> Any:
+    def forward(self, batch: Batch, values_alone: bool = False, routes_alone: bool = False) -> Any:
         """Return what `Policy.forward` returns, with values, or only the critic's output or the
         policy's routes. (FSDP2 wants every call to begin with the module that was wrapped.)
         """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from rlhf_pg.data.records import to_device
+from rlhf_pg.data.batch import to_device
 
 Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of each prompt and its completions
 

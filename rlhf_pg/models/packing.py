@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.records import Rollout, to_device
+from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.models.attention import attention_support, configs_of, replaced_attention, window
 from rlhf_pg.models.modes import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
@@ -35,7 +35,7 @@ class Hidden(NamedTuple):
     router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, if they are asked for
 
 
-def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool = False) -> Hidden:
+def hidden_states(trunk: nn.Module, batch: Batch, window: float, routes: bool = False) -> Hidden:
     """Run a trunk over a batch, packed within the `window`, with router logits for `routes`."""
     packs = can_pack(batch, window)
     tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
@@ -46,7 +46,7 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool 
     return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states, tokens.rows, logits)
 
 
-def can_pack(batch: Rollout, window: float) -> bool:
+def can_pack(batch: Batch, window: float) -> bool:
     """Return whether a batch is packed."""
     return window == math.inf or batch.longest <= window
 
@@ -60,7 +60,7 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
         return window(trunk) if attention_support(trunk).unsupported_reason is None else 0.0
 
 
-def lay_out_padded(batch: Rollout) -> DecoderInput:
+def lay_out_padded(batch: Batch) -> DecoderInput:
     """Lay prompts and completions side by side, (B,P+T)."""
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
     inputs = {
@@ -75,7 +75,7 @@ def lay_out_padded(batch: Rollout) -> DecoderInput:
     return DecoderInput(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
 
 
-def lay_out_packed(batch: Rollout) -> DecoderInput:
+def lay_out_packed(batch: Batch) -> DecoderInput:
     """Lay all real tokens one after another, (1,N), in the families of `SharedPrefix`.
 
     Their places are computed on the host and moved to the device in one piece.

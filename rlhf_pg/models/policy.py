@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
 from rlhf_pg.models.lm_head import CHUNK_SIZE, ChunkedLMHead, num_chunks
@@ -74,7 +74,7 @@ class Policy(nn.Module):
         self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
-    def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:
+    def forward(self, batch: Batch, routes_alone: bool = False) -> Any:
         """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch,
         or only what the routers chose, (L,E).
         """
@@ -90,11 +90,11 @@ class Policy(nn.Module):
         scores = token_scores(logits, tokens, self.temperature, self.entropy_gradient)
         return _spread(batch, slots, *scores)
 
-    def hidden_states(self, batch: Rollout) -> Hidden:
+    def hidden_states(self, batch: Batch) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
         return hidden_states(trunk(self.model), batch, self.window, self.balance is not None)
 
-    def score(self, batch: Rollout, trunk: Hidden) -> PolicyOutput:
+    def score(self, batch: Batch, trunk: Hidden) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.action_slots()
@@ -108,7 +108,7 @@ class Policy(nn.Module):
             return None
         return self.balance.routed(trunk.router_logits, trunk.rows)
 
-    def logits(self, batch: Rollout) -> Tensor:
+    def logits(self, batch: Batch) -> Tensor:
         """Return the logits of all tokens of the completions, (B,T,V), as the model gives them."""
         columns = batch.completion_ids.shape[1] + 1
         inputs = lay_out_padded(batch).inputs
@@ -118,7 +118,7 @@ class Policy(nn.Module):
         return logits
 
 
-def _spread(batch: Rollout, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
+def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
     """Put numbers of the action tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
     spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models.adapters import adds_nothing, load_weights, share_frozen
 from rlhf_pg.models.policy import Policy
 
@@ -32,7 +32,7 @@ class Reference(nn.Module):
             self.policy.model = self.policy.model.unload()
 
     @torch.no_grad()
-    def forward(self, batch: Rollout) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of the action tokens, (B,T)."""
         logprobs: Tensor = self.policy(batch).logprobs
         return logprobs

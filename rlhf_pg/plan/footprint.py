@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
@@ -57,7 +57,7 @@ def of_update(
     return Growth(tokens, one, (two - one) / tokens)
 
 
-def footprint(module: nn.Module, batch: Rollout) -> int:
+def footprint(module: nn.Module, batch: Batch) -> int:
     """Return the most bytes alive at a time in the forward or backward pass of one micro-batch.
 
     Weights and their gradients, which exist already, do not count. The module, a `Policy` or one
@@ -82,10 +82,10 @@ def footprint(module: nn.Module, batch: Rollout) -> int:
 
 def probe(
     groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
-) -> Rollout:
+) -> Batch:
     """Make groups of `rows` rows each, with prompts and completions of one length."""
     count = groups * rows
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[[0] * prompt] * count,
         completions=[[0] * completion] * count,
         logprobs=[[0.0] * completion] * count,

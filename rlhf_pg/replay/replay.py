@@ -14,18 +14,12 @@ import numpy as np
 import torch
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.samples import (
-    Samples,
-    ScoredBatch,
-    ScoredSamples,
-    columns_of,
-    prompts_and_completions,
-)
+from rlhf_pg.trainers.sampler import prompt_and_completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +47,7 @@ class Replay:
             raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
         self.last: int = self.run.metrics[-1]["step"]
         self.has_episodes = trainer.episode_runner is not None
-        trainer.collector.episode_runner = None  # nobody plays
+        trainer.sampler.episode_runner = None  # nobody plays
         trainer.learner.skipped.keeps = False
         trainer.learner.agreement.refuses = False  # other hardware may round otherwise
         trainer.on_resume(self.run.config)
@@ -87,11 +81,11 @@ class Replay:
                     "before: leave it out"
                 )
             with torch.no_grad():
-                batch = trainer.collector.collect(trainer.state.prompt_index, meter)
+                batch = trainer.sampler.next_batch(trainer.state.prompt_index, meter)
         else:
             batch = self.batch(step)
-        experience, metrics = self._second_half(batch, meter)
-        record = trainer.recorder.record(step, batch, experience, 0)
+        batch, metrics = self._second_half(batch, meter)
+        record = trainer.recorder.record(step, batch, 0)
         metrics = trainer.finish_step(batch, metrics, meter)
         weights = trainer.weights() if step in self.run.weights else {}
         recorded = self.run.tokens(step)
@@ -107,15 +101,13 @@ class Replay:
                 differs += compare_weights(self.run.weights.get(step, {}), weights)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
-    def _second_half(self, batch: ScoredBatch, meter: Meter) -> tuple[Experience, dict[str, Any]]:
+    def _second_half(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, Any]]:
         """Estimate advantages and make the updates of a step."""
         with meter.time("score"):
-            experience, metrics = self.trainer.make_experience(
-                batch.rollout, batch.scores, meter, batch.greedy
-            )
+            batch, metrics = self.trainer.estimate(batch, meter)
         with meter.time("update"):
-            metrics |= self.trainer.update(experience, meter)
-        return experience, metrics
+            metrics |= self.trainer.update(self.trainer.without_truncated(batch), meter)
+        return batch, metrics
 
     def go_to(self, step: int) -> None:
         """Bring the trainer to where it was after a step."""
@@ -140,11 +132,11 @@ class Replay:
                 f"step {step + 1}: put one back"
             )
         while trainer.state.step < step:
-            batch, meter = self.batch(trainer.state.step + 1), Meter()
-            _, metrics = self._second_half(batch, meter)
+            meter = Meter()
+            batch, metrics = self._second_half(self.batch(trainer.state.step + 1), meter)
             trainer.finish_step(batch, metrics, meter)
 
-    def batch(self, step: int) -> ScoredBatch:
+    def batch(self, step: int) -> Batch:
         """Return this rank's completions of a step with their scores; ValueError without record."""
         trace, tokens = self.run.traces.get(step), self.run.tokens(step)
         if trace is None or tokens is None:
@@ -152,17 +144,14 @@ class Replay:
                 f"{tokens_file(self.run.directory, step)} or its line in trace.jsonl is missing or "
                 f"of an earlier version: step {step} cannot be made again"
             )
-        samples, scores = self._scored(tokens)
         greedy = self.run.tokens(step, greedy=True)
-        return ScoredBatch(
-            samples=samples,
-            scores=scores,
+        return self._scored(tokens).with_columns(
             num_prompts=trace["num_prompts"],
             other_tokens=trace["other_tokens"],
             greedy=None if greedy is None else self._scored(greedy),
         )
 
-    def _scored(self, record: StepTokens) -> ScoredSamples:
+    def _scored(self, record: StepTokens) -> Batch:
         trainer = self.trainer
         runtime, tokenizer = trainer.runtime, trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
@@ -170,7 +159,7 @@ class Replay:
         spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
         ids = [record.ids[span].tolist() for span in spans]
         logprobs = np.nan_to_num(record.numbers["sampler_logprob"])
-        rollout = Rollout.from_tokens(
+        batch = Batch.from_tokens(
             prompts=[prompts[i] for i in mine],
             completions=ids,
             logprobs=[logprobs[span].tolist() for span in spans],
@@ -182,26 +171,26 @@ class Replay:
             dtype=torch.promote_types(trainer.dtype, torch.float32),
         )
         whole = torch.from_numpy(record.dense_scores())
-        scores = torch.full((*rollout.completion_ids.shape, whole.shape[1]), math.nan)
-        scores = scores.to(rollout.sampler_logprobs)
+        scores = torch.full((*batch.completion_ids.shape, whole.shape[1]), math.nan)
+        scores = scores.to(batch.sampler_logprobs)
         for own, span in zip(scores, spans, strict=True):
             own[: span.stop - span.start] = whole[span].to(scores)
         rows = [int(record.row[i]) for i in mine]
-        examples = trainer.train_prompts.examples(rows)
-        given = [
-            tokenizer.decode(prompts[i]) if self.has_episodes else example["prompt"]
-            for i, example in zip(mine, examples, strict=True)
+        columns = trainer.train_prompts.columns(rows)
+        prompt_of = columns.pop("prompt", [])
+        if self.has_episodes:
+            prompt_of = [tokenizer.decode(prompts[i]) for i in mine]
+        texts = [
+            prompt_and_completion(prompt, own, tokenizer)
+            for prompt, own in zip(prompt_of, ids, strict=True)
         ]
-        said = prompts_and_completions(given, ids, tokenizer)
-        samples = Samples(
-            rollout=rollout,
-            prompts=[prompt for prompt, _ in said],
-            completions=[completion for _, completion in said],
-            completion_ids=ids,
-            columns=columns_of(trainer.train_prompts, rows),
-            rows=rows,
+        return batch.with_columns(
+            prompts=[prompt for prompt, _ in texts],
+            completions=[completion for _, completion in texts],
+            columns=columns,
+            dataset_rows=rows,
+            scores=scores,
         )
-        return ScoredSamples(samples, scores)
 
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest whole checkpoint of at most this step, and its step."""

@@ -5,18 +5,18 @@ Shapes: B rows, T completion width. One process: gradients are compared tensor b
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import NEED_GREEDY
+from rlhf_pg.data import Batch
 from rlhf_pg.replay.replay import Replay
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
 
 REWARDS = ("reward_funcs", "reward_options", "reward_model_name_or_path", "task")
 # Keys by which other completions would have been sampled, or another model trained.
@@ -45,7 +45,7 @@ class WhatIf:
 
     step: int
     changes: Mapping[str, tuple[Any, Any]]  # the keys of the config that differ, with both values
-    samples: Samples  # the completions
+    batch: Batch  # the completions
     was: Side
     would_be: Side
 
@@ -93,18 +93,18 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     other.checkpointer.put_back(numbers | {"running": running})
     batch = replay.batch(step)
 
-    def scored(samples: Samples, scores: Tensor) -> ScoredSamples:
+    def scored(batch: Batch) -> Batch:
         if any(key in changes for key in REWARDS):
-            return other.collector.scored(samples)
-        raw = scores[:, :, : own.shaping.functions]
-        return ScoredSamples(samples, other.shaping.penalized(raw, samples.rollout))
+            return other.sampler.scored(batch)
+        assert batch.scores is not None
+        raw = batch.scores[:, :, : own.shaping.functions]
+        return batch.with_columns(scores=other.shaping.penalized(raw, batch))
 
-    samples, scores = scored(batch.samples, batch.scores)
-    greedy = None if batch.greedy is None else scored(*batch.greedy)
-    would_be = _side(other, replace(batch, samples=samples, scores=scores, greedy=greedy))
+    greedy = None if batch.greedy is None else scored(batch.greedy)
+    would_be = _side(other, scored(batch).with_columns(greedy=greedy))
     was = _side(own, batch)
     own.checkpointer.put_back(numbers)  # running statistics have seen the step
-    return WhatIf(step=step, changes=changes, samples=batch.samples, was=was, would_be=would_be)
+    return WhatIf(step=step, changes=changes, batch=batch, was=was, would_be=would_be)
 
 
 def _changes(
@@ -138,22 +138,24 @@ def _changes(
     return changes
 
 
-def _side(trainer: PolicyGradientTrainer, batch: ScoredBatch) -> Side:
+def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     """Estimate advantages, and compute the gradient of the whole step at the present weights."""
     meter, learner = Meter(), trainer.learner
-    experience, metrics = trainer.make_experience(batch.rollout, batch.scores, meter, batch.greedy)
+    batch, metrics = trainer.estimate(batch, meter)
     learner.module.train()
     try:
-        learner.accumulate(experience, meter)
+        learner.accumulate(trainer.without_truncated(batch), meter)
         parameters = trainer.checkpointer.parameters.items()
         gradient = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
     finally:
         learner.trained.discard_update()
         learner.module.eval()
+    assert batch.scores is not None
+    assert batch.advantages is not None
     totals = sum_step_scores(batch.scores).T.tolist()
     return Side(
         rewards=dict(zip(trainer.reward_names, totals, strict=True)),
-        advantages=experience.advantages.detach(),
+        advantages=batch.advantages.detach(),
         gradient=gradient,
         metrics=metrics | meter.means(meter.sums()),
     )

@@ -116,7 +116,7 @@ def reward_metrics(
 
 
 def length_metrics(lengths: Tensor) -> dict[str, float]:
-    """Compute the length metrics over all ranks, from the rows of `Rollout.lengths`, (N,3)."""
+    """Compute the length metrics over all ranks, from the rows of `Batch.lengths`, (N,3)."""
     completion, prompt, truncated = lengths.double().unbind(1)
     return {
         "completions/mean_length": completion.mean().item(),

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import continues, encode
-from rlhf_pg.data.records import pad_rows
 from rlhf_pg.masking import widen
 from rlhf_pg.models import (
     about,

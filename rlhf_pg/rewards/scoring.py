@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import PATIENCE, begin
-from rlhf_pg.data.records import pad_rows
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.rewards.functions import (
     Answer,
     CallFailed,

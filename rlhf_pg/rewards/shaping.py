@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.rewards.scores import at_end, min_max, overlong, replaced, sum_step_scores
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.running_stats import RunningMoments
@@ -52,7 +52,7 @@ class Shaping:
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
         self._bounds: tuple[Tensor, Tensor] | None = None  # of a step, (functions,) each
 
-    def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
+    def penalized(self, scores: Tensor, rollout: Batch) -> Tensor:
         """Append the penalties, as sources of their own: (B,T,functions) -> (B,T,K)."""
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
@@ -90,7 +90,7 @@ class Shaping:
                 var = valid.var(correction=0).item()
                 moments.update(len(valid), valid.mean().item(), var)
 
-    def __call__(self, scores: Tensor, rollout: Rollout, normalize: bool = True) -> Tensor:
+    def __call__(self, scores: Tensor, rollout: Batch, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
         own, penalties = self._clipped(scores), scores[:, :, self.functions :]
         if self.args.reward_squash == "sigmoid":

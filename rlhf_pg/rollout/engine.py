@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -139,15 +139,24 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         seed: int,
         prompt_ids: Sequence[int] | None = None,
-        finished: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
-        """Sample `n` completions of every prompt, in the order prompt * n + sample.
+        """Sample `n` completions of every prompt, in the order prompt * n + sample (`stream`)."""
+        found = dict(self.stream(prompts, n, params, seed, prompt_ids))
+        return [found[place] for place in sorted(found)]
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, Completion]]:
+        """Yield each completion as soon as it is there, with its place, prompt * n + sample.
 
         Args:
             prompts: token ids.
             prompt_ids: the prompt index of each, by default its place in the list.
-            finished: is told the place of each completion in that order, and the completion, as
-                soon as it is there, while others are still sampled.
 
         Raises:
             ValueError: n is below 1, there is not one prompt id per prompt, or a prompt is empty or
@@ -163,7 +172,6 @@ class RolloutEngine(ABC):
             for tokens, index in zip(prompts, indices, strict=True)
         ]
         places = {id(request): i for i, request in enumerate(requests)}
-        completions: dict[int, Completion] = {}
         with self.weights_synced(), self.session(params, seed) as session:
             for i, request in enumerate(requests):
                 try:
@@ -172,11 +180,7 @@ class RolloutEngine(ABC):
                     raise ValueError(f"prompt {i} {error}") from error
             while not session.idle:
                 for request, sample, completion in session.step():
-                    place = places[id(request)] * n + sample
-                    completions[place] = completion
-                    if finished is not None:
-                        finished(place, completion)
-        return [completions[i] for i in range(len(prompts) * n)]
+                    yield places[id(request)] * n + sample, completion
 
     @contextmanager
     def weights_synced(self) -> Iterator[None]:

@@ -23,8 +23,8 @@ from transformers import (
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import RewardModelConfig
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import set_template_arguments
-from rlhf_pg.data.records import pad_rows
 from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
 from rlhf_pg.supervised.examples import load_held_out, named_data

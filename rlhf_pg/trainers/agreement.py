@@ -20,7 +20,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
 from rlhf_pg.models.experts import has_experts
 from rlhf_pg.runtime import Runtime
@@ -68,7 +68,7 @@ class Agreement:
         dtype: torch.dtype,
         runtime: Runtime,
         policy: Policy,
-        score: Callable[[Rollout], Tensor],
+        score: Callable[[Batch], Tensor],
         refuses: bool = True,
     ) -> None:
         self.limits, self.runtime, self.refuses = LIMITS[dtype], runtime, refuses
@@ -87,9 +87,9 @@ class Agreement:
         """
         self.waits = waits
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
-        self.seen: list[tuple[Tensor, Rollout, Tensor]] = []  # the largest |d| of each batch
+        self.seen: list[tuple[Tensor, Batch, Tensor]] = []  # the largest |d| of each batch
 
-    def add(self, batch: Rollout, logprobs: Tensor) -> None:
+    def add(self, batch: Batch, logprobs: Tensor) -> None:
         """Take in what the policy says (B,T) of sampled rows."""
         if not batch.num_rows:
             return
@@ -97,7 +97,7 @@ class Agreement:
         self.sums += _sums(d, batch.action_mask)
         self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # no GPU is waited for
 
-    def settle(self, blank: Rollout) -> dict[str, float]:
+    def settle(self, blank: Batch) -> dict[str, float]:
         """Judge the step, and return its metrics; collective.
 
         Args:
@@ -141,7 +141,7 @@ class Agreement:
         return _beyond("mean of 1 - exp(-d)", d - kl, count, self.limits.mean, SURE * error)
 
     @torch.no_grad()
-    def _explain(self, fault: str | None, blank: Rollout) -> str | None:
+    def _explain(self, fault: str | None, blank: Batch) -> str | None:
         """Compute the worst row alone, or the most padded, and say what differs. Collective."""
         size = (lambda one: float(one[0])) if fault else (lambda one: one[1].num_rows)
         default = (None, blank, blank.sampler_logprobs)

@@ -10,9 +10,9 @@ from rlhf_pg.models.assemble import assembled
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.token_budget import chunk_size, most
 from rlhf_pg.runtime import FullWeights, Runtime
-from rlhf_pg.trainers.base import PolicyGradientTrainer
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import Optimizers
+from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 

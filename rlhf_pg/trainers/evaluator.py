@@ -15,8 +15,8 @@ from rlhf_pg.data.prompts import Prompts, batches
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.reward_log import with_logged
+from rlhf_pg.trainers.sampler import Sampler
 
 Answer = Callable[[Any], Hashable]
 
@@ -29,7 +29,7 @@ def stripped_text(completion: Any) -> str:
 
 
 def evaluate(
-    collector: Collector,
+    sampler: Sampler,
     prompts: Prompts,
     temperature: float,
     answer: Answer = stripped_text,
@@ -47,29 +47,30 @@ def evaluate(
         completions all have a score. `reward_stderr` and so on are standard errors over prompts
         (`standard_error`).
     """
-    runtime, shaping, args = collector.runtime, collector.shaping, collector.args
+    runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
-    collector.reward_log.clear()
+    sampler.reward_log.clear()
     # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for batch in batches(range(len(prompts)), at_once):
         mine = list(batch[runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
-        sampled = collector.sample(prompts, mine, indices, n, temperature)
-        samples, scores = collector.scored(sampled)
-        shaped = shaping(scores, samples.rollout, normalize=False)
-        rows.append(torch.cat([sum_step_scores(scores), sum_step_scores(shaped)], dim=1))
-        groups.append(samples.rollout.groups)
-        lengths.append(samples.rollout.lengths())
-        parts.append(samples)
+        sampled = sampler.sample(prompts, mine, indices, n, temperature)
+        scored = sampler.scored(sampled)
+        assert scored.scores is not None
+        raw, shaped = scored.scores, shaping(scored.scores, scored, normalize=False)
+        rows.append(torch.cat([sum_step_scores(raw), sum_step_scores(shaped)], dim=1))
+        groups.append(scored.groups)
+        lengths.append(scored.lengths())
+        parts.append(scored)
         if n > 1:
-            paid = _paid(collector.rewards, sum_step_scores(scores))
+            paid = _paid(sampler.rewards, sum_step_scores(raw))
             # `scored` takes a completion whose rewards failed out of the mask.
-            lost = sampled.rollout.action_mask.any(1) & ~samples.rollout.action_mask.any(1)
+            lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
             paid = paid.masked_fill(lost, math.nan).view(len(mine), n)
-            attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
+            attempts.append(_judged(paid, scored.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
@@ -80,12 +81,12 @@ def evaluate(
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
-    own, logged = collector.reward_log.settle(runtime, evaluates=True)
-    return with_logged(metrics | own | collector.episode_metrics(parts), logged)
+    own, logged = sampler.reward_log.settle(runtime, evaluates=True)
+    return with_logged(metrics | own | sampler.episode_metrics(parts), logged)
 
 
 def evaluate_sets(
-    collector: Collector,
+    sampler: Sampler,
     sets: Mapping[str, Prompts],
     temperatures: Mapping[str, float],
     prefix: str,
@@ -102,7 +103,7 @@ def evaluate_sets(
         f"{prefix}_{name}{'_' * bool(name)}{mode}{key}": value
         for name, prompts in sets.items()
         for mode, heat in temperatures.items()
-        for key, value in evaluate(collector, prompts, heat, answer).items()
+        for key, value in evaluate(sampler, prompts, heat, answer).items()
     }
     for mode in temperatures if "" not in sets else ():
         rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]

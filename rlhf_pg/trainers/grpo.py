@@ -7,7 +7,7 @@ token_mean`, as in DAPO), while the paper averages each completion first (`seque
 """
 
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
 class GRPOTrainer(PolicyGradientTrainer):

@@ -3,11 +3,9 @@
 Shapes: B rows on this rank, T completion width.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
-from rlhf_pg.data.records import Experience, Rollout, to_device
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
@@ -28,16 +26,7 @@ from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
-R = TypeVar("R", bound=Rollout)
-
-
-class ModelOutputs(NamedTuple):
-    """The outputs of all models for a rollout, (B,T); None if the algorithm does not need one."""
-
-    old_logprobs: Tensor | None = None  # of the policy before its update
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    end_values: Tensor | None = None  # (B,) of the state after the last action token
+Columns = dict[str, Tensor]  # of a batch, by name
 
 
 class Learner:
@@ -60,7 +49,7 @@ class Learner:
         models: Models,
         optimizer: Optimizer,
         scheduler: LRScheduler,
-        loss: Callable[[PolicyOutput, Experience], Loss],
+        loss: Callable[[PolicyOutput, Batch], Loss],
         runtime: Runtime,
         args: PolicyGradientConfig,
         token_budget: int,
@@ -120,43 +109,44 @@ class Learner:
             text += " with the critic"
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-    def score(self, rollout: Rollout) -> ModelOutputs:
-        """Compute what the algorithm needs from the models before the update.
+    def score(self, batch: Batch) -> Batch:
+        """Add what the algorithm needs from the models before the update.
 
         The policy's log-probabilities are left out where nothing needs them
         (`needs_old_logprobs`), the reference's without a KL.
         """
-        scored, needs_old = ModelOutputs(), self.args.needs_old_logprobs
+        columns, needs_old = Columns(), self.args.needs_old_logprobs
+
+        def own(part: Batch) -> Columns:
+            if not needs_old:
+                values, end_values = self.trained(part, values_alone=True)
+                return {"values": values, "end_values": end_values}
+            out: PolicyOutput = self.trained(part)
+            if out.values is None or out.end_values is None:
+                return {"old_logprobs": out.logprobs}
+            return {
+                "old_logprobs": out.logprobs,
+                "values": out.values,
+                "end_values": out.end_values,
+            }
+
         self.agreement.begin(waits=not needs_old and not self.policy.drops)
         if needs_old or self.critic is not None:
-            scored = self._map_micro_batches(
-                rollout, lambda batch: self._score_own(batch, needs_old)
-            )
+            columns = self._map_micro_batches(batch, own)
         if needs_old:
-            assert scored.old_logprobs is not None
-            self.agreement.add(rollout, scored.old_logprobs)
+            self.agreement.add(batch, columns["old_logprobs"])
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
-            reference = self._map_micro_batches(
-                rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch))
-            )
-            scored = scored._replace(ref_logprobs=reference.ref_logprobs)
-        return scored
+            columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
+        return batch.with_columns(**columns)
 
-    def _score_evaluating(self, batch: Rollout) -> Tensor:
+    def _score_evaluating(self, batch: Batch) -> Tensor:
         with evaluating(self.module):
             logprobs: Tensor = self.trained(batch).logprobs
         return logprobs
 
-    def _score_own(self, batch: Rollout, computes_old: bool) -> ModelOutputs:
-        if computes_old:
-            out: PolicyOutput = self.trained(batch)
-            return ModelOutputs(out.logprobs, values=out.values, end_values=out.end_values)
-        values, end_values = self.trained(batch, values_alone=True)
-        return ModelOutputs(values=values, end_values=end_values)
-
-    def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
-        """Make every optimizer update on one rollout batch; a failed one leaves nothing behind.
+    def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
+        """Make every optimizer update on the batch of a step; a failed one leaves nothing behind.
 
         Raises:
             FloatingPointError: see `SkippedUpdates.end`.
@@ -164,7 +154,7 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            metrics = self._updates(experience, step, meter)
+            metrics = self._updates(batch, step, meter)
         except BaseException:
             self.trained.discard_update()
             raise
@@ -173,20 +163,20 @@ class Learner:
         self.skipped.end(step + 1, int(metrics["num_updates"]))
         if self.args.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
-            metrics["approx_kl/after"] = self._kl_after_updates(experience) if moves else math.nan
+            metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
         return metrics
 
-    def _updates(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
+    def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
         norms: list[float] = []
         skipped = 0
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
         passes = range(self.args.num_iterations)
-        for number, minibatch in enumerate(self._minibatches(experience, step, passes)):
+        for number, minibatch in enumerate(self._minibatches(batch, step, passes)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             if number == 0:  # nothing is trained on what another policy sampled
-                agreement = self.agreement.settle(experience.blank_row())
+                agreement = self.agreement.settle(batch.blank_row())
             meter.absorb(seen)
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
@@ -204,7 +194,7 @@ class Learner:
                 self.skipped.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 self.updates_begun -= 1
-        self._update_critic_alone(experience, step)
+        self._update_critic_alone(batch, step)
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
@@ -213,12 +203,12 @@ class Learner:
             **agreement,
         }
 
-    def _update_critic_alone(self, experience: Experience, step: int) -> None:
+    def _update_critic_alone(self, batch: Batch, step: int) -> None:
         """Make the updates in which the critic alone learns, after those of the policy."""
         args = self.args
         passes = range(args.num_iterations, args.num_iterations + args.critic_only_iterations)
         first = args.updates_per_step
-        for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
+        for number, minibatch in enumerate(self._minibatches(batch, step, passes), first):
             self.accumulate(minibatch, Meter())
             self.trained.zero_grad_of(self.policy)  # after the exchange, as above
             self.updates_begun += 1
@@ -244,15 +234,13 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
 
-    def _minibatches(
-        self, experience: Experience, step: int, passes: Iterable[int]
-    ) -> Iterator[Experience]:
+    def _minibatches(self, batch: Batch, step: int, passes: Iterable[int]) -> Iterator[Batch]:
         """Yield the minibatches: prompt i is always in i mod num_mini_batches; the order varies."""
         args = self.args
         for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
-                rows = (experience.groups % args.num_mini_batches == m).nonzero().squeeze(1)
-                yield experience.select(rows)
+                rows = (batch.groups % args.num_mini_batches == m).nonzero().squeeze(1)
+                yield batch.select(rows)
 
     def _has_drifted(self, seen: Meter) -> bool:
         """Tell whether KL(old || new), over all processes, is beyond 1.5 target_kl.
@@ -267,24 +255,21 @@ class Learner:
             > 1.5 * self.args.target_kl
         )
 
-    def _kl_after_updates(self, experience: Experience) -> float:
+    def _kl_after_updates(self, batch: Batch) -> float:
         """Measure KL(old || new) per trained token, over all rows of the step and all processes.
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
         One more forward pass: what the updates themselves saw is the policy before each of them.
         """
-        now = self._map_micro_batches(
-            experience, lambda batch: ModelOutputs(self.trained(batch).logprobs)
-        )
-        assert now.old_logprobs is not None
-        assert experience.old_logprobs is not None
-        kl = kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")
+        now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
+        assert batch.old_logprobs is not None
+        kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
         meter = Meter()
-        meter.add_masked("kl", kl, experience.action_mask)
+        meter.add_masked("kl", kl, batch.action_mask)
         return meter.means(self.runtime.all_reduce_sum(meter.sums()))["kl"]
 
-    def accumulate(self, minibatch: Experience, meter: Meter) -> None:
+    def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
         args = self.args
         # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
@@ -299,7 +284,7 @@ class Learner:
                 if self.agreement.waits:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
-                    batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
+                    batch = batch.with_columns(old_logprobs=new.logprobs.detach())
                 per_token, metrics = self.loss(new, batch)
                 weights = token_weights(
                     batch.action_mask,
@@ -326,7 +311,7 @@ class Learner:
                 meter.add_masked(name, numbers, batch.action_mask)
 
     def _router_loss(
-        self, micro_batches: list[tuple[Tensor | None, Experience]]
+        self, micro_batches: list[tuple[Tensor | None, Batch]]
     ) -> Callable[[PolicyOutput], Tensor] | None:
         """Return the routers' auxiliary loss of a micro-batch, as a function; None without one.
 
@@ -346,9 +331,7 @@ class Learner:
 
         return router_loss
 
-    def _positive_nll(
-        self, minibatch: Experience
-    ) -> Callable[[PolicyOutput, Experience], Tensor] | None:
+    def _positive_nll(self, minibatch: Batch) -> Callable[[PolicyOutput, Batch], Tensor] | None:
         """Return the likelihood loss of right completions, as a function; None without one.
 
         Its tokens are counted like those of the loss, over the update and all processes.
@@ -358,7 +341,7 @@ class Learner:
         tokens = (minibatch.action_mask & minibatch.positive[:, None]).sum()
         count = self.runtime.all_reduce_sum(tokens)
 
-        def nll(new: PolicyOutput, batch: Experience) -> Tensor:
+        def nll(new: PolicyOutput, batch: Batch) -> Tensor:
             assert batch.positive is not None  # as the minibatch has it
             return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)
 
@@ -369,25 +352,21 @@ class Learner:
         return self.trained.step()
 
     @torch.no_grad()
-    def _map_micro_batches(
-        self, rollout: Rollout, score: Callable[[Rollout], ModelOutputs]
-    ) -> ModelOutputs:
+    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:
         """Apply `score` to every micro-batch and put the results together."""
-        whole: dict[str, Tensor] = {}
-        for indices, batch in self.micro_batches(rollout):
-            rows = None if indices is None else to_device(indices, rollout.groups.device)
-            for name, part in score(batch)._asdict().items():
-                if part is None:
-                    continue
+        whole = Columns()
+        for indices, part in self.micro_batches(batch):
+            rows = None if indices is None else to_device(indices, batch.groups.device)
+            for name, column in score(part).items():
                 if name not in whole:
-                    whole[name] = part.new_zeros(rollout.completion_ids.shape[: part.ndim])
+                    whole[name] = column.new_zeros(batch.completion_ids.shape[: column.ndim])
                 if rows is not None:
                     # The rows of a micro-batch may all be shorter than the longest.
-                    place = (rows, slice(part.shape[1])) if part.ndim == 2 else rows
-                    whole[name][place] = part
-        return ModelOutputs(**whole)
+                    place = (rows, slice(column.shape[1])) if column.ndim == 2 else rows
+                    whole[name][place] = column
+        return whole
 
-    def micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
+    def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
         """Yield row indices and rows within the token budget, equally many on every process.
 
         A process with fewer adds blank rows (indices None), so that no rank deadlocks. If no

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs, gae
 from rlhf_pg.config import PPOConfig
-from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.losses import Loss, value_loss
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.running_stats import RunningMoments
-from rlhf_pg.trainers.base import PolicyGradientTrainer
-from rlhf_pg.trainers.learner import ModelOutputs
+from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
 class PPOTrainer(PolicyGradientTrainer):
@@ -87,7 +86,7 @@ class PPOTrainer(PolicyGradientTrainer):
         rewards, values, end = inputs.rewards, inputs.values, inputs.bootstrap_value
         return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
 
-    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Add the clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
 
         rho_t   = pi(y_t) / pi_old(y_t)
@@ -112,22 +111,20 @@ class PPOTrainer(PolicyGradientTrainer):
         per_token = surrogate + self.args.vf_coef * value + regularizer
         return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
 
-    def values_of(
-        self, rollout: Rollout, outputs: ModelOutputs
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def values_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return values (B,T) and the value after each truncated completion (B,), in reward units.
 
         The value after a completion that ended is 0.
         """
-        values, end, moments = outputs.values, outputs.end_values, self.value_moments
+        values, end, moments = batch.values, batch.end_values, self.value_moments
         assert values is not None
         assert end is not None
         if moments is not None:
-            values = torch.where(rollout.action_mask, moments.denormalize(values), 0.0)
+            values = torch.where(batch.action_mask, moments.denormalize(values), 0.0)
             end = moments.denormalize(end)
         if not self.args.bootstrap_truncated:
             return values, None
-        return values, end.where(rollout.truncated, 0.0)
+        return values, end.where(batch.truncated, 0.0)
 
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor

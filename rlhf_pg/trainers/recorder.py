@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data.records import Experience, sample_numbers
+from rlhf_pg.data.batch import Batch, sample_numbers
 from rlhf_pg.report.json_lines import line_of
 from rlhf_pg.report.run_files import Start, StepRecord, StepTokens, versions
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.trainers.samples import Samples, ScoredBatch
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class Recorder:
         texts = [f"{number % 2**64:016x}" for number in numbers.tolist()]
         return dict(zip(own, texts, strict=True))
 
-    def record(
-        self, step: int, batch: ScoredBatch, experience: Experience, shown: int | None
-    ) -> StepRecord:
+    def record(self, step: int, batch: Batch, shown: int | None) -> StepRecord:
         """Record a step that was taken.
 
         Args:
@@ -80,16 +78,14 @@ class Recorder:
             "sources": list(self.names),
         }
         logged = shown is not None
-        numbers = _numbers(experience, logged)
-        tokens = self._tokens(batch.samples, batch.scores, numbers, logged)
+        tokens = self._tokens(batch, _numbers(batch, logged), logged)
         greedy = None
         if batch.greedy is not None:
-            samples, scores = batch.greedy
-            numbers = {"sampler_logprob": samples.rollout.sampler_logprobs}
-            greedy = self._tokens(samples, scores, numbers)
+            numbers = {"sampler_logprob": batch.greedy.sampler_logprobs}
+            greedy = self._tokens(batch.greedy, numbers)
         if shown is None:
             return StepRecord(trace=trace, tokens=tokens, greedy=greedy)
-        own = batch.samples.records(batch.scores, self.names, _means(experience))
+        own = self._completions(batch)
         texts = self.runtime.gather_text(f"[{','.join(map(line_of, own))}]")
         completions: list[dict[str, Any]] = []
         if self.runtime.is_main:
@@ -105,32 +101,49 @@ class Recorder:
             shown=sorted({*firsts[:shown], *failed[:shown]}),
         )
 
+    def _completions(self, batch: Batch) -> list[dict[str, Any]]:
+        """Return a record of each completion for readers, with its total scores."""
+        assert batch.scores is not None
+        total = sum_step_scores(batch.scores).tolist()
+        groups, truncated, means = batch.groups.tolist(), batch.truncated.tolist(), _means(batch)
+        records = []
+        for i, sample in enumerate(sample_numbers(groups)):
+            record = {
+                "prompt_index": groups[i],
+                "sample": sample,
+                "prompt": batch.prompts[i],
+                "completion": batch.completions[i],
+                **{f"rewards/{name}": total[i][k] for k, name in enumerate(self.names)},
+                "advantage": means[i],
+                "truncated": truncated[i],
+                **{name: column[i] for name, column in batch.logged.items()},
+            }
+            if batch.episodes:
+                record |= {"turns": batch.episodes[i].turns, "error": batch.episodes[i].error}
+            records.append(record)
+        return records
+
     def _tokens(
-        self,
-        samples: Samples,
-        scores: Tensor,
-        numbers: Mapping[str, Tensor],
-        with_texts: bool = False,
+        self, batch: Batch, numbers: Mapping[str, Tensor], with_texts: bool = False
     ) -> StepTokens | None:
         """Gather completions; None on all processes but the main one.
 
         Args:
-            scores: (B,T,K).
             numbers: (B,T) by name.
         """
-        rollout = samples.rollout
-        mask, device = rollout.completion_mask, rollout.groups.device
-        chosen = [x.detach().masked_fill(~rollout.action_mask, math.nan) for x in numbers.values()]
-        columns = [rollout.completion_ids, rollout.action_mask, *chosen, *scores.unbind(2)]
+        assert batch.scores is not None
+        mask, device = batch.completion_mask, batch.groups.device
+        chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
+        columns = [batch.completion_ids, batch.action_mask, *chosen, *batch.scores.unbind(2)]
         flat = torch.stack([column.double()[mask] for column in columns], dim=1)
         tokens = self.runtime.gather(flat)[0].cpu().numpy()
-        prompt_ids = self.runtime.gather(rollout.prompt_ids[rollout.prompt_mask])[0].cpu().numpy()
+        prompt_ids = self.runtime.gather(batch.prompt_ids[batch.prompt_mask])[0].cpu().numpy()
         facts = [
-            rollout.groups,
-            torch.tensor(samples.rows, dtype=torch.int64, device=device),
-            torch.full_like(rollout.groups, self.runtime.rank),
-            rollout.truncated.long(),
-            rollout.prompt_mask.sum(1),
+            batch.groups,
+            torch.tensor(batch.dataset_rows, dtype=torch.int64, device=device),
+            torch.full_like(batch.groups, self.runtime.rank),
+            batch.truncated.long(),
+            batch.prompt_mask.sum(1),
             mask.sum(1),
         ]
         rows = self.runtime.gather(torch.stack(facts, dim=1))[0].cpu().numpy()
@@ -176,27 +189,29 @@ def _in_order(tokens: Any, lengths: Any, order: Any) -> Any:
     return np.concatenate([tokens[:0], *(parts[i] for i in order)])
 
 
-def _numbers(experience: Experience, logged: bool) -> dict[str, Tensor]:
+def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     """Return the numbers (B,T) of tokens by name; in logged steps those of the token view too."""
-    sampled, old = experience.sampler_logprobs, experience.old_logprobs
-    numbers = {"advantage": experience.advantages, "sampler_logprob": sampled}
+    sampled, old = batch.sampler_logprobs, batch.old_logprobs
+    assert batch.advantages is not None
+    numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
     if logged:
         more = {
-            "reward": experience.rewards,
+            "reward": batch.rewards,
             "log_ratio": None if old is None else old - sampled,
-            "value": experience.values,
+            "value": batch.values,
         }
-        if experience.ref_logprobs is not None:
+        if batch.ref_logprobs is not None:
             before = sampled if old is None else old
-            more["kl"] = before - experience.ref_logprobs
+            more["kl"] = before - batch.ref_logprobs
         numbers |= {name: x for name, x in more.items() if x is not None}
     return numbers
 
 
-def _means(experience: Experience) -> list[float | None]:
+def _means(batch: Batch) -> list[float | None]:
     """Return the mean advantage of each row, with six digits; None for a row without tokens."""
-    mask = experience.action_mask
-    sums = torch.where(mask, experience.advantages.detach(), 0.0).double().sum(1)
+    mask = batch.action_mask
+    assert batch.advantages is not None
+    sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
     means = sums / mask.sum(1)  # 0/0 is NaN
     return [None if mean != mean else float(f"{mean:.6g}") for mean in means.tolist()]
 

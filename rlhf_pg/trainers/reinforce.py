@@ -5,7 +5,7 @@ variance. The KL to the reference is paid token by token, as part of the reward.
 """
 
 from rlhf_pg.config import ReinforceConfig
-from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
 class ReinforceTrainer(PolicyGradientTrainer):

@@ -5,7 +5,7 @@ the gradient is unbiased (`aggregation: constant`). The KL to the reference is p
 """
 
 from rlhf_pg.config import RLOOConfig
-from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
 class RLOOTrainer(PolicyGradientTrainer):

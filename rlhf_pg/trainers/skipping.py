@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.checkpoint.checkpointer import TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.records import Experience
+from rlhf_pg.data.batch import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class SkippedUpdates:
         self._directory = Path(args.output_dir) / "skipped"
         self._tokenizer, self._rank = tokenizer, rank
 
-    def skip(self, minibatch: Experience, norm: float, step: int, update: int) -> None:
+    def skip(self, minibatch: Batch, norm: float, step: int, update: int) -> None:
         """Record a skipped update: keep its batch, and log it.
 
         Args:
@@ -80,7 +80,7 @@ class SkippedUpdates:
     def _of(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
 
-    def _dump(self, minibatch: Experience, place: Path, what: dict[str, Any]) -> None:
+    def _dump(self, minibatch: Batch, place: Path, what: dict[str, Any]) -> None:
         """Write this process's rows, if it has any; a full disk does not end the run."""
         if not (self.keeps and len(minibatch.groups)):
             return
@@ -97,7 +97,7 @@ class SkippedUpdates:
         except (OSError, SafetensorError) as error:
             logger.warning("the batch of a skipped update cannot be kept: %s", error)
 
-    def _texts(self, minibatch: Experience) -> list[dict[str, Any]]:
+    def _texts(self, minibatch: Batch) -> list[dict[str, Any]]:
         parts = {
             "prompt": (minibatch.prompt_ids, minibatch.prompt_mask),
             "completion": (minibatch.completion_ids, minibatch.completion_mask),

@@ -90,15 +90,15 @@ def measure_time(repeats: int = 9) -> None:
 
     def learn(name: str) -> None:
         it = trainers[name]
-        experience, _ = it.make_experience(samples.rollout, it.reward(samples), Meter())
+        experience, _ = it.estimate(it.reward(samples), Meter())
         it.learner.update(experience, 0, Meter())
 
     def forward() -> None:
         with torch.no_grad():
-            critic(samples.rollout)
+            critic(samples)
 
     def forward_backward() -> None:
-        critic(samples.rollout)[0].sum().backward()
+        critic(samples)[0].sum().backward()
         ppo.learner.optimizer.zero_grad()
 
     phases: dict[str, Callable[[], None]] = {
@@ -128,7 +128,7 @@ def peak(algorithm: str, checkpointing: bool) -> None:
     it = trainer(algorithm, size, use_peft=True, gradient_checkpointing=checkpointing)
     for step in range(2):
         samples = it.roll_out(range(ROWS // 4))
-        experience, _ = it.make_experience(samples.rollout, it.reward(samples), Meter())
+        experience, _ = it.estimate(it.reward(samples), Meter())
         it.learner.update(experience, step, Meter())
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 

@@ -13,6 +13,7 @@ wait for each other, which counts.
 """
 
 import argparse
+import copy
 import datetime
 import json
 import platform
@@ -106,13 +107,21 @@ class Ours(Callback):
 
 
 class Theirs(TrainerCallback):
+    """TRL trains a copy, since it changes the forward of a model that it is given."""
+
     def __init__(self, held_out: HeldOut) -> None:
         self.held_out, self.means = held_out, list[float]()
+        self.model = copy.deepcopy(held_out.trainer.model)
 
     def on_step_begin(self, *_: Any, **options: Any) -> None:
         self.held_out.begin()
 
     def on_step_end(self, *_: Any, **options: Any) -> None:
+        own = dict(self.held_out.trainer.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    own[name].copy_(parameter)
         self.held_out.end({"reward": self.means[-1]})
 
 
@@ -130,7 +139,7 @@ def of_trl(algorithm: str, trainer: Any, batch: int, callback: Theirs) -> Any:
         return scores
 
     return kind(
-        model=trainer.model,
+        model=callback.model,
         reward_funcs=counted,
         processing_class=trainer.processing_class,
         train_dataset=trainer.train_prompts.rows,

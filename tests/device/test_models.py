@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
 from tests.tiny import tiny_model
 
@@ -13,9 +13,9 @@ PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
 LENGTHS = [3, 9, 1, 6, 2, 5, 8, 7, 4, 9, 9, 3]
 
 
-def rollout(device: str) -> Rollout:
+def rollout(device: str) -> Batch:
     """Three completions of each prompt."""
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         [prompt for prompt in PROMPTS for _ in range(3)],
         [[5 + i % 7] * n for i, n in enumerate(LENGTHS)],
         [[0.0] * n for n in LENGTHS],

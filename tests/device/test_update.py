@@ -29,7 +29,7 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
         samples = made.roll_out(range(8))
         scores = made.reward(samples)
         before = ext.syncs()
-        experience, _ = made.make_experience(samples.rollout, scores, Meter())
+        experience, _ = made.estimate(scores, Meter())
         scored = ext.syncs()
         made.update(experience, Meter())
         updated = ext.syncs()
@@ -58,7 +58,7 @@ def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
     """Activations and gradients are gone when the next rollout asks how much room there is."""
     made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
     samples = made.roll_out(range(4))
-    experience, _ = made.make_experience(samples.rollout, made.reward(samples), Meter())
+    experience, _ = made.estimate(made.reward(samples), Meter())
     made.update(experience, Meter())
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())
@@ -69,7 +69,7 @@ def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor
     """Bytes that a micro-batch holds between its passes, those of a layer's input, gradients."""
     made = trainer(Run(options={**keys, "micro_batch_tokens": 200}), path)
     samples = made.roll_out(range(4))
-    experience, _ = made.make_experience(samples.rollout, made.reward(samples), Meter())
+    experience, _ = made.estimate(made.reward(samples), Meter())
     _, batch = next(iter(made.learner.micro_batches(experience)))
     policy, config = made.learner.policy.train(), made.model.config
     policy(batch).logprobs.sum().backward()  # by now all is there that stays

@@ -186,13 +186,11 @@ def run_updates(out: Path, resume: str | None = None) -> None:
 def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
     with trainer.sampling():
-        batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = batch.samples, batch.scores
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
+        batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    experience, _ = trainer.estimate(batch, Meter())
     learner, rank = trainer.learner, trainer.runtime.rank
     sampled = [
-        [group, *ids]
-        for group, ids in zip(samples.rollout.groups.tolist(), samples.completion_ids, strict=True)
+        [group, *ids] for group, ids in zip(batch.groups.tolist(), batch.token_lists(), strict=True)
     ]
     (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
     gradients, budget = {}, learner.token_budget

@@ -33,7 +33,7 @@ def test_optimal_baseline_weights_are_squared_gradient_norms(options, tmp_path) 
         **options,
     )
     trainer.engine.says = COMPLETIONS
-    squares = trainer.squared_gradients(trainer.roll_out(range(1)).rollout)
+    squares = trainer.squared_gradients(trainer.roll_out(range(1)))
     heat = options.get("temperature", 1.0)
     for square, said in zip(squares, COMPLETIONS, strict=True):
         ids = torch.tensor([[*PROMPTS["ab"], *said]])

@@ -37,7 +37,7 @@ def test_rows_of_a_prompt_are_in_one_micro_batch(tmp_path) -> None:
     )
     trainer.engine.says = COMPLETIONS[:6]
     samples = trainer.roll_out(range(2))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     [(_, batch)] = trainer.learner.micro_batches(experience)
     assert batch.num_rows == 6
     trainer.update(experience, Meter())

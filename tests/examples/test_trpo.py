@@ -31,7 +31,7 @@ def make(trpo, tmp_path):
         assert isinstance(trainer.engine, ListedEngine)
         trainer.engine.says = SAID
         samples = trainer.roll_out(range(1))
-        experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
         return trainer, experience
 
     return build

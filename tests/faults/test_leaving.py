@@ -35,7 +35,7 @@ def in_backward(trainer, error, finished=2) -> None:
 
 
 def in_sampling(trainer, error) -> None:
-    roll_out = trainer.collector.roll_out
+    roll_out = trainer.sampler.roll_out
 
     def broken(indices):
         samples = roll_out(indices)
@@ -44,7 +44,7 @@ def in_sampling(trainer, error) -> None:
             raise error
         return samples
 
-    trainer.collector.roll_out = broken
+    trainer.sampler.roll_out = broken
 
 
 def after_update(trainer, error) -> None:

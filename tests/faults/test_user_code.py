@@ -181,7 +181,7 @@ def test_exit_in_evaluation_answer_raises(make):  # noqa: F811
     data = Dataset.from_list([{"prompt": "1+1="}])
     trainer = make(eval_dataset=data, num_generations_eval=2)
     with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
-        evaluate(trainer.collector, trainer.eval_sets[""], 1.0, lambda _: sys.exit(0))
+        evaluate(trainer.sampler, trainer.eval_sets[""], 1.0, lambda _: sys.exit(0))
 
 
 # ------------------------------------------------------------------------- what it gives
@@ -276,7 +276,7 @@ def test_random_dataset_transform_is_applied_once(make):  # noqa: F811
 
     trainer = make(train_dataset=data, reward_funcs=witness, max_steps=1)
     samples = trainer.roll_out(range(2))
-    rows = samples.rollout
+    rows = samples
     for prompt, tokens, mask in zip(
         samples.prompts, rows.prompt_ids, rows.prompt_mask, strict=True
     ):
@@ -300,4 +300,4 @@ def test_refused_environment_prompt_is_not_forwarded(make):  # noqa: F811
     errors = [episode.error for episode in samples.episodes]
     assert [error is None for error in errors].count(False) == 4
     assert all("too long: 36 tokens, for at most 26" in error for error in errors if error)
-    assert samples.rollout.prompt_ids.shape[1] <= trainer.train_prompts.longest
+    assert samples.prompt_ids.shape[1] <= trainer.train_prompts.longest

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import (
     Critic,
     Policy,
@@ -33,7 +33,7 @@ COMPLETIONS = [
 
 def batch_of(prompts=PROMPTS, completions=COMPLETIONS):
     groups = [(i, c) for i, rows in enumerate(completions) for c in rows]
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[prompts[i] for i, _ in groups],
         completions=[c for _, c in groups],
         logprobs=[[0.0] * len(c) for _, c in groups],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, checkpoint_activations, disable_dropout
 from tests.tiny import ARCHS, tiny_model
 
@@ -23,7 +23,7 @@ EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
 
 def rollout(prompts=PROMPTS, completions=COMPLETIONS, left=0, right=0, pad=0, seed=0):
     """Rows padded further on either side, with ids of no meaning in every padded slot."""
-    batch = Rollout.from_tokens(
+    batch = Batch.from_tokens(
         prompts=prompts,
         completions=completions,
         logprobs=[[0.0] * len(row) for row in completions],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, Reference, add_adapter, fingerprint
 from tests.tiny import adapter, stir, tiny_model
 
@@ -11,7 +11,7 @@ ARCHS = ["gpt2", "llama"]
 
 
 def rollout():
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[[5, 9, 2], [17]],
         completions=[[7, 2], [4, 11, 19]],
         logprobs=[[0.0] * 2, [0.0] * 3],

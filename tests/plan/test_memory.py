@@ -139,9 +139,7 @@ def test_predicted_parts_match_real_step(case) -> None:
     seen = Seen(trainer)
     with seen.watched():
         samples = trainer.roll_out(range(2))
-        experience, _ = trainer.make_experience(
-            samples.rollout, trainer.reward(samples), Meter(), None
-        )
+        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
         trainer.update(experience, Meter())
     seen.measure()
     update, sizes = memory.update, seen.sizes
@@ -160,7 +158,7 @@ def test_predicted_parts_match_real_step(case) -> None:
 def test_predicted_peak_matches_allocator(case) -> None:
     """Forward and backward, by the profiler of torch: kernels' own work space is in it."""
     trainer, meta, memory = case
-    rollout, module = trainer.roll_out(range(2)).rollout, trainer.learner.module.train()
+    rollout, module = trainer.roll_out(range(2)), trainer.learner.module.train()
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -17,7 +17,7 @@ import pytest
 from transformers import TrainerState
 
 from rlhf_pg.boundary.user_modules import load
-from rlhf_pg.data.records import pad_rows
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.pool import NotStarted, Pool

@@ -67,7 +67,7 @@ def play(tmp_path) -> Callable[..., GRPOTrainer]:
 
 
 def totals(trainer: GRPOTrainer, samples: Any) -> list[float]:
-    return trainer.reward(samples).nansum(dim=(1, 2)).tolist()
+    return trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist()
 
 
 def test_single_turn_is_paid_by_weighted_rubric(play) -> None:
@@ -78,7 +78,7 @@ def test_single_turn_is_paid_by_weighted_rubric(play) -> None:
     assert "Backwards." in shown
     assert shown.endswith("<user>aaz<assistant>")
     samples = trainer.roll_out(range(1))
-    assert samples.rollout.prompt_ids[0].tolist() == trainer.train_prompts.tokens[0]
+    assert samples.prompt_ids[0].tolist() == trainer.train_prompts.tokens[0]
     assert totals(trainer, samples) == pytest.approx([1 - 0.03, -0.02])
     assert [episode.turns for episode in samples.episodes] == [1, 1]
 
@@ -101,7 +101,7 @@ def test_limits_of_either_side_end_an_episode_that_is_still_paid(play) -> None:
     trainer = play(task, ("9",) * 4, ("5",), max_turns=2)
     ours = trainer.roll_out(range(1))
     assert [episode.turns for episode in ours.episodes] == [2, 1]
-    assert ours.rollout.truncated.tolist() == [True, False]
+    assert ours.truncated.tolist() == [True, False]
     assert totals(trainer, ours) == [0, 1]
 
 
@@ -111,7 +111,7 @@ def test_error_of_environment_fails_its_episode_alone(play) -> None:
     broken, good = (episode.error for episode in samples.episodes)
     assert "InfraError" in broken
     assert good is None
-    assert not samples.rollout.action_mask[0].any()
+    assert not samples.action_mask[0].any()
 
 
 def test_environment_that_rewrites_the_past_is_told_so(play) -> None:

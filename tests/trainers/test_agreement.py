@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.engine import NativeEngine
@@ -240,7 +240,7 @@ def test_model_that_padding_changes_is_refused(make) -> None:
 def rows_of(sampler, policy):
     """A record of one row, and the policy's log-probabilities of it."""
     tokens = list(range(1, len(sampler) + 1))
-    batch = Rollout.from_tokens([[1]], [tokens], [sampler], [False], [0], 0)
+    batch = Batch.from_tokens([[1]], [tokens], [sampler], [False], [0], 0)
     return batch, torch.tensor([policy])
 
 

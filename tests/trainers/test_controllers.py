@@ -221,11 +221,10 @@ class OtherSampler(enumeration.ListedEngine):
         super().__init__()
         self.logprobs = logprobs
 
-    def generate(self, *args, **options):
-        said = super().generate(*args, **options)
-        for completion in said:
+    def stream(self, *args, **options):
+        for place, completion in super().stream(*args, **options):
             completion.logprobs[:] = self.logprobs[tuple(completion.tokens)]
-        return said
+            yield place, completion
 
 
 def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tensor]:

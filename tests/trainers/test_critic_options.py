@@ -183,7 +183,7 @@ def test_normalized_critic_gives_same_explained_variance(tmp_path) -> None:
     for trainer in (plain, scaled):
         trainer.engine.says = [(A, B), (B, EOS)]
         samples = trainer.roll_out(range(2))
-        _, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        _, metrics = trainer.estimate(trainer.reward(samples), Meter())
         numbers.append(metrics["explained_variance"])
     assert numbers[0] == pytest.approx(numbers[1])
     assert abs(numbers[0]) > 0.01
@@ -222,8 +222,7 @@ def test_value_clip_of_unmoved_critic_leaves_gradient_unchanged(tmp_path) -> Non
 def test_normalized_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic, normalize_values=True, lam=1.0)
     samples = trainer.roll_out(range(4))
-    scores = trainer.reward(samples)
-    experience, metrics = trainer.make_experience(samples.rollout, scores, Meter())
+    experience, metrics = trainer.estimate(trainer.reward(samples), Meter())
     assert not experience.values.any()
     assert metrics["explained_variance"] == 0
     targets = experience.returns[experience.action_mask]
@@ -241,9 +240,9 @@ def test_saved_critic_gives_denormalized_values(make, options, tmp_path) -> None
     path = str(tmp_path / "run" / "final" / "critic")
     saved = new_critic(trainer.model, trainer.processing_class, torch.float32, value_model=path)
     with torch.no_grad():
-        raw, end = trainer.critic(samples.rollout)
-        values, saved_end = saved.eval()(samples.rollout)
-    moments, mask = trainer.value_moments, samples.rollout.action_mask
+        raw, end = trainer.critic(samples)
+        values, saved_end = saved.eval()(samples)
+    moments, mask = trainer.value_moments, samples.action_mask
     assert (raw - values)[mask].abs().max() > 0.05
     close = {"rtol": 1e-5, "atol": 1e-5}
     std = math.sqrt(moments.var)
@@ -305,7 +304,7 @@ def test_value_iterations_reduce_value_error(make) -> None:
     for further in (0, 10):
         trainer = make(PPOTrainer, value_iterations=further, cliprange_value=None, num_iterations=1)
         samples = trainer.roll_out(range(4))
-        experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
         trainer.learner.update(experience, 0, Meter())
         values = trainer.learner.score(experience).values
         mask = experience.action_mask
@@ -317,7 +316,7 @@ def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
     learner, policy = trainer.learner, list(trainer.model.parameters())
     samples = trainer.roll_out(range(4))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     learner.accumulate(experience, Meter())
     grads = [p.grad.double() for p in trainer.critic.parameters()]
     norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
@@ -416,7 +415,7 @@ def test_checkpoint_holds_value_moments_and_trained_critic(make, tmp_path) -> No
 def test_critic_from_checkpoint_gives_denormalized_values(make, tmp_path) -> None:
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
-    moments, rollout = trainer.value_moments, trainer.roll_out(range(4)).rollout
+    moments, rollout = trainer.value_moments, trainer.roll_out(range(4))
     checkpoint = trainer.checkpointer.path() / "critic"
     later = make(PPOTrainer, value_model=str(checkpoint), output_dir=str(tmp_path / "later"))
     plain = torch.where(rollout.action_mask, moments.denormalize(trainer.critic(rollout)[0]), 0.0)
@@ -441,8 +440,8 @@ def test_random_critic_shares_only_policy_architecture(make) -> None:
     assert not same(copies(other.critic), copies(trainer.critic))
     assert same(copies(trainer.model), copies(plain.model))
     samples = trainer.roll_out(range(4))
-    assert samples.completion_ids == plain.roll_out(range(4)).completion_ids
-    assert not any(numbers.any() for numbers in trainer.critic(samples.rollout))
+    assert samples.token_lists() == plain.roll_out(range(4)).token_lists()
+    assert not any(numbers.any() for numbers in trainer.critic(samples))
     trainer.train()
     assert all(not own[name].equal(p) for name, p in again.critic.model.named_parameters())
 

@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import Callback, GRPOTrainer
+from rlhf_pg.data import Batch
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import FullWeights
-from rlhf_pg.trainers.samples import ScoredBatch
 from tests.untimed import untimed
 
 # By draw, prompts in their order; the scores of an easy prompt are all 1.
@@ -59,34 +59,33 @@ def test_dynamic_sampling_keeps_groups_with_spread(
     trainer_of, rounds, kept, draws, metrics
 ) -> None:
     trainer = trainer_of(rounds)
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = batch.samples, batch.scores
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     assert (batch.num_prompts, batch.metrics) == (draws, metrics)
     rows = [draw for draw in kept for _ in range(2)]
-    assert samples.rows == rows
-    assert samples.prompts == [DATA["prompt"][row] for row in rows]
-    assert samples.columns == {"easy": [EASY[row] for row in rows]}
-    assert samples.rollout.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.dataset_rows == rows
+    assert batch.prompts == [DATA["prompt"][row] for row in rows]
+    assert batch.columns == {"easy": [EASY[row] for row in rows]}
+    assert batch.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
     alone = trainer.roll_out(range(draws))
-    places = [i for i, row in enumerate(alone.rows) if row in kept]
-    assert samples.completion_ids == [alone.completion_ids[i] for i in places]
-    assert samples.completions == [alone.completions[i] for i in places]
-    expected = alone.rollout.select(torch.tensor(places))
+    places = [i for i, row in enumerate(alone.dataset_rows) if row in kept]
+    assert batch.token_lists() == [alone.token_lists()[i] for i in places]
+    assert batch.completions == [alone.completions[i] for i in places]
+    expected = alone.select(torch.tensor(places))
     for name, value in expected._tensors():
         if name != "groups":
-            torch.testing.assert_close(getattr(samples.rollout, name), value)
-    assert scores.shape[1] == samples.rollout.completion_ids.shape[1]
-    totals = scores.nansum(1).squeeze(1).tolist()
+            torch.testing.assert_close(getattr(batch, name), value)
+    assert batch.scores.shape[1] == batch.completion_ids.shape[1]
+    totals = batch.scores.nansum(1).squeeze(1).tolist()
     assert totals == [1.0 if EASY[row] else float(i % 2) for i, row in enumerate(rows)]
 
 
 def test_groups_are_numbered_from_prompt_index(trainer_of) -> None:
     trainer = trainer_of(2)
     trainer.state.prompt_index = 4  # 4 5 6 7 -> 4 and 6; 8 9 -> 9; 10
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    assert batch.samples.rows == [4, 4, 6, 6, 9, 9, 10, 10]
-    assert batch.samples.rollout.groups.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    assert batch.dataset_rows == [4, 4, 6, 6, 9, 9, 10, 10]
+    assert batch.groups.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
     assert batch.num_prompts == 7
 
 
@@ -94,7 +93,7 @@ def test_kept_groups_split_evenly_into_minibatches(trainer_of) -> None:
     """Under their own numbers, 4, 6, 9 and 10, three groups of four would be in one minibatch."""
     trainer = trainer_of(2, num_mini_batches=2)
     trainer.state.prompt_index = 4
-    groups = trainer.collector.collect(trainer.state.prompt_index, Meter()).samples.rollout.groups
+    groups = trainer.sampler.next_batch(trainer.state.prompt_index, Meter()).groups
     assert (groups % 2).bincount().tolist() == [4, 4]
 
 
@@ -110,7 +109,7 @@ def test_group_with_equal_weighted_totals_has_no_spread(trainer_of) -> None:
     ):
         trainer = trainer_of(1, reward_funcs=functions, reward_weights=weights)
         assert (
-            trainer.collector.collect(trainer.state.prompt_index, Meter()).metrics[
+            trainer.sampler.next_batch(trainer.state.prompt_index, Meter()).metrics[
                 "sampling/kept_fraction"
             ]
             == 0.0
@@ -130,9 +129,9 @@ def test_penalty_gives_group_of_equal_scores_no_spread(trainer_of, penalty, said
     """Nor one that is all right (DAPO, Eq. 11)."""
     constant = {"reward_funcs": lambda easy, **_: [said] * len(easy), "num_generations": 4}
     trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     assert batch.metrics["sampling/kept_fraction"] == 0.0
-    shaped = sum_step_scores(trainer.shaping(batch.scores, batch.samples.rollout))
+    shaped = sum_step_scores(trainer.shaping(batch.scores, batch))
     assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 
@@ -143,7 +142,7 @@ def test_single_valid_score_has_no_spread(trainer_of) -> None:
         return [float(i) if i % 2 or not e else None for i, e in enumerate(easy)]
 
     trainer = trainer_of(2, reward_funcs=[once, lambda easy, **_: [0.0] * len(easy)])
-    assert trainer.collector.collect(trainer.state.prompt_index, Meter()).samples.rows == [
+    assert trainer.sampler.next_batch(trainer.state.prompt_index, Meter()).dataset_rows == [
         1,
         1,
         3,
@@ -270,13 +269,13 @@ class Rank:
 
 def test_two_ranks_keep_same_groups_as_one_process(trainer_of) -> None:
     """Each keeps the rows that it sampled; together they are those of one process."""
-    alone = trainer_of(2, num_mini_batches=2).collector.collect(0, Meter())
+    alone = trainer_of(2, num_mini_batches=2).sampler.next_batch(0, Meter())
     meeting = Meeting()
     trainers = [trainer_of(2, num_mini_batches=2) for _ in range(2)]
     for rank, trainer in enumerate(trainers):
-        trainer.collector.runtime = Rank(rank, meeting)
+        trainer.sampler.runtime = Rank(rank, meeting)
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda trainer: trainer.collector.collect(0, Meter()), trainers))
+        parts = list(pool.map(lambda trainer: trainer.sampler.next_batch(0, Meter()), trainers))
     for part in parts:
         assert (part.num_prompts, part.other_tokens) == (alone.num_prompts, alone.other_tokens)
         assert part.metrics == alone.metrics
@@ -284,11 +283,10 @@ def test_two_ranks_keep_same_groups_as_one_process(trainer_of) -> None:
     assert all(0 < len(rows_of(part)) < 8 for part in parts)
 
 
-def rows_of(batch: ScoredBatch) -> list[tuple[int, int, list[int], float]]:
+def rows_of(batch: Batch) -> list[tuple[int, int, list[int], float]]:
     """Group, row of the dataset, completion and score of every row."""
-    samples, scores = batch.samples, batch.scores
-    groups, totals = samples.rollout.groups.tolist(), scores.nansum((1, 2)).tolist()
-    return list(zip(groups, samples.rows, samples.completion_ids, totals, strict=True))
+    groups, totals = batch.groups.tolist(), batch.scores.nansum((1, 2)).tolist()
+    return list(zip(groups, batch.dataset_rows, batch.token_lists(), totals, strict=True))
 
 
 def test_disabled_dynamic_sampling_logs_no_metrics(trainer_of) -> None:

@@ -116,9 +116,8 @@ def play(
 
 def experience_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]):
     trainer.engine = says(rows)
-    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = scored.samples, scored.scores
-    return trainer.make_experience(samples.rollout, scores, Meter())
+    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    return trainer.estimate(scored, Meter())
 
 
 def gradient_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]) -> Tensor:
@@ -207,13 +206,13 @@ def test_truncated_episode_bootstraps_from_last_action(tmp_path: Path) -> None:
     rows = [row for row in all_rows(3) if row.tokens == (A, EOS)]
     trainer = play(PPOTrainer, tmp_path, max_completion_length=3, bootstrap_truncated=True)
     trainer.engine = says(rows)
-    rollout = trainer.roll_out(range(1)).rollout
+    rollout = trainer.roll_out(range(1))
     assert rollout.truncated.tolist() == [True]
     scored = trainer.learner.score(rollout)
     ids = torch.tensor([[*PROMPTS["a"], *rows[0].tokens]])
     hidden = trainer.critic.model(ids).last_hidden_state
     end = trainer.critic.head(hidden)[0, -1]
-    _, bootstrap_value = trainer.values_of(rollout, scored)
+    _, bootstrap_value = trainer.values_of(scored)
     assert bootstrap_value.item() == pytest.approx(end.item())
 
 
@@ -311,15 +310,14 @@ def test_reward_functions_skip_failed_episodes(tmp_path: Path) -> None:
 
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=length)
     rows = Dataset.from_dict({"prompt": ["a"], "answer": [4]})
-    trainer.collector.prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
+    trainer.sampler.prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
     trainer.engine = says([BROKEN, GOOD[1]])
-    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = scored.samples, scored.scores
+    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     assert asked == [[("b", 4)]]
-    assert scores[0].isnan().all()
-    assert scores[1, 2].tolist() == [1.0, 1.0]
-    assert samples.rollout.completion_mask.sum(1).tolist() == [3, 3]  # they are still there
-    assert samples.rollout.action_mask.sum(1).tolist() == [0, 2]
+    assert scored.scores[0].isnan().all()
+    assert scored.scores[1, 2].tolist() == [1.0, 1.0]
+    assert scored.completion_mask.sum(1).tolist() == [3, 3]  # they are still there
+    assert scored.action_mask.sum(1).tolist() == [0, 2]
 
 
 def test_reward_error_index_counts_failed_episodes(tmp_path: Path) -> None:
@@ -328,7 +326,7 @@ def test_reward_error_index_counts_failed_episodes(tmp_path: Path) -> None:
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
     trainer.engine = says([BROKEN, GOOD[1]])
     with pytest.raises(ValueError, match="returned nan for completion 0 of the call"):
-        trainer.collector.collect(trainer.state.prompt_index, Meter())
+        trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
 
 
 class Broken:
@@ -365,7 +363,7 @@ def test_step_of_failed_episodes_leaves_weights_unchanged(
         **options,
     )
     trainer.engine = says([])
-    trainer.collector.reward_log.has_episodes = False  # as of a process among others
+    trainer.sampler.reward_log.has_episodes = False  # as of a process among others
     before = [parameter.detach().clone() for parameter in trainer.learner.module.parameters()]
     trainer.train()
     after = trainer.learner.module.parameters()
@@ -412,7 +410,7 @@ def player(make, trainer_type=GRPOTrainer, **options: Any) -> PolicyGradientTrai
 def test_episode_sampler_logprobs_match_policy(make) -> None:
     """Under teacher forcing, at every token of its own, whatever was answered in between."""
     trainer = player(make, temperature=0.7)
-    rollout = trainer.roll_out(range(4)).rollout
+    rollout = trainer.roll_out(range(4))
     holes = rollout.completion_mask & ~rollout.action_mask
     assert holes.any(1).sum() > 4
     with torch.no_grad():
@@ -443,8 +441,8 @@ def test_episodes_do_not_depend_on_other_prompts(make) -> None:
     trainer = player(make)
     together = trainer.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
     alone = trainer.sample(trainer.train_prompts, [8], [11], 4, 1.0)
-    assert together.completion_ids[4:8] == alone.completion_ids
-    assert len(set(map(tuple, alone.completion_ids))) == 4
+    assert together.token_lists()[4:8] == alone.token_lists()
+    assert len(set(map(tuple, alone.token_lists()))) == 4
 
 
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
@@ -494,8 +492,8 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
     trainer = player(make, reward_funcs=length, reward_weights=(0.0, 2.0))
     assert trainer.reward_names == ["length", "environment"]
     samples = trainer.roll_out(range(2))
-    scores = trainer.reward(samples)
-    shaped = trainer.shaping(scores, samples.rollout)
+    scores = trainer.reward(samples).scores
+    shaped = trainer.shaping(scores, samples)
     total = scores.nansum(1)
     assert total[:, 0].tolist() == [len(text) for text in samples.completions]
     torch.testing.assert_close(shaped.nansum(dim=(1, 2)), 2 * total[:, 1])
@@ -538,8 +536,7 @@ def test_training_calls_tools_and_counts_failures(make, any_sampler, tmp_path: P
     assert right[1]["content"] == answer
     assert wrong[1]["content"] == "Error: calculate has no argument 'sum'"
     assert [message["content"] for message in none] == [answer]
-    rollout = samples.rollout
-    observed = rollout.completion_ids[0][rollout.completion_mask[0] & ~rollout.action_mask[0]]
+    observed = samples.completion_ids[0][samples.completion_mask[0] & ~samples.action_mask[0]]
     assert tokenizer.decode(observed) == f"<tool>{answer}<assistant>"
     trainer.train()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")

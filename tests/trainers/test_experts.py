@@ -36,9 +36,8 @@ def trainer_of(tmp_path, trainer_type=GRPOTrainer, score=None, **options):
 
 
 def experience_of(trainer):
-    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = scored.samples, scored.scores
-    return trainer.make_experience(samples.rollout, scores, Meter())[0]
+    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    return trainer.estimate(scored, Meter())[0]
 
 
 def accumulated(trainer, experience):

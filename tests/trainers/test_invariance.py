@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.data.records import Experience
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trainer
@@ -31,13 +31,13 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     assert (actual - expected).norm() <= 1e-10 * expected.norm()
 
 
-def experience_of(trainer: PolicyGradientTrainer) -> Experience:
+def experience_of(trainer: PolicyGradientTrainer) -> Batch:
     trainer.engine.says = SAYS
     samples = trainer.roll_out(range(len(PROMPTS)))
-    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+    return trainer.estimate(trainer.reward(samples), Meter())[0]
 
 
-def accumulated(trainer: PolicyGradientTrainer, experience: Experience) -> Tensor:
+def accumulated(trainer: PolicyGradientTrainer, experience: Batch) -> Tensor:
     trainer.learner.module.zero_grad()
     trainer.learner.accumulate(experience, Meter())
     return flat_gradient(trainer)
@@ -124,10 +124,10 @@ def test_padding_leaves_gradient_unchanged(trainer_type, tmp_path) -> None:
     assert_equal(accumulated(trainer, Untrimmed(**padded)), expected)
 
 
-class Untrimmed(Experience):
+class Untrimmed(Batch):
     """Keeps columns that are padding in every row, which micro-batches otherwise lose."""
 
-    def select(self, rows: Tensor) -> Experience:
+    def select(self, rows: Tensor) -> Batch:
         return self
 
 
@@ -183,5 +183,5 @@ def test_none_score_is_left_out_of_baseline(tmp_path) -> None:
     trainer.engine = trainer_for(RLOOTrainer, tmp_path).engine
     trainer.engine.says = [COMPLETIONS[0], COMPLETIONS[3], COMPLETIONS[5]]
     samples = trainer.roll_out(range(1))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     assert experience.advantages[:, 0].tolist() == [-2.0, 0.0, 2.0]

@@ -64,11 +64,10 @@ def test_positive_nll_skips_masked_truncated_completions(tmp_path):
 def test_metrics_report_auxiliary_loss(tmp_path):
     trainer = trainer_of(tmp_path, **LIKELY)
     trainer.engine.says = SAYS
-    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = scored.samples, scored.scores
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    batch, _ = trainer.estimate(scored, Meter())
     meter = Meter()
-    trainer.learner.accumulate(experience, meter)
+    trainer.learner.accumulate(batch, meter)
     right = [
         (SCORES[prompt][said], log_probs(trainer.model, prompt, said))
         for prompt, said in zip([PROMPTS[0]] * 7 + [PROMPTS[1]] * 7, SAYS, strict=True)

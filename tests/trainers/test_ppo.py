@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_pg import PPOTrainer, RLOOTrainer
-from rlhf_pg.data.records import Experience
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from tests import enumeration
@@ -93,10 +93,10 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert (actual - expected).norm() <= 1e-8 * expected.norm()
 
 
-def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Experience:
+def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Batch:
     trainer.engine.says = says
     samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+    return trainer.estimate(trainer.reward(samples), Meter())[0]
 
 
 # ------------------------------------------------------------------------------ exact gradients
@@ -204,7 +204,7 @@ def fitted(trainer: PPOTrainer) -> Tensor:
 def test_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic)
     samples = trainer.roll_out(range(4))
-    experience, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, metrics = trainer.estimate(trainer.reward(samples), Meter())
     assert experience.values.abs().max() == 0
     assert metrics["explained_variance"] == 0
     assert experience.returns.abs().max() > 0
@@ -217,8 +217,7 @@ def test_critic_moves_only_with_value_loss(make, any_sampler, critic) -> None:
         before = [p.clone() for p in trainer.critic.parameters()]
         samples = trainer.roll_out(range(4))
         for step in range(3):
-            scores = trainer.reward(samples)
-            experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+            experience, _ = trainer.estimate(trainer.reward(samples), Meter())
             trainer.learner.update(experience, step, Meter())
         pairs = zip(before, trainer.critic.parameters(), strict=True)
         assert [not old.equal(new) for old, new in pairs] == [moves] * len(before)
@@ -241,7 +240,7 @@ def test_critic_has_own_learning_rate(make) -> None:
 def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
     samples = trainer.roll_out(range(4))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     trainer.learner.accumulate(experience, Meter())
     squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
@@ -255,7 +254,7 @@ def test_explained_variance_by_hand(tmp_path) -> None:
     trainer = ppo(tmp_path, values, prompts=("a",), num_generations=2)
     trainer.engine.says = [(EOS,), (A, EOS)]
     samples = trainer.roll_out(range(1))
-    _, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    _, metrics = trainer.estimate(trainer.reward(samples), Meter())
     # returns .3, 1, 1; errors .2, .9, .6: variances .1089 (= .98/9) and .0822 (= .74/9)
     assert metrics["explained_variance"] == pytest.approx(1 - 0.74 / 0.98)
 

@@ -52,19 +52,17 @@ def test_rewards_begin_while_others_are_sampled(make, monkeypatch):
         return digits(completions)
 
     trainer = make(reward_funcs=notes)
-    engine_generate = trainer.engine.generate
+    engine_stream = trainer.engine.stream
 
-    def generate(prompts, n, params, seed, prompt_ids=None, finished=None):
-        def told(place, completion):
-            finished(place, completion)
+    def stream(prompts, n, *options):
+        for place, completion in engine_stream(prompts, n, *options):
+            yield place, completion
             finished_rows.append(place)
             if len(finished_rows) == len(prompts) * n - 1:
                 assert called.wait(10)
 
-        return engine_generate(prompts, n, params, seed, prompt_ids, finished and told)
-
-    monkeypatch.setattr(trainer.engine, "generate", generate)
-    trainer.collector.collect(0, Meter())
+    monkeypatch.setattr(trainer.engine, "stream", stream)
+    trainer.sampler.next_batch(0, Meter())
     assert len(finished_rows) == 16
 
 
@@ -115,10 +113,10 @@ def test_lost_completion_leaves_losses(make):
     trainer = make(
         reward_funcs=fails_on(3), train_dataset=data, on_reward_error="drop", prompts_per_step=16
     )
-    batch = trainer.collector.collect(0, Meter())
-    lost = torch.tensor([row == 3 for row in batch.samples.rows])
+    batch = trainer.sampler.next_batch(0, Meter())
+    lost = torch.tensor([row == 3 for row in batch.dataset_rows])
     assert lost.sum() == 4
-    assert torch.equal(~batch.rollout.action_mask.any(1), lost)
+    assert torch.equal(~batch.action_mask.any(1), lost)
     assert torch.equal(batch.scores.isnan().all(2).all(1), lost)
     assert batch.metrics["rewards/fails/failed"] == 4 / 64
 

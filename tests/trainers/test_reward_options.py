@@ -95,11 +95,10 @@ def look(
         return torch.zeros_like(signals.rewards)
 
     trainer.estimator = spy
-    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    scores = trainer.reward(samples)
-    given = scores.clone()
-    _, metrics = trainer.make_experience(samples.rollout, scores, Meter())
-    assert scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
+    batch = trainer.reward(trainer.roll_out(range(trainer.args.prompts_per_step)))
+    given = batch.scores.clone()
+    _, metrics = trainer.estimate(batch, Meter())
+    assert batch.scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
     return seen[0], metrics
 
 
@@ -176,7 +175,7 @@ def objective(trainer: PolicyGradientTrainer) -> Tensor:
     return total
 
 
-@pytest.mark.proves("rlhf_pg.trainers.experience_maker.build_experience")
+@pytest.mark.proves("rlhf_pg.trainers.PolicyGradientTrainer.estimate")
 @pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
 def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
     trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
@@ -186,7 +185,7 @@ def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
     assert (ascent - truth).norm() <= 1e-8 * truth.norm()
 
 
-@pytest.mark.proves("rlhf_pg.trainers.experience_maker.build_experience")
+@pytest.mark.proves("rlhf_pg.trainers.PolicyGradientTrainer.estimate")
 def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     """With a discount it also shows by how many tokens a reward is away."""
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)
@@ -232,7 +231,7 @@ def test_process_group_normalized_counts_only_scored_steps(tmp_path) -> None:
     )
     trainer.engine.says = [(A, EOS), (B, A)]
     samples = trainer.roll_out(range(1))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     steps = [1.0, 3.0, 2.0 - 6.0]
     mean, std = statistics.mean(steps), statistics.stdev(steps) + 1e-4
     a, b, c = ((step - mean) / std for step in steps)
@@ -249,7 +248,7 @@ def test_none_step_scores_are_left_out_of_baseline(tmp_path) -> None:
     )
     trainer.engine.says = [(A, EOS), (B, A), (B, B)]
     samples = trainer.roll_out(range(1))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     close(experience.advantages, [[-3, -3], [0, 0], [3, 3]])
 
 
@@ -377,7 +376,7 @@ def test_penalties_are_in_metrics_and_completions(make, tmp_path) -> None:
 
 def test_reward_without_completions_has_empty_scores(make) -> None:
     trainer = make(missing_eos_penalty=0.5, overlong_buffer=2)
-    assert trainer.reward(trainer.roll_out(range(0))).shape == (0, 1, 3)
+    assert trainer.reward(trainer.roll_out(range(0))).scores.shape == (0, 1, 3)
 
 
 # --------------------------------------------------------------------------- whiten, and evaluate
@@ -415,7 +414,7 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
     result = trainer.evaluate(temperature=1.0)
     assert moments.count == 10  # held-out scores are not taken in
     samples = trainer.sample(trainer.eval_sets[""], range(12), [-1 - i for i in range(12)], 1, 1.0)
-    cut = samples.rollout.truncated.tolist()
+    cut = samples.truncated.tolist()
     raw = reward(samples.completions)
     worth = [-100 if off else min(max(x, 0), 4) for x, off in zip(raw, cut, strict=True)]
     assert {-100, 4} <= set(worth)
@@ -499,6 +498,6 @@ def test_continued_assistant_turn_is_judged_whole(make, model_path):
     assert tokenizer.decode(trainer.train_prompts.tokens[0]).endswith("1+1=2")
     samples = trainer.roll_out(range(1))
     trainer.reward(samples)
-    for (prompt, [turn]), written in zip(seen, samples.completion_ids, strict=True):
+    for (prompt, [turn]), written in zip(seen, samples.token_lists(), strict=True):
         assert prompt == [asked]
         assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)

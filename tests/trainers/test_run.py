@@ -108,16 +108,16 @@ def test_sequence_level_loss_with_length_weights_warns(make, caplog, options, sa
 def test_step_metrics_match_samples(make) -> None:
     trainer = make()
     seen = {}
-    collected = trainer.collector.roll_out
+    collected = trainer.sampler.roll_out
 
     def roll_out(draws):
         seen["samples"] = collected(draws)
         return seen["samples"]
 
-    trainer.collector.roll_out = roll_out
+    trainer.sampler.roll_out = roll_out
     trainer.callbacks.append(Keep())
     trainer.train()
-    metrics, rollout = trainer.callbacks[0].last, seen["samples"].rollout
+    metrics, rollout = trainer.callbacks[0].last, seen["samples"]
     lengths = rollout.completion_mask.sum(1).float()
     assert metrics["completions/mean_length"] == pytest.approx(lengths.mean().item())
     assert metrics["completions/clipped_ratio"] == rollout.truncated.float().mean().item()

@@ -103,9 +103,9 @@ def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_p
             mask_truncated_completions=masked,
         )
         say(trainer, SAYS)
-        scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-        samples, scores = scored.samples, scored.scores
-        made[masked] = trainer.make_experience(samples.rollout, scores, Meter())
+        scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+        experience, metrics = trainer.estimate(scored, Meter())
+        made[masked] = trainer.without_truncated(experience), metrics
     (everything, metrics), (experience, masked_metrics) = made[False], made[True]
     assert masked_metrics == metrics
     for name, value in everything._tensors():
@@ -129,14 +129,13 @@ def test_critic_skips_masked_truncated_completions(tmp_path: Path) -> None:
         mask_truncated_completions=True,
     )
     say(trainer, SAYS)
-    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = scored.samples, scored.scores
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    experience, _ = trainer.estimate(scored, Meter())
     whole = torch.tensor([said[-1] == EOS for said in SAYS])
     real = experience.completion_mask & whole[:, None]
     bias = trainer.critic.head.bias
     expected = 0.5 * (experience.values - experience.returns)[real].sum() / real.sum()
-    trainer.learner.accumulate(experience, Meter())
+    trainer.learner.accumulate(trainer.without_truncated(experience), Meter())
     torch.testing.assert_close(bias.grad, expected.view_as(bias.grad))
 
 
@@ -222,9 +221,8 @@ def test_greedy_baseline_uses_completion_of_own_prompt(tmp_path) -> None:
     greedy = [paid(p, said) for p, said in zip(prompts, says_greedily, strict=True)]
     assert len(set(greedy)) == 3
     say(trainer, says)
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
-    samples, scores = batch.samples, batch.scores
-    experience, metrics = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    experience, metrics = trainer.estimate(batch, Meter())
     assert metrics["rewards/greedy"] == pytest.approx(statistics.mean(greedy))
     assert experience.num_rows == 6
     for i, said in enumerate(says):
@@ -254,7 +252,7 @@ def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> No
     assert [len(ids) for ids in calls] == [2] * 4 + [1] * 4
     assert rows == [8, 1]  # and one row alone, to compare
     sampled, greedy = ([ids for call in half for ids in call] for half in (calls[:4], calls[4:]))
-    assert greedy == expected.completion_ids
+    assert greedy == expected.token_lists()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
     assert line["rewards/greedy"] == statistics.mean(len(set(ids)) for ids in greedy)
     tokens = trainer.train_prompts.tokens
@@ -281,10 +279,10 @@ def test_greedy_baseline_follows_dynamic_sampling(make) -> None:
         dynamic_sampling_rounds=3,
         **REMAX,
     )
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     assert batch.num_prompts > 4
-    assert batch.greedy.samples.rows == batch.samples.rows[::2]
-    assert batch.greedy.samples.prompts == batch.samples.prompts[::2]
+    assert batch.greedy.dataset_rows == batch.dataset_rows[::2]
+    assert batch.greedy.prompts == batch.prompts[::2]
 
 
 # ------------------------------------------------------------------------------- moving average
@@ -365,9 +363,9 @@ def test_number_of_micro_batches_is_agreed_before_first_forward(tmp_path, monkey
         return x
 
     monkeypatch.setattr(trainer.runtime, "all_reduce_max", most)
-    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     order.clear()
-    for _ in trainer.learner.micro_batches(batch.rollout):
+    for _ in trainer.learner.micro_batches(batch):
         order.append("forward")
     assert order[0] == "agreed"
     assert order.count("agreed") == 1

@@ -14,7 +14,7 @@ from tests.enumeration import COMPLETIONS, flat_gradient, make_trainer
 
 def experience_of(trainer: PolicyGradientTrainer):
     samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+    return trainer.estimate(trainer.reward(samples), Meter())[0]
 
 
 def test_reward_receives_sampled_ids(make) -> None:
@@ -26,10 +26,8 @@ def test_reward_receives_sampled_ids(make) -> None:
         return [0.0] * len(completions)
 
     trainer = make(reward_funcs=keep)
-    samples = trainer.roll_out(range(4))
-    trainer.reward(samples)
-    rollout = samples.rollout
-    pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+    batch = trainer.reward(trainer.roll_out(range(4)))
+    pairs = zip(batch.completion_ids, batch.completion_mask, strict=True)
     assert seen == [ids[mask].tolist() for ids, mask in pairs]
     eos = trainer.processing_class.eos_token_id
     assert any(ids[-1] == eos for ids in seen)
@@ -39,8 +37,7 @@ def test_sample_prompts_and_columns_match_rows(make) -> None:
     data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     trainer = make(train_dataset=data, prompts_per_step=2, num_generations=3)
     samples = trainer.roll_out(range(2))
-    rollout = samples.rollout
-    pairs = zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
+    pairs = zip(samples.prompt_ids, samples.prompt_mask, strict=True)
     read = [trainer.processing_class.decode(ids[mask]) for ids, mask in pairs]
     assert samples.prompts == [text.replace(" ", "") for text in read]
     answers = {"1+1=": "2", "2+2=": "4"}

@@ -74,16 +74,20 @@ def trainer_on(make, factory: Any, **options: Any) -> PolicyGradientTrainer:
     return trainer
 
 
+def instances(batch):
+    return [episode.environment.instance for episode in batch.episodes]
+
+
 def test_methods_reach_template_and_get_reward_pays(make, any_sampler, tmp_path) -> None:
     trainer = trainer_on(make, Paid)
     samples = trainer.roll_out(range(2))
     tokenizer = trainer.processing_class
     assert tokenizer.decode(trainer.train_prompts.tokens[0]) == "<tools>press<user>q<assistant>"
     assert samples.prompts[0] == [{"role": "user", "content": "q!"}]
-    assert [environment.rung for environment in samples.environments] == [3, 3, 4, 4]
+    assert [environment.rung for environment in instances(samples)] == [3, 3, 4, 4]
     assert samples.completions[0][1]["content"] == "3"
     assert trainer.reward_names == ["environment"]
-    assert trainer.reward(samples).nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
+    assert trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
     trainer.train()
     (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["rewards/environment/mean"] == 3.5
@@ -96,7 +100,9 @@ def test_environment_that_pays_nothing_is_no_source(make) -> None:
 
     trainer = trainer_on(make, Bell, reward_funcs=length, reward_weights=(1.0,))
     assert trainer.reward_names == ["length"]
-    assert trainer.reward(trainer.roll_out(range(2))).nansum(dim=(1, 2)).tolist() == [3.0] * 4
+    assert (
+        trainer.reward(trainer.roll_out(range(2))).scores.nansum(dim=(1, 2)).tolist() == [3.0] * 4
+    )
 
 
 def test_column_chooses_environment(make) -> None:
@@ -105,8 +111,8 @@ def test_column_chooses_environment(make) -> None:
     shown = [trainer.processing_class.decode(ids) for ids in trainer.train_prompts.tokens]
     assert shown == ["<tools>press<user><assistant>", "<tools>light<user><assistant>"]
     samples = trainer.roll_out(range(2))
-    assert [type(environment) for environment in samples.environments] == [Paid, Paid, Lamp, Lamp]
-    assert trainer.reward(samples).nansum(dim=(1, 2)).tolist() == [3, 3, 0.5, 0.5]
+    assert [type(environment) for environment in instances(samples)] == [Paid, Paid, Lamp, Lamp]
+    assert trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 0.5, 0.5]
 
 
 def test_environment_may_bring_all_prompts(make) -> None:

@@ -28,5 +28,5 @@ def test_stop_string_ends_completion_and_is_kept(make) -> None:
     stopped = [text for text in texts if "1" in text]
     assert len(stopped) > 4
     assert all(text.index("1") == len(text) - 1 for text in stopped)
-    ended = [not cut for cut in rollout.rollout.truncated.tolist()]
+    ended = [not cut for cut in rollout.truncated.tolist()]
     assert all(end for end, text in zip(ended, texts, strict=True) if "1" in text)

@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlhf_pg.data.records import pad_rows
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.token_sampling import Stopping, sample, uniform
 

@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.data.batch import Batch
 from tests.benchmarks.peer import ours, theirs
 from tests.benchmarks.peer.workload import MARKS, Job, device
 from tests.benchmarks.rollout import EOS, PAD
 
 
-def new_batch(job: Job) -> Experience:
+def new_batch(job: Job) -> Batch:
     """Random completions of the workload's lengths, advantages and reference."""
     workload, vocabulary = job.workload, job.vocabulary
     generator = torch.Generator().manual_seed(1)
@@ -20,7 +20,7 @@ def new_batch(job: Job) -> Experience:
 
     lengths = workload.lengths.flatten().tolist()
     prompts = [ids for ids in workload.prompt_ids(vocabulary) for _ in range(workload.n)]
-    rollout = Rollout.from_tokens(
+    rollout = Batch.from_tokens(
         prompts,
         [[*words(length - 1), EOS] for length in lengths],
         [[0.0] * length for length in lengths],
@@ -34,8 +34,7 @@ def new_batch(job: Job) -> Experience:
     # About as likely as random weights make them, so that the KL has a gradient of its own.
     drift = torch.randn(mask.shape, generator=generator).to(device())
     ref_logprobs = torch.where(mask, drift - math.log(vocabulary), 0.0)
-    return Experience.of(
-        rollout,
+    return rollout.with_columns(
         advantages=torch.where(mask, advantages, 0.0),
         ref_logprobs=ref_logprobs if job.beta and job.algorithm == "grpo" else None,
     )

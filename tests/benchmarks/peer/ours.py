@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from rlhf_pg.data.records import Experience
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -69,7 +69,7 @@ def train(job: Job, model: PreTrainedModel, steps: int) -> None:
         step()
 
 
-def gradient(job: Job, model: PreTrainedModel, batch: Experience) -> dict[str, Tensor]:
+def gradient(job: Job, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
     """Of the loss on all rows of the batch, by the name of the weight."""
     trainer = new_trainer(job, model)
     trainer.learner.accumulate(batch, Meter())

@@ -14,7 +14,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from rlhf_pg.data.records import Experience
+from rlhf_pg.data.batch import Batch
 from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
 from tests.benchmarks.rollout import force
 
@@ -145,9 +145,7 @@ def fastest(job: Job, batches: list[int]) -> int:
     return min(steps, key=steps.__getitem__)
 
 
-def gradient(
-    job: Job, model: PreTrainedModel, batch: Experience, size: int = 8
-) -> dict[str, Tensor]:
+def gradient(job: Job, model: PreTrainedModel, batch: Batch, size: int = 8) -> dict[str, Tensor]:
     """Of the loss on all rows of the batch, `size` at a time, by the name of the weight."""
     trainer = new_trainer(job, model, job.workload.rows, 1)
     trainer.model.eval()  # in which no loss is divided by the number of its accumulation steps
@@ -161,7 +159,7 @@ def gradient(
     return {name: weight.grad for name, weight in trainer.model.named_parameters()}
 
 
-def _inputs(trainer: Any, batch: Experience, tokens: Tensor) -> dict[str, Tensor]:
+def _inputs(trainer: Any, batch: Batch, tokens: Tensor) -> dict[str, Tensor]:
     """What TRL's own scoring hands to its loss."""
     mask = batch.completion_mask.long()
     inputs = {

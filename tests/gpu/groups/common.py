@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic
@@ -16,10 +16,10 @@ PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
 
 
-def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Rollout:
+def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Batch:
     """Four completions of each prompt."""
     sampled = engine.generate(PROMPTS, 4, params, seed=0)
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[prompt for prompt in PROMPTS for _ in range(4)],
         completions=[c.tokens for c in sampled],
         logprobs=[c.logprobs for c in sampled],
@@ -29,7 +29,7 @@ def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Rollo
     )
 
 
-def random_rollout(families: list[tuple[int, list[int]]]) -> Rollout:
+def random_rollout(families: list[tuple[int, list[int]]]) -> Batch:
     """Random tokens: prompts of these lengths, each with completions of those."""
     generator = torch.Generator().manual_seed(0)
 
@@ -38,7 +38,7 @@ def random_rollout(families: list[tuple[int, list[int]]]) -> Rollout:
 
     prompts = [tokens(prompt) for prompt, _ in families]
     rows = [(i, width) for i, (_, widths) in enumerate(families) for width in widths]
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[prompts[i] for i, _ in rows],
         completions=[tokens(width) for _, width in rows],
         logprobs=[[0.0] * width for _, width in rows],
@@ -48,17 +48,17 @@ def random_rollout(families: list[tuple[int, list[int]]]) -> Rollout:
     )
 
 
-def on(rollout: Rollout, device: str) -> Rollout:
-    return Rollout(**{name: value.to(device) for name, value in rollout._tensors()})
+def on(rollout: Batch, device: str) -> Batch:
+    return Batch(**{name: value.to(device) for name, value in rollout._tensors()})
 
 
 @torch.no_grad()
-def scored(model: PreTrainedModel, rollout: Rollout, device: str) -> Tensor:
+def scored(model: PreTrainedModel, rollout: Batch, device: str) -> Tensor:
     """Log-probabilities of the sampled tokens by a scoring pass on the device, brought back."""
     return Policy(model)(on(rollout, device)).logprobs.cpu()
 
 
-def gradient(model: PreTrainedModel, rollout: Rollout, device: str) -> tuple[Tensor, Tensor]:
+def gradient(model: PreTrainedModel, rollout: Batch, device: str) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the sampled tokens, and the gradient of a weighted sum of them, flat."""
     logprobs = Policy(model)(on(rollout, device)).logprobs[rollout.action_mask.to(device)]
     weights = torch.linspace(-1, 2, len(logprobs), device=device, dtype=logprobs.dtype)

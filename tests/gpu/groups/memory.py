@@ -58,7 +58,7 @@ def kept(model: str, directory: str, device: str) -> Result:
     with uncollected():
         before = allocated(device)
         samples = trainer.roll_out(range(2))
-        own = sum(x.nbytes for _, x in samples.rollout._tensors())
+        own = sum(x.nbytes for _, x in samples._tensors())
         more = (allocated(device) - before - own) / 2**20
     return of_gpu(device, f"{more:.1f} MiB are kept", abs(more) <= 16, more)
 
@@ -66,7 +66,7 @@ def kept(model: str, directory: str, device: str) -> Result:
 def after_rollout(model: str, directory: str, device: str) -> Result:
     trainer = wide_trainer(model, directory, device)
     samples = trainer.roll_out(range(2))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
         alone = peak(device, lambda: trainer.update(experience, Meter()))
@@ -98,7 +98,7 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
     )
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.roll_out(range(2))
-    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
     del samples
     most = peak(device, lambda: trainer.update(experience, Meter()))
     off = sum(predicted.update.values()) / max(most, 1) - 1

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.data.records import Experience, Rollout, sample_numbers, to_device
+from rlhf_pg.data.batch import Batch, sample_numbers, to_device
 
 PAD = 9
 
 
 def rollout(prompts=((1,), (2, 3, 4), (5, 6)), completions=((7, 8), (1,), (2, 3, 4)), **options):
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=prompts,
         completions=completions,
         logprobs=[[-0.25 * (i + 1)] * len(row) for i, row in enumerate(completions)],
@@ -27,11 +27,11 @@ def rollout(prompts=((1,), (2, 3, 4), (5, 6)), completions=((7, 8), (1,), (2, 3,
 def experience(**numbers):
     base = rollout()
     advantages = torch.arange(9.0).view(3, 3)
-    return Experience.of(base, **{"advantages": advantages, **numbers})
+    return base.with_columns(**{"advantages": advantages, **numbers})
 
 
-def tensors(record):
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+def tensors(batch):
+    return dict(batch._tensors())
 
 
 def test_prompts_are_padded_left_and_completions_right():
@@ -48,7 +48,7 @@ def test_prompts_are_padded_left_and_completions_right():
 
 
 def test_logprobs_align_with_tokens():
-    r = Rollout.from_tokens(
+    r = Batch.from_tokens(
         [[1], [1]], [[2, 3], [4]], [[-0.5, -1.5], [-2.5]], [False] * 2, [0, 0], PAD
     )
     assert r.sampler_logprobs.tolist() == [[-0.5, -1.5], [-2.5, 0]]
@@ -82,11 +82,11 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
 @pytest.mark.parametrize("logprobs", [[[-0.5], []], [[-0.5], [-0.6, -0.7]]])
 def test_mismatched_logprobs_raise(logprobs):
     with pytest.raises(ValueError, match="log-probabilities"):
-        Rollout.from_tokens([[1], [1]], [[2, 3], [4]], logprobs, [False] * 2, [0, 0], PAD)
+        Batch.from_tokens([[1], [1]], [[2, 3], [4]], logprobs, [False] * 2, [0, 0], PAD)
 
 
 def test_action_mask_has_holes_at_environment_tokens():
-    r = Rollout.from_tokens(
+    r = Batch.from_tokens(
         [[1], [1]],
         [[2, 3, 4], [5, PAD]],
         [[-0.5, 0.0, -1.5], [-2.5, -3.5]],
@@ -99,7 +99,7 @@ def test_action_mask_has_holes_at_environment_tokens():
     assert r.action_mask.int().tolist() == [[1, 0, 1], [0, 1, 0]]
     assert r.sampler_logprobs.tolist() == [[-0.5, 0, -1.5], [-2.5, -3.5, 0]]
     with pytest.raises(ValueError, match="row 1 has 2 tokens but 1 actions"):
-        Rollout.from_tokens(
+        Batch.from_tokens(
             [[1]] * 2, [[2], [3, 4]], [[0.0], [0.0] * 2], [False] * 2, [0, 0], PAD, [[True]] * 2
         )
 
@@ -108,7 +108,7 @@ def test_records_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout().groups = torch.zeros(3)
     with pytest.raises(TypeError):
-        Rollout(*tensors(rollout()).values())
+        Batch(*tensors(rollout()).values())
 
 
 # ----------------------------------------------------------------------------------------- select
@@ -144,7 +144,7 @@ def test_select_may_repeat_rows_or_take_none():
 
 def test_select_on_experience_trims_its_tensors():
     e = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
-    assert isinstance(e, Experience)
+    assert isinstance(e, Batch)
     assert e.advantages.tolist() == [[3, 4], [0, 1]]
     assert e.values.tolist() == [[23, 24], [20, 21]]
     assert e.old_logprobs is None
@@ -165,7 +165,7 @@ ROWS = st.lists(
 
 
 def of_rows(rows):
-    return Rollout.from_tokens(
+    return Batch.from_tokens(
         prompts=[prompt for prompt, *_ in rows],
         completions=[[token for token, _ in said] for _, said, *_ in rows],
         logprobs=[[logprob for _, logprob in said] for _, said, *_ in rows],
@@ -178,9 +178,9 @@ def of_rows(rows):
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(ROWS, min_size=1, max_size=3))
 def test_concat_equals_record_of_all_rows(parts):
-    together = Rollout.concat([of_rows(rows) for rows in parts], PAD)
+    together = Batch.concat([of_rows(rows) for rows in parts], PAD)
     at_once = tensors(of_rows([row for rows in parts for row in rows]))
-    assert (together.host_rows, at_once.pop("host_rows")) == (None, None)
+    assert together.host_rows is None
     for name in at_once:
         value = getattr(together, name)
         assert value.dtype == at_once[name].dtype
@@ -189,8 +189,8 @@ def test_concat_equals_record_of_all_rows(parts):
 
 def test_concat_pads_experience_tensors():
     short = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
-    e = Experience.concat([short, experience(values=torch.ones(3, 3))], PAD)
-    assert isinstance(e, Experience)
+    e = Batch.concat([short, experience(values=torch.ones(3, 3))], PAD)
+    assert isinstance(e, Batch)
     assert e.values.tolist() == [[23, 24, 0], [20, 21, 0], *[[1, 1, 1]] * 3]
     assert e.prompt_mask.int().tolist()[:2] == [[1, 1, 1], [0, 0, 1]]
     assert e.completion_ids.tolist()[:2] == [[1, PAD, PAD], [7, 8, PAD]]
@@ -211,9 +211,6 @@ def test_blank_row_has_attended_tokens_but_no_actions(make):
     assert blank.action_mask.tolist() == [[False]]
     for name, value in tensors(record).items():
         shape = (1,) if name in ("groups", "truncated") else (1, 1)
-        if value is None:
-            assert name == "host_rows" or getattr(blank, name) is None
-            continue
         assert getattr(blank, name).shape == shape
         assert getattr(blank, name).dtype == value.dtype
         if name not in ("prompt_mask", "completion_mask"):
@@ -298,3 +295,13 @@ def test_copy_to_cuda_is_non_blocking(monkeypatch):
 def test_rows_of_a_group_are_numbered_in_their_order():
     assert sample_numbers([5, 5, 3, 5, 3]) == [0, 1, 0, 2, 1]
     assert sample_numbers([]) == []
+
+
+def test_column_that_a_part_lacks_is_none_in_its_rows():
+    def part(count, **columns):
+        return of_rows([([1], [(2, 0.0)], False, i) for i in range(count)]).with_columns(
+            columns=columns
+        )
+
+    parts = [part(2, a=[1, 2]), part(1, b=[3]), part(0)]
+    assert Batch.concat(parts, PAD).columns == {"a": [1, 2, None], "b": [None, None, 3]}

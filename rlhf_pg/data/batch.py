@@ -1,29 +1,44 @@
-"""The two records that travel: the sampled rollout, and the experience that a learner needs.
+"""The completions of a step, which gain a column with every stage, and their micro-batches.
 
-Shapes: B rows on this rank, P prompt width, T completion width. A row is one completion. Prompts
-are left-padded and completions right-padded, so every completion starts in the same column.
+Shapes: B rows on this rank, P prompt width, T completion width, K sources of reward. A row is one
+completion. Prompts are left-padded and completions right-padded, so every completion starts in the
+same column.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.data import micro_batches
-
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = ("groups", "truncated", "positive")
+_ROW_FIELDS = ("groups", "truncated", "end_values", "positive")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
+_LISTS = ("prompts", "completions", "dataset_rows", "episodes")  # with an entry for every row
+_TABLES = ("columns", "logged")  # lists by name
+
+
+class RowLengths(NamedTuple):
+    """The lengths of a completion and its prompt."""
+
+    family: int  # shared by neighbours whose prompt, too, is the same
+    prompt: int  # tokens
+    completion: int
+    actions: int = 0  # tokens of the completion that the policy chose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """The completions that the engine sampled, with their prompts."""
+class Batch:
+    """Completions with their prompts; each stage of a step adds its columns.
 
+    `select` and `blank_row`, which make micro-batches, keep tensors only.
+    """
+
+    # What was sampled.
     prompt_ids: Tensor  # (B,P)
     prompt_mask: Tensor  # (B,P) bool
     completion_ids: Tensor  # (B,T)
@@ -32,7 +47,36 @@ class Rollout:
     groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) as the engine saw them
-    host_rows: tuple[micro_batches.RowLengths, ...] | None = None  # see `counted`
+    prompts: Sequence[Any] = ()  # as the dataset has them: strings or messages
+    completions: Sequence[Any] = ()  # likewise
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the dataset's
+    dataset_rows: Sequence[int] = ()
+    episodes: Sequence[Any] = ()  # of an `EpisodeRunner`; none without environment or tools
+
+    # What the reward functions said.
+    scores: Tensor | None = None  # (B,T,K) raw, at the token that ends what is judged; else NaN
+    logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # `log_extra`
+
+    # What the models said, before the updates; None if the algorithm does not need it.
+    old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
+    ref_logprobs: Tensor | None = None  # (B,T)
+    values: Tensor | None = None  # (B,T) in the critic's own units
+    end_values: Tensor | None = None  # (B,) of the state after the last action token
+
+    # What the algorithm made of it.
+    rewards: Tensor | None = None  # (B,T) what each token is paid
+    advantages: Tensor | None = None  # (B,T)
+    returns: Tensor | None = None  # (B,T) targets of the critic, in its units
+    positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
+
+    # Of the step, over all processes.
+    greedy: Self | None = None  # one greedy completion per group, for a baseline
+    num_prompts: int = 0  # that were taken for it
+    other_tokens: int = 0  # sampled, prompts included, and not trained on
+    metrics: dict[str, float] = field(default_factory=dict)
+    logged_metrics: dict[str, float] = field(default_factory=dict)  # `log_metric`
+
+    host_rows: tuple[RowLengths, ...] | None = None  # see `counted`
 
     @classmethod
     def from_tokens(
@@ -47,7 +91,7 @@ class Rollout:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Pad lists, one entry per row, into a record.
+        """Pad lists, one entry per row, into a batch.
 
         Args:
             actions: which tokens the policy chose; by default all of them.
@@ -86,9 +130,23 @@ class Rollout:
         there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
         return cls(**there)
 
+    def with_columns(self, **columns: Any) -> Self:
+        """Return the batch with these columns added or replaced."""
+        return dataclasses.replace(self, **columns)
+
     @property
     def num_rows(self) -> int:
         return self.completion_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Real tokens of prompts and completions, a number on the device."""
+        return self.prompt_mask.sum() + self.completion_mask.sum()
+
+    def token_lists(self) -> list[list[int]]:
+        """Return the tokens of each completion."""
+        rows = zip(self.completion_ids.cpu(), self.completion_mask.cpu(), strict=True)
+        return [ids[mask].tolist() for ids, mask in rows]
 
     @property
     def width(self) -> int:
@@ -101,7 +159,7 @@ class Rollout:
         return torch.stack(lengths, dim=1)
 
     def counted(self) -> Self:
-        """Return the same record with the lengths of its rows on the host.
+        """Return the same batch with the lengths of its rows on the host.
 
         This waits for a GPU, so that splitting into micro-batches and packing need not.
         """
@@ -111,7 +169,7 @@ class Rollout:
             return dataclasses.replace(self, host_rows=())
         lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
         columns = torch.stack([self.shared_prefixes(), *lengths])
-        rows = tuple(micro_batches.RowLengths(*row) for row in columns.T.tolist())
+        rows = tuple(RowLengths(*row) for row in columns.T.tolist())
         return dataclasses.replace(self, host_rows=rows)
 
     def action_slots(self) -> Tensor:
@@ -122,9 +180,9 @@ class Rollout:
         return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
 
     def select(self, rows: Tensor) -> Self:
-        """Return these rows (int64 indices), without columns that are padding in all of them.
+        """Return the tensors of these rows (int64 indices), without what is padding in all of them.
 
-        For a `counted` record and indices on the host, this does not wait for a GPU.
+        For a `counted` batch and indices on the host, this does not wait for a GPU.
         """
         host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
         rows = to_device(rows, self.groups.device)
@@ -144,22 +202,50 @@ class Rollout:
         picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
         return type(self)(**picked, host_rows=host_rows)
 
+    def pick(self, rows: Sequence[int], **changes: Any) -> Self:
+        """Return these rows with their texts, columns and episodes, and other changes."""
+        lists = {name: [x[i] for i in rows] for name in _LISTS if (x := getattr(self, name))}
+        tables = {
+            name: {key: [x[i] for i in rows] for key, x in getattr(self, name).items()}
+            for name in _TABLES
+        }
+        chosen = self.select(torch.tensor(rows, dtype=torch.int64))
+        return chosen.with_columns(**lists, **tables, **changes)
+
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
-        """Return the rows of all parts, one after another, padded to the widest of them."""
+        """Return the rows of all parts, one after another, padded to the widest of them.
+
+        A column that a part lacks is None in its rows.
+        """
 
         def join(name: str) -> Tensor:
             values = [getattr(part, name) for part in parts]
             if name in _ROW_FIELDS:
                 return torch.cat(values)
             width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
-            fill = pad_token_id if name in _ID_FIELDS else 0
-            missing = [width - value.shape[1] for value in values]
-            sides = [(columns, 0) if left else (0, columns) for columns in missing]
-            padded = zip(values, sides, strict=True)
-            return torch.cat([nn.functional.pad(x, side, value=fill) for x, side in padded])
+            fill = pad_token_id if name in _ID_FIELDS else math.nan if name == "scores" else 0
+            padded = []
+            for value in values:
+                missing = width - value.shape[1]
+                sides = (0, 0) * (value.ndim - 2) + ((missing, 0) if left else (0, missing))
+                padded.append(nn.functional.pad(value, sides, value=fill))
+            return torch.cat(padded)
+
+        def table(name: str) -> dict[str, list[Any]]:
+            keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
+            blank = [[None] * part.num_rows for part in parts]
+            return {
+                key: _joined(
+                    getattr(part, name).get(key, nothing)
+                    for part, nothing in zip(parts, blank, strict=True)
+                )
+                for key in keys
+            }
 
         joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
+        joined |= {name: _joined(getattr(part, name) for part in parts) for name in _LISTS}
+        joined |= {name: table(name) for name in _TABLES}
         return cls(**joined)
 
     def blank_row(self) -> Self:
@@ -170,7 +256,7 @@ class Rollout:
             filled = {"prompt_mask": 1, "completion_mask": 1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
-        row = micro_batches.RowLengths(family=0, prompt=1, completion=1, actions=0)
+        row = RowLengths(family=0, prompt=1, completion=1, actions=0)
         blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
         return type(self)(**blanks, host_rows=(row,))
 
@@ -202,7 +288,7 @@ class Rollout:
         rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
         batches: list[Tensor] = []
-        both = ((micro_batches.split_packed, False), (micro_batches.split_padded, True))
+        both = ((split_packed, False), (split_padded, True))
         for split, kind in both:
             places = [i for i, is_long in enumerate(long) if is_long == kind]
             index = torch.tensor(places, dtype=torch.int64)
@@ -210,29 +296,9 @@ class Rollout:
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                yield field.name, value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experience(Rollout):
-    """A rollout with what the update needs; fields that the algorithm does not need are None."""
-
-    advantages: Tensor  # (B,T)
-    old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
-    ref_logprobs: Tensor | None = None  # (B,T)
-    values: Tensor | None = None  # (B,T)
-    returns: Tensor | None = None  # (B,T)
-    positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
-    rewards: Tensor | None = None  # (B,T) what each token is paid, for the record of the step
-
-    @classmethod
-    def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:
-        """Make the experience of a rollout and its numbers."""
-        fields: dict[str, Any] = {**dict(rollout._tensors()), **numbers}
-        return cls(**fields)
+                yield name, value
 
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:
@@ -262,3 +328,53 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def _joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
+    return [item for one in lists for item in one]
+
+
+def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
+    """Split rows into batches of row indices in which nothing is padded.
+
+    A prompt is computed once for all rows of its family in a batch. A row that does not fit
+    `max_tokens` by itself is a batch of its own; a family that does not fit is split.
+    """
+    batches: list[list[int]] = []
+    room: list[int] = []
+    # First fit, the largest first: at most 11/9 of the batches that are needed (Johnson 1973).
+    for size, own in sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0]):
+        place = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if place == len(room):
+            batches.append([])
+            room.append(max_tokens)
+        batches[place] += own
+        room[place] -= size
+    return batches
+
+
+def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
+    """Split rows into batches in which prompts, and completions, are padded to the longest."""
+    batches: list[list[int]] = [[]]
+    for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
+        own = [rows[place] for place in (*batches[-1], i)]
+        width = max(row.prompt for row in own) + max(row.completion for row in own)
+        if len(own) > 1 and len(own) * width > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches if rows else []
+
+
+def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield families, or parts of them, and their tokens; the longest completions come first."""
+    for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):
+        family = list(run)
+        prompt = rows[family[0]].prompt
+        size, piece = prompt, list[int]()
+        for i in sorted(family, key=lambda i: -rows[i].completion):
+            if piece and size + rows[i].completion > max_tokens:
+                yield size, piece
+                size, piece = prompt, []
+            size += rows[i].completion
+            piece.append(i)
+        yield size, piece

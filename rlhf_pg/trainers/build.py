@@ -30,7 +30,7 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound
 from rlhf_pg.config.files import found
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
-from rlhf_pg.data import Experience, Prompts, PromptSampler, vocabulary_fingerprint
+from rlhf_pg.data import Batch, Prompts, PromptSampler, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.losses import POLICY_LOSSES, Loss
@@ -54,13 +54,13 @@ from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
 from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
 from rlhf_pg.trainers.callbacks import Callback, checked
-from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
+from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class TrainerSetup(TrainingLoop):
     value_model: Any = None  # an argument of PPO's
 
     @abstractmethod
-    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss of every token (B,T), and (B,T) numbers to average for the log."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ class TrainerSetup(TrainingLoop):
         self.state = TrainState()
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
         self.learner = self._new_learner(optimizers)
-        self.collector = self._new_collector()
+        self.sampler = self._new_sampler()
         self.checkpointer = self._new_checkpointer()
         self.recorder = Recorder(
             self.runtime,
@@ -188,11 +188,11 @@ class TrainerSetup(TrainingLoop):
     @property
     def engine(self) -> RolloutEngine:
         """The engine that samples."""
-        return self.collector.engine
+        return self.sampler.engine
 
     @engine.setter
     def engine(self, engine: RolloutEngine) -> None:
-        self.collector.engine = engine
+        self.sampler.engine = engine
 
     def _settled(self, args: PolicyGradientConfig, given: Inputs) -> PolicyGradientConfig:
         """Return the config of this run, which never changes.
@@ -299,13 +299,13 @@ class TrainerSetup(TrainingLoop):
             SkippedUpdates(args, self.state, self.processing_class, runtime.rank),
         )
 
-    def _new_collector(self) -> Collector:
+    def _new_sampler(self) -> Sampler:
         runner, limit = self.episode_runner, self._limit
         # A prompt that is not the dataset's must leave room for a completion.
         longest = None if limit is None else limit - self.args.max_completion_length
         if runner is not None:
             runner = dataclasses.replace(runner, longest_prompt=longest)
-        return Collector(
+        return Sampler(
             engine=self._start_engine(),
             prompts=self.train_prompts,
             order=self.prompt_order,

@@ -14,22 +14,22 @@ from typing import Any, final
 from torch import Tensor
 
 from rlhf_pg.advantages import AdvantageInputs
-from rlhf_pg.data import Experience, Prompts, Rollout
+from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import Loss
 from rlhf_pg.losses.off_policy import against_sampler
+from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.report.run_files import StepRecord
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.tasks.inputs import made_sets
-from rlhf_pg.trainers import experience_maker
+from rlhf_pg.trainers.advantage_inputs import advantage_inputs
+from rlhf_pg.trainers.build import TrainerSetup
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
-from rlhf_pg.trainers.learner import ModelOutputs
 from rlhf_pg.trainers.loop import due
 from rlhf_pg.trainers.reward_log import with_logged
-from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
-from rlhf_pg.trainers.setup import TrainerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -79,74 +79,78 @@ class PolicyGradientTrainer(TrainerSetup):
         Returns:
             The line of the step for metrics.jsonl.
         """
-        batch = self.collector.collect(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
+        batch = self.sampler.next_batch(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
         with meter.time("score"):
-            experience, metrics = self.make_experience(
-                batch.rollout, batch.scores, meter, batch.greedy
-            )
+            batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
         with meter.time("update"):
-            metrics |= self.update(experience, meter)  # self.loss  <- the algorithm
+            metrics |= self.update(self.without_truncated(batch), meter)  # self.loss  <- as well
         if self.journal is not None:
-            self.journal.record(self.record(batch, experience))
+            self.journal.record(self.record(batch))
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
-    def make_experience(
-        self, rollout: Rollout, scores: Tensor, meter: Meter, greedy: ScoredSamples | None = None
-    ) -> tuple[Experience, dict[str, float]]:
-        """Score the rollout under policy, reference and critic, and estimate advantages.
-
-        Args:
-            scores: (B,T,K) from `reward`.
-            greedy: one greedy completion per group, for an estimator that needs them.
+    def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
+        """Score a batch under policy, reference and critic, and estimate advantages.
 
         Returns:
-            The experience of this rank, and metrics over all ranks.
+            The batch with these columns, and metrics over all ranks.
         """
-        shaping, runtime, args = self.shaping, self.runtime, self.args
-        outputs = self.learner.score(rollout)  # log-probabilities and values (B,T)
-        values, bootstrap_value = self.values_of(rollout, outputs)
-        inputs, metrics = experience_maker.advantage_inputs(
-            rollout,
-            scores,
-            outputs,
-            shaping,
-            runtime,
-            args,
-            meter,
-            kl_coef=self.controllers["beta"],
-            values=values,
-            bootstrap_value=bootstrap_value,
-            greedy=greedy,
-            moving_average=self.moving_average,
+        runtime, args = self.runtime, self.args
+        batch = self.learner.score(batch)  # log-probabilities and values (B,T)
+        inputs, metrics = advantage_inputs(
+            batch, self.shaping, runtime, args, self.controllers, self.moving_average, meter
         )
+        values, bootstrap_value = self.values_of(batch)
+        inputs = dataclasses.replace(inputs, values=values, bootstrap_value=bootstrap_value)
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
-        targets, more = self.critic_targets(inputs, advantages)  # (B,T), or None
-        experience = experience_maker.build_experience(
-            rollout, scores, outputs, advantages, targets, shaping, runtime, args
+        returns, more = self.critic_targets(inputs, advantages)  # (B,T), or None
+        if args.normalize_advantages:
+            stats = runtime.mean_and_var(advantages, batch.action_mask)
+            advantages = whiten(advantages, batch.action_mask, stats=stats)
+        positive = None
+        if args.positive_nll_coef:
+            assert batch.scores is not None
+            judged = sum_step_scores(self.shaping.judged(batch.scores)).nansum(1)
+            positive = judged > args.positive_nll_threshold
+        batch = batch.with_columns(
+            rewards=inputs.rewards,
+            advantages=advantages,
+            returns=returns,
+            positive=positive,
+            # With one update per rollout they are taken from that update's own forward pass, so the
+            # ratio is exactly 1. They are kept only where the KL after the update is measured.
+            old_logprobs=batch.old_logprobs if args.compares_with_old else None,
         )
-        return dataclasses.replace(experience, rewards=inputs.rewards), metrics | more
+        return batch, metrics | more
 
-    def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
-        """Make every optimizer update on one rollout batch; return metrics of this process.
+    def without_truncated(self, batch: Batch) -> Batch:
+        """Leave truncated completions out of the losses (`mask_truncated_completions`).
+
+        They count in every statistic, and models may still attend to them.
+        """
+        if not self.args.mask_truncated_completions:
+            return batch
+        mask = batch.action_mask & ~batch.truncated[:, None]
+        return batch.with_columns(action_mask=mask, host_rows=None)
+
+    def update(self, batch: Batch, meter: Meter) -> dict[str, float]:
+        """Make every optimizer update on the batch of a step; return metrics of this process.
 
         An override counts in `learner.updates_begun` the updates that have reached the weights, or
         are about to. A checkpoint that is saved because the step failed then says that it has them.
         The agreement check is made in `Learner.update`: a step of an override has none.
         """
-        return self.learner.update(experience, self.state.step, meter)
+        return self.learner.update(batch, self.state.step, meter)
 
-    def record(self, batch: ScoredBatch, experience: Experience) -> StepRecord:
+    def record(self, batch: Batch) -> StepRecord:
         """Record a step that was taken and not yet counted; collective."""
         step, args = self.state.step + 1, self.args
         logged = due(step, args.log_completions_steps)
         shown = args.num_completions_to_print if logged else None
-        return self.recorder.record(step, batch, experience, shown)
+        return self.recorder.record(step, batch, shown)
 
     # ------------------------------------------------------------------------ the end of the step
 
-    def finish_step(
-        self, batch: ScoredBatch, metrics: dict[str, Any], meter: Meter
-    ) -> dict[str, Any]:
+    def finish_step(self, batch: Batch, metrics: dict[str, Any], meter: Meter) -> dict[str, Any]:
         """Count the step, update the controllers, and reduce the metrics over all processes."""
         args, state = self.args, self.state
         policy_frozen = self.learner.trains_critic_alone(state.step)
@@ -155,7 +159,7 @@ class PolicyGradientTrainer(TrainerSetup):
         state.prompt_index += batch.num_prompts
         state.num_tokens += tokens
         self.learner.sync_reference(state.step)
-        metrics |= batch.metrics | self.collector.episode_metrics([batch.samples])
+        metrics |= batch.metrics | self.sampler.episode_metrics([batch])
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
         if not policy_frozen:  # its metrics say nothing about the coefficients
@@ -168,7 +172,7 @@ class PolicyGradientTrainer(TrainerSetup):
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
-        return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged)
+        return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
 
     # -------------------------------------------------------------- what makes it an algorithm
 
@@ -176,7 +180,7 @@ class PolicyGradientTrainer(TrainerSetup):
         """Estimate advantages (B,T) of this rank's rows by `args.advantage_estimator`."""
         return self.estimator(inputs)
 
-    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss of every token (B,T), and (B,T) numbers to average for the log."""
         surrogate, metrics = self.surrogate(new, batch)
         regularizer, more = self.regularizer(new, batch)
@@ -186,9 +190,7 @@ class PolicyGradientTrainer(TrainerSetup):
         """Make the critic of an algorithm that has one."""
         return None
 
-    def values_of(
-        self, rollout: Rollout, outputs: ModelOutputs
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def values_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return values (B,T) and the value after the last action token (B,), in reward units."""
         return None, None
 
@@ -202,13 +204,14 @@ class PolicyGradientTrainer(TrainerSetup):
         """
         return None, {}
 
-    def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         args = self.args
         # All other options are bound already: they do not change during a run.
         options = {}
         if "old_kl_coef" in args.loss_options:
             options["old_kl_coef"] = self.controllers["old_kl_coef"]
+        assert batch.advantages is not None
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
@@ -227,7 +230,7 @@ class PolicyGradientTrainer(TrainerSetup):
             metrics |= measured
         return per_token, metrics | {"policy_loss": per_token.detach()}
 
-    def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
+    def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute beta KL_t - entropy_coef H_t, (B,T); the KL only if it is part of the loss."""
         per_token = -self.controllers["entropy_coef"] * new.entropy
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
@@ -243,12 +246,12 @@ class PolicyGradientTrainer(TrainerSetup):
         return per_token + self.controllers["beta"] * kl, {"kl": kl.detach()}
 
     # ----------------------------------------------------------------------- stages, one by one
-    # To look at one stage. `step` asks the collector itself, so there is nothing to override.
+    # To look at one stage. `step` asks the sampler itself, so there is nothing to override.
 
     @final
-    def roll_out(self, prompt_indices: range) -> Samples:
+    def roll_out(self, prompt_indices: range) -> Batch:
         """Sample this rank's share of the training prompts, whole groups each."""
-        return self.collector.roll_out(prompt_indices)
+        return self.sampler.roll_out(prompt_indices)
 
     @final
     def sample(
@@ -258,19 +261,19 @@ class PolicyGradientTrainer(TrainerSetup):
         prompt_indices: Sequence[int],
         n: int,
         temperature: float,
-    ) -> Samples:
+    ) -> Batch:
         """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
-        return self.collector.sample(prompts, rows, prompt_indices, n, temperature)
+        return self.sampler.sample(prompts, rows, prompt_indices, n, temperature)
 
     @final
     def sampling(self) -> AbstractContextManager[None]:
         """Hand the weights to the engine once for all calls of `sample` inside."""
-        return self.collector.sampling()
+        return self.sampler.sampling()
 
     @final
-    def reward(self, samples: Samples) -> Tensor:
-        """Score samples: raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
-        return self.collector.scored(samples).scores
+    def reward(self, batch: Batch) -> Batch:
+        """Add raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
+        return self.sampler.scored(batch)
 
     @property
     def reward_names(self) -> list[str]:
@@ -322,6 +325,6 @@ class PolicyGradientTrainer(TrainerSetup):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        collector, answer = self.collector, answer or stripped_text
+        answer = answer or stripped_text
         with self.sampling():
-            return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)
+            return evaluate_sets(self.sampler, sets, temperatures, metric_key_prefix, answer)
