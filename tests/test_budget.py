@@ -27,7 +27,7 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 2915,
+    "config": 2450,
     "data": 1341,
     "models": 2490,
     "rollout": 3261,

@@ -1,8 +1,7 @@
 """`rlhf-pg chat` talks to a model in a terminal; without one, each line of its input is a turn."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import torch
 from peft import PeftModel
@@ -24,13 +23,12 @@ def chat(flags: Sequence[str]) -> None:
     A model without a chat template continues each line as it stands, and remembers nothing.
     """
     options = parser_of("chat").parse_args(flags)
-    path, _ = model_of_run(options.model)
     on_gpu = torch.cuda.is_available()
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
-    trusted = options.trust_remote_code
+    trust = {"trust_remote_code": options.trust_remote_code}
     with models.about("model"):
-        loaded = models.load_model(path, dtype, trust_remote_code=trusted)
-        tokenizer = models.tokenizer_from_pretrained(loaded.name_or_path, trust_remote_code=trusted)
+        loaded = models.load_model(model_of_run(options.model)[0], dtype, **trust)
+        tokenizer = models.tokenizer_from_pretrained(loaded.name_or_path, **trust)
     if not tokenizer.chat_template and options.system_prompt is not None:
         fail("system_prompt is for a chat, and this tokenizer has no chat template")
     stops = models.stop_token_ids(loaded, tokenizer)
@@ -41,35 +39,26 @@ def chat(flags: Sequence[str]) -> None:
     torch.manual_seed(options.seed)
 
     # An answer leaves half of the model's positions to the chat.
-    positions, longest = models.max_positions(model), options.max_completion_length
-    if positions is not None:
-        longest = min(longest, max(1, positions // 2))
-    room = None if positions is None else max(1, positions - longest)
-    pad = tokenizer.pad_token_id
-    generation = GenerationConfig(
-        max_new_tokens=longest,
-        eos_token_id=stops,
-        pad_token_id=stops[0] if pad is None else pad,
-    )
+    room, longest = models.max_positions(model), options.max_completion_length
+    if room is not None:
+        longest = min(longest, max(1, room // 2))
+        room = max(1, room - longest)
+    pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    generation = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=pad)
     if options.temperature > 0:
-        generation.update(
-            do_sample=True,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-        )
-    began: list[dict[str, str]] = []
-    if options.system_prompt is not None:
-        began.append({"role": "system", "content": options.system_prompt})
-    messages = began
-    if sys.stdin.isatty():
-        what = f"{AGAIN} begins anew" if tokenizer.chat_template else "no chat template"
-        print(f"({what}; Ctrl-D ends)", file=sys.stderr)
-    for line in _lines():
-        if line == AGAIN:
-            messages = began
-            continue
-        if not line.strip():
+        keys = ("temperature", "top_p", "top_k")
+        generation.update(do_sample=True, **{key: getattr(options, key) for key in keys})
+    system = {"role": "system", "content": options.system_prompt}
+    began = messages = [system] * (options.system_prompt is not None)
+    if prompt := "> " if sys.stdin.isatty() else "":
+        print(f"({AGAIN} begins anew; Ctrl-D ends)", file=sys.stderr)
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            break
+        messages = began if line == AGAIN else messages
+        if line == AGAIN or not line.strip():
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
@@ -77,23 +66,16 @@ def chat(flags: Sequence[str]) -> None:
         except TooLong as error:
             print(f"error: {visible(str(error))}: {AGAIN} begins anew", file=sys.stderr)
             continue
-        prompt = torch.tensor([ids], device=model.device)
+        given = torch.tensor([ids], device=model.device)
         with torch.no_grad():
             said = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
+                given,
+                attention_mask=torch.ones_like(given),
                 generation_config=generation,
                 streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             )
         answer = tokenizer.decode(said[0, len(ids) :], skip_special_tokens=True)
         messages = [*asked, {"role": "assistant", "content": answer}]
-
-
-def _lines() -> Iterator[str]:
-    prompt = "> " if sys.stdin.isatty() else ""
-    with suppress(EOFError):
-        while True:
-            yield input(prompt)
     if prompt:
         print()  # behind Ctrl-D
 
@@ -103,5 +85,4 @@ class SafeStreamer(TextStreamer):  # type: ignore[misc]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the words that are complete."""
-        shown = visible(text.expandtabs(4))
-        print(shown, end="\n" if stream_end else "", flush=True)
+        print(visible(text.expandtabs(4)), end="\n" if stream_end else "", flush=True)

@@ -13,7 +13,6 @@ from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.evaluate import intervals
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
 from rlhf_pg.cli.train import TRAINERS
-from rlhf_pg.config.parse import recipe_file
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 # The recipe has 500 steps, and the learning rate falls over however many there are.
@@ -23,7 +22,7 @@ BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
 def demo(flags: Sequence[str]) -> None:
     """Train, and show held-out answers and scores before and after."""
     name, keys = split_recipe(flags)
-    recipe = recipe_file("grpo_arithmetic.yaml") if name is None else find_recipe(name)
+    recipe = find_recipe(name or "grpo_arithmetic")
     args = config_of(recipe, [*(BRIEF if name is None else ()), *keys], "demo")
     trainer = TRAINERS[args.algorithm](args=args)
     console = Console(quiet=not trainer.runtime.is_main)
@@ -36,10 +35,10 @@ def demo(flags: Sequence[str]) -> None:
     table = Table("prompt", "before", "after", show_lines=True)
     for prompt, answer in answers_before.items():
         table.add_row(*(Text(visible(x)) for x in (prompt, answer, answers_after[prompt])))
-    console.print(table)
     directory = Path(os.path.relpath(trainer.args.output_dir))
-    console.print(Text(f"before: {_score(before)}\nafter:  {_score(after)}"))
-    console.print(Text(f"model: {directory / 'final'}   report: {directory / 'report.html'}"))
+    scores = f"before: {_score(before)}\nafter:  {_score(after)}\n"
+    files = f"model: {directory / 'final'}   report: {directory / 'report.html'}"
+    console.print(table, Text(scores + files), sep="\n")
 
 
 def _score(metrics: dict[str, float]) -> str:
@@ -52,8 +51,8 @@ def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
     """Sample one completion of each of a few held-out prompts; return them by prompt."""
     prompts = next(iter(trainer.eval_sets.values()))
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
-    indices = [-1 - row for row in rows]
-    samples = trainer.sample(prompts, list(rows), indices, 1, trainer.args.temperature)
+    ids = [-1 - row for row in rows]
+    samples = trainer.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
     asked = map(_text, prompts.rows[list(rows)]["prompt"])
     return dict(zip(asked, map(_text, samples.completions), strict=True))
 

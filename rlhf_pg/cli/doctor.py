@@ -6,7 +6,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -18,13 +18,6 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.cli.options import parser_of
 
 NAME = "rlhf-pg"
-FOR_DEVELOPMENT = ("dev", "trl")
-# Programs, what they are for, and how to get them.
-PROGRAMS = {
-    "bwrap": ("running code of a model in a sandbox", "apt install bubblewrap"),
-    "g++": ("torch.compile, and DeepSpeed's offloading", "apt install g++"),
-}
-LEAST_DISK = 10e9  # bytes; checkpoints of small models
 
 
 class Finding(NamedTuple):
@@ -43,16 +36,14 @@ def doctor(flags: Sequence[str]) -> None:
     here = [Finding("python", platform.python_version()), Finding(NAME, rlhf_pg.__version__)]
     findings = [*here, *packages(), *surroundings()]
     broken = [one.name for one in findings if one.is_needed and not one.is_well]
+    table = Table("", "found", "to get it")
+    for one in findings:
+        style = "" if one.is_well else "bold red" if one.is_needed else "yellow"
+        table.add_row(Text(one.name), Text(one.found), Text(one.remedy), style=style)
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        table = Table("", "found", "to get it")
-        for one in findings:
-            style = "" if one.is_well else "bold red" if one.is_needed else "yellow"
-            table.add_row(Text(one.name), Text(one.found), Text(one.remedy), style=style)
-        Console().print(table)
-        if broken:
-            print(f"nothing works without: {', '.join(broken)}")
+        Console().print(table, *(f"nothing works without: {name}" for name in broken), sep="\n")
     if broken:
         raise SystemExit(1)
 
@@ -66,8 +57,8 @@ def packages() -> Iterator[Finding]:
         return
     for one in map(Requirement, metadata.requires(NAME) or ()):
         asking = (x for x in ("", *extras) if not one.marker or one.marker.evaluate({"extra": x}))
-        extra = next(asking, None)  # "" if the package itself asks for it
-        if extra is None or extra in FOR_DEVELOPMENT or one.name == NAME:
+        extra = next(asking, "dev")  # "" if the package itself asks for it
+        if extra in ("dev", "trl") or one.name == NAME:  # for development
             continue
         name = f"{one.name} [{extra}]" if extra else one.name
         wanted = f"{NAME}[{extra}]" if extra else f"{one.name}{one.specifier}"
@@ -81,34 +72,26 @@ def packages() -> Iterator[Finding]:
 
 def surroundings() -> Iterator[Finding]:
     """Describe CPUs and GPUs, the programs that some features call, and the disk."""
-    ours = hasattr(os, "sched_getaffinity")  # macOS has none
-    count = len(os.sched_getaffinity(0)) if ours else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("CPUs", f"{count}, {memory / 1e9:.0f} GB of memory")
+    yield Finding("CPUs", f"{os.cpu_count()}, {memory / 1e9:.0f} GB of memory")
     try:
         import torch
-    except Exception as error:  # a library of CUDA that is not there, for example
-        remedy = "pip install --force-reinstall torch"
-        yield Finding("import torch", told(error), False, remedy, is_needed=True)
-    else:
-        yield from gpus(torch)
-    for name, (purpose, remedy) in PROGRAMS.items():
-        path = shutil.which(name)
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for index in range(count):
+            name, (free, total) = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
+            yield Finding(f"GPU {index}", f"{name}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+        if not count and shutil.which("nvidia-smi"):
+            remedy = f"install a torch for the driver (this has {torch.version.cuda}): pytorch.org"
+            yield Finding("GPU", "the driver is here, but torch sees none", False, remedy)
+        elif not count:
+            yield Finding("GPU", "none")
+    except Exception as why:  # a library of CUDA that is not there, for example
+        yield Finding("import torch", told(why), False, "pip install --force-reinstall torch", True)
+    sandbox, compiler = "running a model's code in a sandbox", "torch.compile and offloading"
+    for name, package, purpose in (("bwrap", "bubblewrap", sandbox), ("g++", "g++", compiler)):
+        path, remedy = shutil.which(name), f"apt install {package}"
         yield Finding(name, path or f"missing ({purpose})", bool(path), "" if path else remedy)
-    free = shutil.disk_usage(".").free
-    remedy = "" if free >= LEAST_DISK else "free some space, or set output_dir"
-    yield Finding("working directory", f"{free / 1e9:.0f} GB free", not remedy, remedy)
-
-
-def gpus(torch: Any) -> Iterator[Finding]:
-    """Describe each GPU, or why there is none."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        said = f"{torch.cuda.get_device_name(index)}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        yield Finding(f"GPU {index}", said)
-    if not count and shutil.which("nvidia-smi"):
-        remedy = f"install a torch for the driver (this has {torch.version.cuda}): pytorch.org"
-        yield Finding("GPU", "the driver's nvidia-smi is here, but torch sees none", False, remedy)
-    elif not count:
-        yield Finding("GPU", "none")
+    room = shutil.disk_usage(".").free / 1e9
+    remedy = "" if room >= 10 else "free some space, or set output_dir"
+    yield Finding("working directory", f"{room:.0f} GB free", not remedy, remedy)

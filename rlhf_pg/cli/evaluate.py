@@ -22,7 +22,6 @@ from rlhf_pg.report.json_lines import finite
 from rlhf_pg.trainers.evaluation import Evaluation
 
 Z = 1.959964  # of a normal distribution, for 95 %
-PREFIX = "eval_"
 # Metrics in the table; the JSON has all of them.
 SHOWN = re.compile(
     r"reward|rewards/.*/mean|(pass|majority)@\d+|completions/(mean_length|clipped_ratio)"
@@ -43,12 +42,9 @@ def evaluate(flags: Sequence[str]) -> None:
         return
     Console().print(*tables(metrics, list(evaluation.eval_sets)), sep="\n")
     prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
-    counts = (f"{n} prompts" + (f" of {name}" if name else "") for name, n in prompts.items())
-    print(
-        f"{', '.join(counts)}; {args.num_generations_eval} sampled at temperature "
-        f"{args.temperature:g}, and one greedy; ± is half of the 95 % confidence interval (1.96 "
-        "standard errors over prompts, whose completions count together)"
-    )
+    counts = ", ".join(f"{n} prompts{f' of {name}' * bool(name)}" for name, n in prompts.items())
+    sampled = f"{args.num_generations_eval} sampled at temperature {args.temperature:g}"
+    print(f"{counts}; {sampled}, one greedy; ± is half of the 95 % interval over prompts")
     if out is not None:
         said = {
             "model": args.model_name_or_path,
@@ -62,82 +58,65 @@ def evaluate(flags: Sequence[str]) -> None:
 
 
 def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
-    """Return the config of what flags name (a model, a run or a recipe), and the file to write.
-
-    It has the keys of the recipe's algorithm, or those that all algorithms have. `fail` if the
-    flags name nothing, or too much.
-    """
+    """Return the config of what flags name (a model, a run or a recipe), and the file to write."""
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
     out = None if options.json is None else Path(options.json).absolute()
     if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
         fail(f"--json: {quoted(str(out))} cannot be written: name a file in an existing directory")
-    recipe = None if options.config is None else find_recipe(options.config)
     given = read_flags(keys)
     keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
-    if target is None:
-        if recipe is None and "model_name_or_path" not in given:
-            fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
-    elif is_recipe(target):
-        if recipe is not None:
-            fail(f"there are two recipes, {quoted(target)} and --config {recipe}: give one")
-        recipe = find_recipe(target)
-    else:
+    if target is not None and is_recipe(target):
+        if options.config is not None:
+            fail(f"there are two recipes, {quoted(target)} and --config {options.config}: give one")
+        options.config, target = target, None
+    recipe = None if options.config is None else find_recipe(options.config)
+    if target is not None:
         model, of_run = model_of_run(target)
         keys += ["--model_name_or_path", model]
         # The keys of supervised training say nothing of sampling.
         if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
             recipe = of_run
+    elif recipe is None and "model_name_or_path" not in given:
+        fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
     if recipe is None:
         return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), out
-
     args = config_of(recipe, keys, "eval")
     share, seed = args.dataset_test_split, load(recipe).get("seed", type(args).seed)
-    if "dataset_name" in given:
-        if not {"eval_dataset_name", "dataset_test_split"} & given.keys():
-            # It is what to evaluate on, whatever the recipe held out of its own data.
-            args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
-    elif isinstance(share, float) and seed != args.seed:
+    if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
+        # It is what to evaluate on, whatever the recipe held out of its own data.
+        args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
+    elif "dataset_name" not in given and isinstance(share, float) and seed != args.seed:
         fail(
             f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, and "
-            "by another most of the share are rows that were trained on: leave --seed out, or "
-            "name other data by --eval_dataset_name"
+            "another's has rows that were trained on: leave --seed out, or set --eval_dataset_name"
         )
     return args, out
 
 
 def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return 95 % confidence intervals: the mean -+ 1.96 standard errors over prompts."""
-    found = {}
-    for name, error in metrics.items():
-        mean = metrics.get(name.removesuffix("_stderr"))
-        if name.endswith("_stderr") and mean is not None and not math.isnan(error):
-            found[name.removesuffix("_stderr")] = (mean - Z * error, mean + Z * error)
-    return found
+    errors = {name: metrics.get(f"{name}_stderr", math.nan) * Z for name in metrics}
+    return {name: (metrics[name] - x, metrics[name] + x) for name, x in errors.items() if x == x}
 
 
 def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
-    """Return a table for each evaluation set, and for the mean of named ones: sampled and greedy.
-
-    Args:
-        sets: names of the evaluation sets; one without a name has "".
-    """
-    heads = {name: f"{PREFIX}{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
+    """Return a table for each evaluation set (one without a name is ""), and for their mean."""
+    heads = {name: f"eval_{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
     known = intervals(metrics)
     rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
     for metric, value in metrics.items():
         owner = max((name for name, head in heads.items() if metric.startswith(head)), key=len)
-        short = metric.removeprefix(heads[owner])
-        short, is_greedy = short.removeprefix("greedy_"), short.startswith("greedy_")
+        full = metric.removeprefix(heads[owner])
+        short = full.removeprefix("greedy_")
         if SHOWN.fullmatch(short):
             half = f" ± {known[metric][1] - value:.2g}" if metric in known else ""
             cell = "-" if math.isnan(value) else f"{value:.4g}{half}"
-            rows[owner].setdefault(short, ["", ""])[is_greedy] = cell
+            rows[owner].setdefault(short, ["", ""])[short != full] = cell
     made = []
     for name, own in rows.items():
-        if own:
-            title = name or ("evaluation" if "" in sets else "mean")
-            made.append(Table(escape(title), "sampled", "greedy"))
+        table = Table(escape(name or ("evaluation" if "" in sets else "mean")), "sampled", "greedy")
         for metric, cells in own.items():
-            made[-1].add_row(Text(metric), *cells)
+            table.add_row(Text(metric), *cells)
+        made += [table] * bool(own)
     return made

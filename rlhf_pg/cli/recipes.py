@@ -11,20 +11,13 @@ from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.parse import fail, load, parse, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
-WITH_REWARDS: dict[str, Any] = {
-    "grpo": config.GRPOConfig,
-    "rloo": config.RLOOConfig,
-    "reinforce": config.ReinforceConfig,
-    "ppo": config.PPOConfig,
-}
+TYPES = (config.GRPOConfig, config.RLOOConfig, config.ReinforceConfig, config.PPOConfig)
+WITH_REWARDS: dict[str, Any] = {kind.algorithm: kind for kind in TYPES}
 CONFIGS = WITH_REWARDS | {"sft": config.SFTConfig, "reward_model": config.RewardModelConfig}
 
 
 def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe that flags name, first or as `--config`, and the other flags.
-
-    It fails if there are two.
-    """
+    """Return the recipe that flags name, first or as `--config`, and the other flags."""
     first = flags[0] if flags and not flags[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
@@ -38,27 +31,24 @@ def find_recipe(name: str | None) -> Path:
     """Return the file, recipe or preset of this name; `fail` if there is none."""
     if name is None:
         fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
-    path = Path(name)
-    if path.is_file() or path.suffix in SUFFIXES:
-        return path
+    if Path(name).is_file() or Path(name).suffix in SUFFIXES:
+        return Path(name)
     known = recipes()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=len(known), cutoff=0.5)
-        names = ", ".join([*near, *(other for other in presets() if other not in near)])
+        names = ", ".join(dict.fromkeys([*near, *presets()]))
         fail(f"{quoted(name)} is neither a file, a recipe nor a preset; presets are {names}")
     return known[name]
 
 
 def is_recipe(name: str) -> bool:
     """Return whether a name is that of a recipe file or a preset, and not of a model."""
-    path = Path(name)
-    return path.suffix in SUFFIXES or (not path.is_file() and name in recipes())
+    return Path(name).suffix in SUFFIXES or (not Path(name).is_file() and name in recipes())
 
 
 def recipes() -> dict[str, Path]:
     """Return the files of the package's recipes by name, the presets among them."""
-    others = {path.stem: path for path in recipe_file("presets").parent.glob("*.yaml")}
-    return others | presets()
+    return presets() | {path.stem: path for path in recipe_file("presets").parent.glob("*.yaml")}
 
 
 def presets() -> dict[str, Path]:
@@ -81,16 +71,10 @@ def config_of(recipe: Path, keys: Sequence[str], command: str) -> Any:
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:
-    """Return a model's path or Hub id; of a run directory, its `final/` and its `config.yaml`.
-
-    It fails if a run has left no model yet.
-    """
+    """Return a model's path or Hub id; of a run directory, its `final/` and its `config.yaml`."""
     recipe, final = Path(name, "config.yaml"), Path(name, "final")
     if not recipe.is_file():
         return name, None
     if not final.is_dir():
-        fail(
-            f"{quoted(name)} is the directory of a run that has not ended, which has no final/: "
-            "resume it, or name a model"
-        )
+        fail(f"{quoted(name)} is a run that has not ended: resume it, or name a model")
     return str(final), recipe

@@ -38,9 +38,7 @@ def replay(flags: Sequence[str]) -> None:
     again = Replay(rebuild(run), run)
     if keys:
         _show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)
-        return
-    made = again.make(options.step, options.resample)
-    if again.trainer.runtime.is_main:
+    elif (made := again.make(options.step, options.resample)) and again.trainer.runtime.is_main:
         _show(made, options.rows)
 
 
@@ -49,25 +47,21 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
 
     A reward that was given in Python and that no name finds is not called: its scores are recorded.
     """
-    file = run.directory / "config.yaml"
-    args = config_of(file, keys, "replay")
-    kind = TRAINERS[args.algorithm]
-    how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
-    given = list(args.given_in_python)
-    given += ["its model"] * (args.model_name_or_path is None)
+    args = config_of(run.directory / "config.yaml", keys, "replay")
+    given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]
     given += ["its data"] * (args.task is None and not args.dataset_name)
     if given:
+        how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
         fail(f"the run was given {', '.join(given)} in Python: {how}")
     if not keys:  # as it was, wherever it is now
         args = dataclasses.replace(args, output_dir=str(run.directory))
-    if not any(name.startswith(PYTHON) for name in args.reward_funcs):
-        return kind(args=args)
-    functions: list[Any] = []
-    for name in args.reward_funcs:
-        own = {key: value for key, value in args.reward_options.items() if key == name}
-        functions += [_missing(name)] if name.startswith(PYTHON) else named_rewards([name], own)
-    args = dataclasses.replace(args, reward_funcs=(), reward_options={})
-    return kind(args=args, reward_funcs=functions)
+    names, options, functions = args.reward_funcs, args.reward_options, list[Any]()
+    if any(name.startswith(PYTHON) for name in names):
+        args = dataclasses.replace(args, reward_funcs=(), reward_options={})
+        for name in names:
+            own = {name: options[name]} if name in options else {}
+            functions += [_missing(name)] if name.startswith(PYTHON) else named_rewards([name], own)
+    return TRAINERS[args.algorithm](args=args, reward_funcs=functions)
 
 
 def _missing(name: str) -> Any:
@@ -87,21 +81,17 @@ def _show(made: Made, rows: Sequence[int] | None) -> None:
     for place in made.differs:
         console.print(Text(visible(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)")))
     names = [name for name in METRICS if name in made.metrics]
-    console.print("  ".join(f"{name} {_number(made.metrics[name])}" for name in names))
-    _check_rows(rows, len(tokens.lengths))
-    chosen = range(min(MOST_ROWS, len(tokens.lengths))) if rows is None else rows
-    sources = record.trace["sources"]
-    head = ["row", "prompt", "completion", *sources, "advantage", "tokens"]
-    lines = []
-    for i in chosen:
-        said = record.completions[i]
-        scores = [_number(said[f"rewards/{name}"]) for name in sources]
+    console.print("  ".join(f"{name} {_cell(made.metrics[name])}" for name in names))
+    sources, lines, total = record.trace["sources"], [], len(tokens.lengths)
+    chosen = _chosen(rows, total, range(min(MOST_ROWS, total)))
+    for i, said in ((i, record.completions[i]) for i in chosen):
         prompt = f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}"
-        row = [str(i), prompt, _short(said["completion"]), *scores, _number(said["advantage"])]
-        lines.append([*row, str(tokens.lengths[i])])
+        numbers = [*(said[f"rewards/{name}"] for name in sources), said["advantage"]]
+        lines.append([i, prompt, _short(said["completion"]), *numbers, int(tokens.lengths[i])])
+    head = ["row", "prompt", "completion", *sources, "advantage", "tokens"]
     console.print(_table("completions", head, lines))
-    if len(chosen) < len(tokens.lengths) and rows is None:
-        console.print(f"{len(tokens.lengths) - len(chosen)} more rows: --rows {len(chosen)} ...")
+    if len(chosen) < total and rows is None:
+        console.print(f"{total - len(chosen)} more rows: --rows {len(chosen)} ...")
     for i in rows or ():
         console.print(_tokens(tokens, i))
 
@@ -109,66 +99,53 @@ def _show(made: Made, rows: Sequence[int] | None) -> None:
 def _tokens(tokens: StepTokens, i: int) -> Table:
     """Return a table of the tokens of a row, with every number that is known."""
     assert tokens.texts is not None
-    start = int(tokens.starts[i])
-    lines = [
-        [
-            *(str(at - start), str(tokens.ids[at]), visible(repr(tokens.texts[at]))),
-            *(_number(float(x[at])) for x in tokens.numbers.values()),
-        ]
-        for at in range(start, start + int(tokens.lengths[i]))
-    ]
-    return _table(f"row {i}", ["token", "id", "text", *tokens.numbers], lines)
+    here = slice(int(tokens.starts[i]), int(tokens.starts[i] + tokens.lengths[i]))
+    columns = [column[here].tolist() for column in (tokens.ids, *tokens.numbers.values())]
+    texts = [repr(text) for text in tokens.texts[here]]
+    lines = zip(range(len(texts)), texts, *columns, strict=True)
+    return _table(f"row {i}", ["token", "text", "id", *tokens.numbers], lines)
 
 
 def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     """Print what has changed: keys, numbers, gradients and completions."""
-    console, sides = Console(), (found.was, found.would_be)
+    console, sides, batch = Console(), (found.was, found.would_be), found.batch
     console.rule(f"step {found.step}, if it had been otherwise")
-    lines = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
+    lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
     console.print(_table("config", ["key", "was", "would be"], lines))
     names = [name for name in METRICS if any(name in side.metrics for side in sides)]
-    lines = [[name, *(_number(side.metrics.get(name)) for side in sides)] for name in names]
+    lines = [[name, *(side.metrics.get(name) for side in sides)] for name in names]
     console.print(_table("the step", ["metric", "was", "would be"], lines))
     angles = {name: found.angle(name) for name in (None, *found.was.gradient)}
-    known = {name: -1.0 if math.isnan(angle) else angle for name, angle in angles.items()}
-    turned = sorted(found.was.gradient, key=known.__getitem__, reverse=True)
-    lines = [
-        [name or "the gradient", f"{_number(angles[name])}°", *map(_number, found.lengths(name))]
-        for name in (None, *turned[:MOST_TENSORS])
-    ]
+    turned = sorted(found.was.gradient, key=lambda x: 1 if math.isnan(angles[x]) else -angles[x])
+    of = [None, *turned[:MOST_TENSORS]]
+    lines = [[n or "the gradient", f"{_cell(angles[n])}°", *found.lengths(n)] for n in of]
     head = ["of", "angle", "length was", "would be"]
     console.print(_table("gradients, and the tensors that turn most", head, lines))
-    batch = found.batch
-    _check_rows(rows, batch.num_rows)
     means = [mean_advantages(side.advantages, batch.action_mask) for side in sides]
     change = (means[1] - means[0]).abs().nan_to_num()
     most = torch.argsort(change, descending=True, stable=True)[:MOST_ROWS].tolist()
-    lines = [
-        [
-            str(i),
-            f"{batch.groups[i]} {_short(batch.prompts[i])}",
-            _short(batch.completions[i]),
-            *(", ".join(f"{n} {_number(x[i])}" for n, x in side.rewards.items()) for side in sides),
-            *(_number(mean[i].item()) for mean in means),
-        ]
-        for i in (most if rows is None else rows)
-    ]
+    lines = []
+    for i in _chosen(rows, batch.num_rows, most):
+        prompt = f"{batch.groups[i]} {_short(batch.prompts[i])}"
+        both = (", ".join(f"{n} {_cell(x[i])}" for n, x in side.rewards.items()) for side in sides)
+        advantages = (mean[i].item() for mean in means)
+        lines.append([i, prompt, _short(batch.completions[i]), *both, *advantages])
     head = ["row", "prompt", "completion", "scores", "would be", "advantage", "would be"]
     console.print(_table("completions, by the change of their advantage", head, lines))
 
 
-def _check_rows(rows: Sequence[int] | None, count: int) -> None:
-    for row in rows or ():
-        if row >= count:
-            fail(f"--rows {row}: the step has rows 0 to {count - 1}")
+def _chosen(rows: Sequence[int] | None, total: int, others: Sequence[int]) -> Sequence[int]:
+    if rows and max(rows) >= total:
+        fail(f"--rows {max(rows)}: the step has rows 0 to {total - 1}")
+    return rows or others
 
 
-def _table(title: str, head: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in head:
         table.add_column(visible(name), overflow="fold")  # a number that is cut off is another one
     for line in lines:
-        table.add_row(*(Text(visible(cell)) for cell in line))
+        table.add_row(*(Text(_cell(value)) for value in line))
     return table
 
 
@@ -178,6 +155,8 @@ def _short(said: Any) -> str:
     return repr(text if len(text) <= 40 else f"{text[:36]} ...")[1:-1]
 
 
-def _number(value: Any) -> str:
-    """Return a number with four digits, or a dash for one that is not known."""
+def _cell(value: Any) -> str:
+    """Return a text, a number with four digits, or a dash for one that is not known."""
+    if isinstance(value, str | int):
+        return visible(str(value))
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"

@@ -25,10 +25,7 @@ def report(flags: Sequence[str]) -> None:
     """Write the page of a run, and print where it is."""
     options = parser_of("report").parse_args(flags)
     directory = run_directory(options.run)
-    try:
-        print(visible(str(write_report(directory, options.out and Path(options.out)))))
-    except OSError as error:
-        fail(f"{error}: write it elsewhere with rlhf-pg report ... --out")
+    print(visible(str(write_report(directory, options.out and Path(options.out)))))
 
 
 def compare(flags: Sequence[str]) -> None:
@@ -37,24 +34,17 @@ def compare(flags: Sequence[str]) -> None:
     if len(options.runs) < 2:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
     directories = [run_directory(name) for name in options.runs]
-    try:
-        write_comparison(directories, Path(options.out))
-    except OSError as error:
-        fail(f"{error}: write it elsewhere with rlhf-pg compare ... --out")
-    console = Console()
+    write_comparison(directories, Path(options.out))
     for shown in (table.shown() for table in difference_tables(named_runs(directories))):
-        if not shown["rows"]:
-            continue
-        console.print(Text(f"\n{shown['title']}", style="bold"))
-        if shown["note"]:
-            console.print(Text(shown["note"]))
-        drawn = Table(box=None, pad_edge=False)
-        for i, name in enumerate(shown["head"]):
-            drawn.add_column(Text(name), overflow="fold", no_wrap=i == 0)
-        bright = len(shown["rows"]) - shown["dimmed"]
-        for i, row in enumerate(shown["rows"]):
-            drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)
-        console.print(drawn)
+        if shown["rows"]:
+            drawn = Table(box=None, pad_edge=False)
+            for i, name in enumerate(shown["head"]):
+                drawn.add_column(Text(name), overflow="fold", no_wrap=i == 0)
+            bright = len(shown["rows"]) - shown["dimmed"]
+            for i, row in enumerate(shown["rows"]):
+                drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)
+            note = [Text(shown["note"])] * bool(shown["note"])
+            Console().print(Text(f"\n{shown['title']}", "bold"), *note, drawn, sep="\n")
     print(visible(options.out))
 
 
@@ -95,13 +85,12 @@ def _difference(found: Difference, a: Path, b: Path) -> Iterator[str]:
             yield from (f"  {key}: {one} | {other}" for key, (one, other) in entries.items())
     if found.step is None:
         yield f"no difference in {found.steps} steps"
-    else:
-        first = found.places[0].stage
-        when = f"step {found.step}" if found.step else "before the first step"
-        yield f"{when}: {first} differ first"
-        for place in found.places:
-            more = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
-            yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{more}"
+    for i, place in enumerate(found.places):
+        if i == 0:
+            when = f"step {found.step}" if found.step else "before the first step"
+            yield f"{when}: {place.stage} differ first"
+        more = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
+        yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{more}"
     for name, count in (("A", found.only_a), ("B", found.only_b)):
         if count:
             yield f"{count} steps only in {name}"

@@ -31,11 +31,10 @@ def train(flags: Sequence[str]) -> None:
 
 
 def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Read a config and train with it, which is all that a script in `recipes/` does.
+    """Read a config from flags, by default those of the command line, and train with it.
 
     Args:
         algorithm: sft, reward_model, or a name in `TRAINERS`.
-        flags: flags of the config; by default those of the command line.
         prog: what `--help` calls the program.
     """
     args = parse(CONFIGS[algorithm], flags, prog)

@@ -1,7 +1,6 @@
 """Configs of all algorithms: every key with its default, its range and its meaning.
 
-Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.config.parse`
-reads a config from YAML and flags.
+`rlhf_pg.config.parse` reads one from YAML and flags. Batch sizes are over all processes.
 """
 
 from rlhf_pg.config.algorithms import GRPOConfig as GRPOConfig

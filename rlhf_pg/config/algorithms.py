@@ -27,8 +27,7 @@ class PolicyGradientConfig(
 
     def __post_init__(self) -> None:
         check_inherited(self)
-        self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
-        rules.check_with_rewards(self)
+        rules.check(self)
 
     @property
     def warnings(self) -> list[str]:
@@ -36,16 +35,14 @@ class PolicyGradientConfig(
         if self.importance_sampling_level == "token" or self.aggregation == "sequence_mean":
             return []
         return [
-            "importance_sampling_level sequence has one number for a completion, which aggregation "
-            f"{self.aggregation} counts once per token, so that long completions weigh more: the "
-            "paper (GSPO) has sequence_mean"
+            f"with importance_sampling_level sequence, aggregation {self.aggregation} lets long "
+            "completions weigh more: GSPO's paper has sequence_mean"
         ]
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""
-        if self.max_steps > 0:
-            return self.max_steps
-        return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
+        steps = math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
+        return self.max_steps if self.max_steps > 0 else steps
 
     @property
     def token_budget(self) -> int:
@@ -66,10 +63,8 @@ class PolicyGradientConfig(
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if a step needs the policy's log-probabilities from before its updates. With one
-        update per rollout the ratio is 1 by construction, and only a KL in the reward, or one that
-        moves beta, needs them.
-        """
+        """True if a step needs the log-probabilities from before its updates. With one update the
+        ratio is 1, and only a KL in the reward, or one that moves beta, needs them."""
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
         return self.compares_with_old or (self.beta > 0 and paid)
 
@@ -91,27 +86,25 @@ class PolicyGradientConfig(
     @property
     def policy_frozen_until(self) -> int:
         """Number of steps at the start in which the policy is not updated."""
-        return int(getattr(self, "value_pretraining_steps", 0))
+        return 0
 
     @property
     def critic_only_iterations(self) -> int:
         """Number of passes over each rollout batch that train the critic alone."""
-        return int(getattr(self, "value_iterations", 0))
+        return 0
 
 
+# fmt: off
 @config
 class GRPOConfig(PolicyGradientConfig):
     """Config of GRPO (DeepSeekMath): advantages normalised within the group, clipped surrogate."""
 
-    # fmt: off
     algorithm: Literal["grpo"] = option("grpo")
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
     scale_rewards: Literal["group", "batch", "none"] = option("group", help=
-        "Divisor of centred scores: the standard deviation of the group or batch, or none.")
-    scale_rewards_eps: float = option(1e-4, ge=0, help=
-        "Constant added to that standard deviation (verl and NeMo-RL have 1e-6).")
-    # fmt: on
+        "Divide centred scores by the standard deviation of the group or batch, or not.")
+    scale_rewards_eps: float = option(1e-4, ge=0, help="Added to the deviation (verl: 1e-6).")
 
 
 @config
@@ -132,20 +125,18 @@ class RLOOConfig(PolicyGradientConfig):
 class ReinforceConfig(PolicyGradientConfig):
     """Config of REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
 
-    # fmt: off
     algorithm: Literal["reinforce"] = option("reinforce")
     output_dir: Text = option("runs/reinforce")
     num_generations: int = option(1, ge=1)
     gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
     advantage_estimator: str = option("returns_minus_others", names=ESTIMATORS, help=
-        "Advantage estimator (docs/algorithms.md): returns has no baseline, returns_minus_others "
-        "the mean of the other completions, returns_minus_mean that of the batch.")
+        "Advantage estimator: returns has no baseline, returns_minus_others the mean of the other "
+        "completions, returns_minus_mean the batch's (docs/algorithms.md).")
     policy_loss: str = option("vanilla", names=LOSSES)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
     beta: float = option(0.05, ge=0)
     kl_placement: Literal["reward", "loss"] = option("reward")
     kl_estimator: KLEstimator = option("k1")
-    # fmt: on
 
 
 @config
@@ -154,7 +145,6 @@ class PPOConfig(PolicyGradientConfig):
 
     has_critic: ClassVar[bool] = True
 
-    # fmt: off
     algorithm: Literal["ppo"] = option("ppo")
     output_dir: Text = option("runs/ppo")
     num_generations: int = option(1, ge=1)
@@ -165,42 +155,42 @@ class PPOConfig(PolicyGradientConfig):
     advantage_estimator: Text = option("gae", names=ESTIMATORS, help=
         "Advantage estimator with a critic: gae, n_step or returns_minus_values.")
     gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
-    lam: float = option(0.95, ge=0, le=1, help=
-        "Lambda of GAE: 0 trusts the critic after one token, 1 only the rewards.")
+    lam: float = option(0.95, ge=0, le=1, help="Lambda of GAE: 0 trusts the critic, 1 the rewards.")
     lam_alpha: float | None = option(None, gt=0, help=
         "Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length). None uses lam.")
     value_lam: float | None = option(None, ge=0, le=1, help=
-        "Lambda of the critic's targets (VAPO has 1). None takes advantage + value as target.")
+        "Lambda of the critic's targets (VAPO: 1). None: the target is advantage + value.")
     n_steps: int | None = option(1, ge=1, help=
-        "Rewards that n_step sums before the critic's value; None sums all to the end.")
+        "Rewards that n_step sums before the critic's value. None sums all to the end.")
     bootstrap_truncated: bool = option(False, help=
-        "End a completion that was cut off by its length with the critic's value of what would "
-        "follow; otherwise with 0.")
+        "End a cut-off completion with the critic's value of what would follow, or with 0.")
     normalize_advantages: bool = option(True)
 
     critic: Literal["separate", "shared"] = option("separate", help=
         "A model of its own, or a head on the policy's trunk, which saves memory.")
     value_model_name_or_path: Text | None = option(None, help=
-        "Model whose trunk a separate critic starts from, such as a reward model; None: the "
-        "policy's.")
+        "Model that a separate critic starts from, such as a reward model. None: the policy's.")
     value_init: Literal["pretrained", "random"] = option("pretrained", help=
         "Start a separate critic from pretrained weights, or from random ones.")
     value_learning_rate: float | None = option(None, gt=0, help=
-        "Peak learning rate of the critic; None uses learning_rate.")
+        "Learning rate of the critic. None: learning_rate.")
     value_pretraining_steps: int = option(0, ge=0, help=
-        "Steps at the start that train the critic alone (VAPO); the policy's schedule begins after "
-        "them.")
+        "Steps at the start that train the critic alone (VAPO), before the policy's schedule.")
     value_iterations: int = option(0, ge=0, help=
-        "Further passes over each batch that train the critic alone (VPG, A2C); of a shared one "
-        "its head.")
+        "Further passes over a batch for the critic alone (VPG, A2C), or a shared one's head.")
     normalize_values: bool = option(False, help=
-        "Let the critic predict (return - running mean) / running std, in which units the value "
-        "loss is.")
-    vf_coef: float = option(0.1, ge=0, help=
-        "Coefficient of the value loss; 0 leaves the critic untrained.")
+        "Let the critic, and its loss, work on (return - running mean) / running std.")
+    vf_coef: float = option(0.1, ge=0, help="Coefficient of the value loss; 0: no loss.")
     cliprange_value: float | None = option(0.2, gt=0, help=
-        "Largest change of a value before its loss is clipped; None does not clip.")
-    # fmt: on
+        "Largest change of a value before its loss is clipped. None does not clip.")
+
+    @property
+    def policy_frozen_until(self) -> int:
+        return self.value_pretraining_steps
+
+    @property
+    def critic_only_iterations(self) -> int:
+        return self.value_iterations
 
     @property
     def critic_seed(self) -> int | None:

@@ -1,31 +1,29 @@
-"""Config keys: a type, a default, a range and a text each, checked by pydantic.
+"""Config keys: a type, a default, a range and a text each.
 
-A config is a pydantic dataclass, and to its users an ordinary one (`replace`, `asdict`, `fields`,
-subclasses). Values from Python, YAML and flags go through the same check, which reports everything
-that is wrong at once.
+A config is an ordinary dataclass whose keys pydantic checks, alike from Python, YAML and flags.
 """
 
 import dataclasses
 import inspect
 import os
 import re
-import reprlib
 from collections.abc import Callable, Collection, Iterator
-from functools import partial, wraps
+from contextlib import suppress
+from functools import cache, partial, wraps
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
+from typing import Annotated, Any, Literal, Required, TypeVar, dataclass_transform, get_type_hints
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass as validated
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from rlhf_pg.config.foreign_keys import explained, nearest
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.config.foreign_keys import unknown
 
 C = TypeVar("C")
+V = TypeVar("V")
+CHECKS = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 SAID = re.compile(r"^Input should be |^Value error, |, (?:unable to parse|got) .*")
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
-_SHORT.maxlevel = 2
 
 
 def option(default: Any, *, names: Collection[str] = (), help: str = "", **limits: float) -> Any:
@@ -44,70 +42,71 @@ def option(default: Any, *, names: Collection[str] = (), help: str = "", **limit
 
 @dataclass_transform(kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
-    """Make a class a config.
-
-    Raises (the class it makes):
-        ValueError: keys are unknown, of a wrong type or out of range; there is a line for each,
-            which names the key.
-    """
-    hints = inspect.get_annotations(cls)
+    """Make a class a config: a dataclass that raises ConfigError for keys that are wrong."""
     inherited = getattr(cls, "__dataclass_fields__", {})
-    for name, hint in hints.items():
-        declared = vars(cls).get(name)
-        if isinstance(declared, dataclasses.Field) and declared.metadata:
-            if limits := declared.metadata["limits"]:
-                hints[name] = Annotated[hint, Field(**limits)]
-            if name in inherited and not declared.metadata["help"]:
-                text = inherited[name].metadata["help"]
-                declared.metadata = MappingProxyType(declared.metadata | {"help": text})
-        if hint in (int, float, int | None, float | None):
-            hints[name] = Annotated[hints[name], BeforeValidator(_number)]
-    cls.__annotations__ = hints
-    options = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
-    made: Any = validated(kw_only=True, config=options)(cls)
-    check = made.__init__
+    for name, key in vars(cls).items():
+        if isinstance(key, dataclasses.Field) and name in inherited:
+            text = key.metadata.get("help") or inherited[name].metadata["help"]
+            key.metadata = MappingProxyType({**key.metadata, "help": text})
+    is_made = "__dataclass_fields__" in vars(cls)
+    made: Any = cls if is_made else dataclasses.dataclass(kw_only=True)(cls)
+    assign = made.__init__
 
-    @wraps(check)
+    @cache
+    def checker() -> Any:  # takes a while, and `--help` does without
+        hints, keys = get_type_hints(made, include_extras=True), {}
+        for field in dataclasses.fields(made):
+            name, hint = field.name, hints[field.name]
+            keys[name] = Annotated[hint, Field(**field.metadata.get("limits", {}))]
+            if hint in (int, float, int | None, float | None):
+                keys[name] = Annotated[keys[name], BeforeValidator(_number)]
+            if field.default is field.default_factory is dataclasses.MISSING:
+                keys[name] = Required[keys[name]]
+        kind: Any = TypedDict
+        known = kind(made.__name__, keys, total=False)
+        known.__pydantic_config__ = CHECKS
+        return TypeAdapter(known)
+
+    @wraps(assign)
     def __init__(self: Any, **given: Any) -> None:
         try:
-            check(self, **given)
+            checked = checker().validate_python(given)
         except ValidationError as error:
-            raise ConfigError(list(_messages(type(self), error))) from None
+            raise ConfigError(list(_messages(made, error))) from None
+        assign(self, **checked)
 
     made.__init__ = __init__
+    made.__init__.checks_keys = True
     return made  # type: ignore[no-any-return]
 
 
-def is_config(cls: type) -> bool:
-    """Return whether pydantic checks a class; it does not check an ordinary subclass of one."""
-    return "__pydantic_fields__" in vars(cls)
+def is_config(cls: Any) -> bool:
+    """Return whether a class checks its keys, which an ordinary dataclass below one does not."""
+    return hasattr(cls.__init__, "checks_keys")
 
 
 class ConfigError(ValueError):
-    """Keys that are wrong: `messages` has pairs of a key and a line that names it."""
+    """Keys that are wrong; `messages` has pairs of a key and the line that says so."""
 
     def __init__(self, messages: list[tuple[str, str]]) -> None:
         super().__init__("\n".join(message for _, message in messages))
         self.messages = messages
 
 
-def _messages(cls: type, error: ValidationError) -> Iterator[tuple[str, str]]:
+def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
     """Yield the keys that pydantic refuses, and why: one line each, whatever types it has tried."""
     known = [field.name for field in dataclasses.fields(cls)]
     found: dict[str, list[Any]] = {}
     for one in error.errors():
-        if not one["loc"]:  # by a rule on several keys
-            raise one["ctx"]["error"]
         found.setdefault(str(one["loc"][0]), []).append(one)
     for key, ones in found.items():
-        if ones[0]["type"] == "unexpected_keyword_argument":
-            yield key, explained(key, known) or f"unknown key {key!r}{nearest(key, known)}"
+        if ones[0]["type"] == "extra_forbidden":
+            yield key, unknown(key, known)
         elif ones[0]["type"] == "missing":
             yield key, f"{key} is needed"
         else:
-            said = (SAID.sub("", one["msg"]) for one in ones)
-            given = _SHORT.repr(ones[0]["input"])
-            yield key, f"{key} must be {' or '.join(dict.fromkeys(said))}, got {given}"
+            said = dict.fromkeys(SAID.sub("", one["msg"]) for one in ones)
+            yield key, f"{key} must be {' or '.join(said)}, got {shown(ones[0]['input'])}"
 
 
 def check_inherited(made: Any) -> None:
@@ -120,12 +119,11 @@ def check_inherited(made: Any) -> None:
 
 def is_set(config: Any, key: str) -> bool:
     """Return whether there is such a key and it is not at its default."""
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    if key not in fields:
+    field = getattr(config, "__dataclass_fields__", {}).get(key)
+    if field is None:
         return False
-    factory: Any = fields[key].default_factory
-    default = fields[key].default if factory is dataclasses.MISSING else factory()
-    return bool(getattr(config, key) != default)
+    made = field.default_factory is not dataclasses.MISSING
+    return bool(getattr(config, key) != (field.default_factory() if made else field.default))
 
 
 def listed(value: Any) -> Any:
@@ -143,21 +141,18 @@ def _number(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    if isinstance(value, str):
-        value = yaml.safe_load(value)
+    value = yaml.safe_load(value) if isinstance(value, str) else value
     if value is not None and not isinstance(value, dict):
         raise ValueError('a mapping such as {"key": "value"}')
     return value or {}
 
 
 def _share(value: Any) -> Any:
-    try:
-        share = float(value)
-    except (TypeError, ValueError):
-        return value
-    if not 0 < share < 1:
+    with suppress(TypeError, ValueError):
+        value = float(value)
+    if isinstance(value, float) and not 0 < value < 1:
         raise ValueError("a share above 0 and below 1, or the name of a split")
-    return share
+    return value
 
 
 Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)]
@@ -166,32 +161,26 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(listed)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(listed)]
 Auto = Annotated[int, BeforeValidator(_number), Field(ge=1)] | Literal["auto"]
 Split = Annotated[float | str | None, BeforeValidator(_share)]
-Mapping = Annotated[dict[str, Any], BeforeValidator(_read)]
+Mapping = Annotated[dict[str, V], BeforeValidator(_read)]
 """Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""
 
 
 def checked_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
-    """Return the keyword-only arguments of a function, checked by its annotations.
-
-    Raises:
-        ValueError: an option is unknown, missing, of a wrong type or out of range.
-    """
+    """Return the keyword-only arguments of a function, checked by its annotations."""
     hints = get_type_hints(function, include_extras=True)
-    own = inspect.signature(function).parameters.values()
     fields: list[Any] = [
         (p.name, hints[p.name], *([] if p.default is p.empty else [p.default]))
-        for p in own
+        for p in inspect.signature(function).parameters.values()
         if p.kind is p.KEYWORD_ONLY
     ]
     kind: Any = config(dataclasses.make_dataclass(function.__name__, fields, kw_only=True))
-    checked: dict[str, Any] = vars(kind(**dict(options)))
+    checked: dict[str, Any] = vars(kind(**options))
     return checked
 
 
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
     """Bind every parameter of the function that is a key of the config."""
-    keys = {field.name for field in dataclasses.fields(config)}
-    names = parameters(function) & keys
+    names = parameters(function) & {field.name for field in dataclasses.fields(config)}
     return partial(function, **{name: getattr(config, name) for name in names})
 
 

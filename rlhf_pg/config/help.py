@@ -2,54 +2,46 @@
 
 import argparse
 import dataclasses
+import inspect
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 
-def of_config(
-    config: type, values: Mapping[str, Any] = {}, keys: Collection[str] | None = None
-) -> str:
-    """Return the keys of a config class.
-
-    Args:
-        values: of a recipe, shown in place of the defaults.
-        keys: the keys that are shown; by default all.
-    """
+def of_config(config: type, values: Mapping[str, Any] = {}) -> str:
+    """Return the keys of a config class; the values of a recipe stand in for the defaults."""
     layout = partial(argparse.HelpFormatter, max_help_position=6)
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, add_help=False, formatter_class=layout
-    )
+    hidden = argparse.SUPPRESS
+    parser = argparse.ArgumentParser(usage=hidden, add_help=False, formatter_class=layout)
     hints = typing.get_type_hints(config)
     for owner, fields in groups(config).items():
         title = owner.__name__.removesuffix("Config").lower()
         group = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n\n")[0])
         for field in fields:
-            if keys is not None and field.name not in keys:
-                continue
             made = field.default_factory is not dataclasses.MISSING
             default = values.get(field.name, "none" if made else field.default)
             text, names = field.metadata.get("help", ""), field.metadata.get("names", ())
             if names:
                 text += f" One of: {', '.join(names)}."
-            kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {_plain(default)})"
+            shown = (
+                " ".join(map(str, default)) if isinstance(default, tuple | list) else f"{default}"
+            )
+            shown = shown.lower() if shown in ("True", "False", "None") else shown or "none"
+            kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {shown})"
             group.add_argument(f"--{field.name}", metavar=kind, help=text.replace("%", "%%"))
     return parser.format_help().strip()
 
 
 def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
     """Return the keys of a config by the most general class that declares them."""
-    found: dict[type, list[dataclasses.Field[Any]]] = {}
     fields = {field.name: field for field in dataclasses.fields(config)}
-    for owner in config.__mro__[::-1]:
-        own = [
-            fields.pop(name) for name in vars(owner).get("__annotations__", {}) if name in fields
-        ]
-        if own:
-            found[owner] = own
-    return found
+    found = {
+        owner: [fields.pop(name) for name in inspect.get_annotations(owner) if name in fields]
+        for owner in reversed(config.__mro__)
+    }
+    return {owner: own for owner, own in found.items() if own}
 
 
 def kinds(hint: Any) -> list[str]:
@@ -57,20 +49,9 @@ def kinds(hint: Any) -> list[str]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return [kind for one in inner for kind in kinds(one)]
-    if origin is typing.Annotated:
-        return kinds(inner[0])
     if origin is Literal:
         return [str(word) for word in inner]
     if origin is tuple:
         return [f"{'|'.join(kinds(inner[0]))} ..."]
-    if origin is dict:
-        return ["JSON"]
-    if hint is bool:
-        return ["true", "false"]
-    return ["none" if hint is type(None) else hint.__name__]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(map(_plain, value)) or "none"
-    return str(value).lower() if isinstance(value, bool | None) else str(value)
+    plain = {dict: ["JSON"], bool: ["true", "false"], type(None): ["none"]}
+    return plain.get(origin or hint, [getattr(hint, "__name__", str(hint))])

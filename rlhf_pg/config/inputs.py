@@ -11,25 +11,21 @@ from rlhf_pg.config.fields import Mapping, Names, Numbers, Split, Text, config, 
 logger = logging.getLogger(__name__)
 
 
+# fmt: off
 @config
 class ModelConfig:
     """Keys of the model to start from."""
 
-    # fmt: off
     model_name_or_path: Text | None = option(None, help=
-        "Path or Hub id of the model to train; None trains the task's own tiny model.")
+        "Path or Hub id of the model to train. None: the task's own tiny model.")
     trust_remote_code: bool = option(False, help=
-        "Run code that comes with a model, tokenizer or reward model, which is refused otherwise.")
+        "Run code that comes with a model, tokenizer or reward model; refused otherwise.")
     attn_implementation: Text | None = option(None, help=
-        "Attention of passes that are not packed: eager, sdpa, flash_attention_2, flex_attention, "
-        "or a kernel of the Hub. None leaves it to the model.")
-    model_init_kwargs: Mapping = option({}, help=
-        'Arguments of from_pretrained, also for a critic, such as {"revision": "main"} or fields '
-        "of the model's config.")
+        "eager, sdpa, flash_attention_2, flex_attention or a kernel of the Hub. None: the model's.")
+    model_init_kwargs: Mapping[Any] = option({}, help=
+        'Arguments of from_pretrained or fields of the model config, such as {"revision": "main"}.')
     gradient_checkpointing: bool | Literal["offload"] = option(False, help=
-        "Recompute activations in the backward pass: less memory, more time. offload also moves "
-        "the inputs of the layers to the host's memory, for long rows on a GPU.")
-    # fmt: on
+        "Recompute activations to save memory; offload moves layers' inputs off the GPU too.")
 
     def located(self, beside: Path | None = None) -> Self:
         """Return the config with absolute names of files: beside the recipe, or else here."""
@@ -47,67 +43,47 @@ class ModelConfig:
 class AdapterConfig:
     """Keys of a LoRA adapter on frozen weights."""
 
-    # fmt: off
-    use_peft: bool = option(False, help=
-        "Train a LoRA adapter on frozen weights, which final/ then holds.")
+    use_peft: bool = option(False, help="Train a LoRA adapter on frozen weights, saved in final/.")
     lora_r: int = option(16, ge=1, help="Rank of the LoRA adapter.")
-    lora_alpha: float = option(32.0, gt=0, help=
-        "Scale of the LoRA adapter, whose output is multiplied by lora_alpha / lora_r.")
+    lora_alpha: float = option(32.0, gt=0, help="Scale: output times lora_alpha / lora_r.")
     lora_dropout: float = option(0.0, ge=0, lt=1, help=
         "Dropout on the input of the LoRA adapter; it needs disable_dropout: false.")
     lora_target_modules: Names | None = option(None, help=
-        "Modules that get an adapter; None: every linear layer but the head.")
-    load_in_4bit: bool = option(False, help=
-        "Load frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter.")
-    save_merged: bool = option(False, help=
-        "Save the model with its adapter merged in as well, in final/merged/.")
-    # fmt: on
+        "Modules that get an adapter. None: every linear layer but the head.")
+    load_in_4bit: bool = option(False, help="Load frozen weights in 4 bits (QLoRA, bitsandbytes).")
+    save_merged: bool = option(False, help="Save the merged model as well, in final/merged/.")
 
 
 @config
 class DataConfig:
     """Keys of the data: a task by name, or datasets of one's own."""
 
-    # fmt: off
     task: Text | None = option(None, help=
-        "Task that brings data and rewards: arithmetic, preference, guess or calculator; or "
-        "reasoning_gym:NAME, verifiers:NAME, openenv:URL (docs/your-data.md).")
-    task_options: Mapping = option({}, help="Options of a third-party task, such as size.")
+        "Task that brings data and rewards: arithmetic, preference, guess, calculator, "
+        "reasoning_gym:NAME, verifiers:NAME or openenv:URL (docs/your-data.md).")
+    task_options: Mapping[Any] = option({}, help="Options of a third-party task, such as size.")
     dataset_name: Names = option((), help=
-        "Datasets to train on, mixed: JSONL, JSON, Parquet, CSV or text files, folders of such or "
-        "of datasets.save_to_disk, or Hub ids.")
-    dataset_config: Text | None = option(None, help=
-        "Name of the configuration of a Hub dataset, such as main for openai/gsm8k.")
-    dataset_train_split: Text = option("train", help=
-        "Split to train on, in the syntax of datasets: train, train[:1000].")
-    dataset_test_split: Split = option(None, help=
-        "Split to evaluate on, or a share of the training split, such as 0.05.")
-    eval_dataset_name: Names = option((), help=
-        "Datasets to evaluate on, one by one, if they are others.")
-    dataset_weights: Numbers | None = option(None, help=
-        "Weights by which datasets are mixed; None takes every row once.")
-    dataset_columns: Mapping = option({}, help=
+        "Datasets, mixed: JSONL, JSON, Parquet, CSV or text files, folders, or Hub ids.")
+    dataset_config: Text | None = option(None, help="Configuration of a Hub dataset, such as main.")
+    dataset_train_split: Text = option("train", help="Split to train on, such as train[:1000].")
+    dataset_test_split: Split = option(None, help="Split to evaluate on, or a share such as 0.05.")
+    eval_dataset_name: Names = option((), help="Other datasets to evaluate on, one by one.")
+    dataset_weights: Numbers | None = option(None, help="Weights of the mix. None: every row once.")
+    dataset_columns: Mapping[Any] = option({}, help=
         'Columns of the dataset by their names here, such as {"prompt": "question"}.')
     prompt_template: Text | None = option(None, help=
         'Text of a prompt with columns in braces, such as "Question: {question}".')
-    system_prompt: Text | None = option(None, help=
-        "System message in front of every prompt, which makes a chat of text.")
-    apply_chat_template: bool = option(False, help=
-        "Make prompts of text chats of one user message.")
-    chat_template_kwargs: Mapping = option({}, help=
+    system_prompt: Text | None = option(None, help="System message that begins every prompt.")
+    apply_chat_template: bool = option(False, help="Make a text prompt a chat of one message.")
+    chat_template_kwargs: Mapping[Any] = option({}, help=
         'Arguments of the chat template, such as {"enable_thinking": false}.')
-    dataset_fingerprint: Text | None = option(None, help=
-        "Fingerprint that the training data must have, as config.yaml records it.")
-    # fmt: on
+    dataset_fingerprint: Text | None = option(None, help="Fingerprint that the data must have.")
 
     def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
         """Raise ValueError if data are given in Python, and a key that names them is set."""
         for key in keys:
             if data is not None and is_set(self, key):
-                raise ValueError(
-                    f"the data are given twice, as {argument} in Python and by the key {key}: "
-                    "leave one of them out"
-                )
+                raise ValueError(f"data are given twice, as {argument} and {key}: leave one out")
 
     def without_names(self) -> dict[str, Any]:
         """Return the keys that name data, at their defaults."""
@@ -120,13 +96,10 @@ class DataConfig:
 class RewardsConfig:
     """Keys of the rewards: what scores completions, by name."""
 
-    # fmt: off
     reward_funcs: Names = option((), help=
         "Rewards by name: my_rewards.py:FUNCTION, package.module:FUNCTION, model:PATH_OR_HUB_ID, "
         "judge:NAME, http://ADDRESS, or a ready-made one such as math (docs/rewards.md).")
-    reward_options: Mapping = option({}, help=
-        'Options of the rewards by name, such as {"length": {"target": 200}}.')
+    reward_options: Mapping[dict[str, Any]] = option({}, help=
+        'Options of the rewards by name, such as {"length": {"longest": 200}}.')
     reward_model_name_or_path: Text | None = option(None, help=
-        "Path or Hub id of a reward model, the first source of reward. A task's own comes after "
-        "it: reward_weights 1 and 0 only track that.")
-    # fmt: on
+        "Reward model, first of the rewards: reward_weights 1 and 0 only track a task's own.")

@@ -1,8 +1,4 @@
-"""Parser of configs: defaults < YAML < flags.
-
-Everything that is wrong with a recipe and its flags is told at once, a line for each key, before
-any model loads.
-"""
+"""Parser of configs: defaults < YAML < flags; everything that is wrong is told at once."""
 
 import dataclasses
 import os
@@ -38,8 +34,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         prog: what `--help` calls the program.
 
     Raises:
-        SystemExit: status 2, after a line for each key that is wrong, which names the file if the
-            key is from one.
+        SystemExit: status 2, after a line for each key that is wrong, with its file if it has one.
     """
     words = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(words):
@@ -56,11 +51,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     try:
         made = kind(**{str(key): None if v == "None" else v for key, v in (values | flags).items()})
     except ConfigError as error:
-        lines = (
-            text if recipe is None or key in flags else f"{recipe}: {text}"
-            for key, text in error.messages
-        )
-        fail("\n".join(lines))
+        file = "" if recipe is None else f"{recipe}: "
+        fail("\n".join(f"{'' if key in flags else file}{text}" for key, text in error.messages))
     beside = None if recipe is None else Path(str(recipe)).absolute().parent
     return made.located(beside)  # type: ignore[no-any-return]
 
@@ -107,8 +99,7 @@ class _UniqueKeys(yaml.SafeLoader):
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
             raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        return dict(super().construct_mapping(node, deep))
 
 
 def fail(message: str) -> NoReturn:

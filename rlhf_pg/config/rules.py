@@ -3,7 +3,7 @@
 A rule yields a message for everything that breaks it; all of them are told at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted
@@ -15,80 +15,49 @@ EMBEDDED = ("arithmetic", "preference", "guess", "calculator")
 THIRD_PARTY = ("reasoning_gym", "verifiers", "openenv")  # before a colon and a name
 # Arguments of from_pretrained that have keys of their own or would break a run.
 OWN_KEYS = {
-    "attn_implementation": "set attn_implementation",
-    "trust_remote_code": "set trust_remote_code",
-    "dtype": "set dtype",
+    **{key: f"set {key}" for key in ("attn_implementation", "trust_remote_code", "dtype")},
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set load_in_4bit"),
     "torch_dtype": "set dtype",
     "quantization_config": "set load_in_4bit, or give it to the trainer in Python",
-    "load_in_4bit": "set load_in_4bit",
-    "load_in_8bit": "set load_in_4bit",
     "device_map": "leave it out, since the launcher chooses devices",
     "token": "set HF_TOKEN in the environment, since config.yaml would keep a token",
 }
 
 
-def check(args: Any, *rules: Callable[[Any], Iterator[str]]) -> None:
-    """Refuse keys that do not go together.
-
-    Raises:
-        ValueError: there is a line for each rule that is broken; it names the keys and says what
-            to change.
-    """
-    messages = [message for rule in rules for message in rule(args)]
-    if messages:
-        raise ConfigError([(message.partition(" ")[0], message) for message in messages])
+def check(args: Any) -> None:
+    """Refuse the keys of a config that do not go together."""
+    if not hasattr(args, "advantage_estimator"):
+        messages = [*of_supervised(args)]
+    elif not (messages := [*of_names(args)]):  # the other rules look at the functions of these
+        messages = [*of_samples(args), *of_estimator(args), *of_updates(args), *of_use(args)]
+    refuse([*of_inputs(args), *messages])
 
 
-def check_supervised(args: Any) -> None:
-    """Check the config of a run without rewards."""
-    check(args, of_model, of_data, of_supervised)
+def refuse(messages: Iterable[str]) -> None:
+    """Raise ConfigError if there are messages; each begins with a key."""
+    if pairs := [(message.partition(" ")[0], message) for message in messages]:
+        raise ConfigError(pairs)
 
 
-def check_with_rewards(args: Any) -> None:
-    """Check the config of a run with rewards."""
-    check(args, of_names)  # the other rules look at the functions of these names
-    check(args, of_model, of_data, of_sampling, of_rewards, of_estimator, of_updates, of_kl, of_use)
-
-
-def registry(key: str) -> dict[str, Any]:
+def registry(key: str) -> Mapping[str, Any]:
     """Return the functions that a key chooses from by name, those of users among them."""
-    # They need torch, which takes seconds: `--help` does without.
-    from rlhf_pg.advantages import ADVANTAGES
-    from rlhf_pg.losses import POLICY_LOSSES
+    from rlhf_pg import advantages, losses  # they need torch, which takes seconds
 
-    found: dict[str, Any] = ADVANTAGES if key == "advantage_estimator" else POLICY_LOSSES
-    return found
+    return advantages.ADVANTAGES if key == "advantage_estimator" else losses.POLICY_LOSSES
 
 
-def idle(args: Any, needs: Iterable[tuple[str, bool, str]]) -> Iterator[str]:
-    """Yield the keys that are set and would be ignored.
-
-    Args:
-        needs: what keys need to have an effect, whether that is so, and the keys.
-    """
-    for needed, is_met, keys in needs:
-        for key in keys.split():
-            if not is_met and is_set(args, key):
-                yield f"{key} has no effect without {needed}: set that, or leave it out"
-
-
-def of_model(args: Any) -> Iterator[str]:
+def of_inputs(args: Any) -> Iterator[str]:
     for key in args.model_init_kwargs.keys() & OWN_KEYS:
         yield f"model_init_kwargs must not have {key!r}: {OWN_KEYS[key]}"
     of_hub = "/" in (args.attn_implementation or "") or args.model_init_kwargs.get("use_kernels")
     if of_hub and not args.trust_remote_code:
         yield "trust_remote_code must be true for kernels of the Hub, which are code"
-    of_lora = "lora_r lora_alpha lora_dropout lora_target_modules"
-    yield from idle(args, [("use_peft", args.use_peft, of_lora)])
     if args.lora_dropout and args.disable_dropout:
         yield "lora_dropout needs disable_dropout: false, which keeps it"
     if args.max_steps == 0:
         yield "max_steps must be at least 1, or -1 to go by num_train_epochs, got 0"
     if args.lr_scheduler_type not in SCHEDULES:
         yield _not_one_of(args, "lr_scheduler_type", SCHEDULES)
-
-
-def of_data(args: Any) -> Iterator[str]:
     source, _, name = (args.task or "").partition(":")
     is_third_party = source in THIRD_PARTY and bool(name)
     if args.task is not None and args.task not in EMBEDDED and not is_third_party:
@@ -101,35 +70,34 @@ def of_data(args: Any) -> Iterator[str]:
     if isinstance(args.dataset_test_split, float) and args.eval_dataset_name:
         yield "dataset_test_split and eval_dataset_name both name held-out data: leave one out"
     of_all = "dataset_config dataset_test_split dataset_columns"
-    needs = [
+    yield from idle(
+        args,
+        ("use_peft", args.use_peft, "lora_r lora_alpha lora_dropout lora_target_modules"),
         ("a task of another library", is_third_party, "task_options"),
         ("dataset_name", bool(names), "dataset_train_split"),
         ("dataset_name", bool(names + args.eval_dataset_name), of_all),
-    ]
-    yield from idle(args, needs)
+    )
 
 
-def of_sampling(args: Any) -> Iterator[str]:
+def of_names(args: Any) -> Iterator[str]:
+    for key in ("advantage_estimator", "policy_loss"):
+        if getattr(args, key) not in registry(key):
+            yield _not_one_of(args, key, registry(key))
+
+
+def of_samples(args: Any) -> Iterator[str]:
+    """Completions and their scores."""
     if "" in (args.stop or ()):
         yield "stop must not hold an empty string, which would end every completion at once"
-    cuts = {"top_k": args.top_k > 0, "top_p": args.top_p < 1, "min_p": args.min_p > 0}
-    for key, truncates in cuts.items():
-        if truncates and args.truncated_sampling == "refuse":
-            yield (
-                f"{key} {getattr(args, key)} leaves tokens out of what is sampled, and the "
-                f'gradient would be biased: leave {key} out, or set truncated_sampling to "ignore"'
-            )
+    for key, everything in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+        value = getattr(args, key)
+        if value != everything and args.truncated_sampling == "refuse":
+            yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
     url = args.vllm_server_base_url
     if {"@", "?", "#"} & set(url):
-        yield (
-            "vllm_server_base_url holds a user, password or query, which config.yaml would keep: "
-            "leave it out"
-        )
+        yield "vllm_server_base_url holds a secret, which config.yaml would keep: leave it out"
     elif not url.startswith(("http://", "https://")):
         yield f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"
-
-
-def of_rewards(args: Any) -> Iterator[str]:
     bounds = args.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield f"reward_clip_range must be a lower and a higher number, got {bounds}"
@@ -140,57 +108,39 @@ def of_rewards(args: Any) -> Iterator[str]:
         yield f"overlong_buffer must be at most max_completion_length ({longest}), got {buffer}"
 
 
-def of_names(args: Any) -> Iterator[str]:
-    for key in ("advantage_estimator", "policy_loss"):
-        if getattr(args, key) not in registry(key):
-            yield _not_one_of(args, key, registry(key))
-
-
 def of_estimator(args: Any) -> Iterator[str]:
     from rlhf_pg.advantages import IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
 
     name = args.advantage_estimator
+    this = f"advantage_estimator {name!r}"
     if args.has_critic and name not in NEED_VALUES:
-        choices = ", ".join(sorted(NEED_VALUES))
-        yield f"advantage_estimator {name!r} makes no use of the critic of PPO: choose {choices}"
+        yield f"{this} makes no use of the critic: choose {', '.join(sorted(NEED_VALUES))}"
     if name in NEED_VALUES and not args.has_critic:
-        yield f"advantage_estimator {name!r} needs a critic: only PPO has one"
+        yield f"{this} needs a critic: only PPO has one"
     compared = args.num_generations * (args.prompts_per_step if name in IN_BATCH else 1)
     if compared < 2 and name in IN_GROUP | IN_BATCH:
-        yield f"advantage_estimator {name!r} compares completions: raise num_generations"
+        yield f"{this} compares completions: raise num_generations"
     if args.whiten_rewards and name not in {"returns", "total_returns", *NEED_VALUES}:
-        yield (
-            f"whiten_rewards scales rewards of tokens, and {name!r} uses scores of completions: "
-            "leave it out"
-        )
+        yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
-        yield (
-            "importance_sampling_level 'sequence' takes one advantage per completion, and "
-            f"{name!r} gives one per token: choose group_normalized or leave_one_out"
-        )
-    if name == "process_group_normalized":
-        if args.beta > 0 and args.kl_placement == "reward":
-            yield f'kl_placement must be "loss" with {name}, which looks at the steps alone'
-        if args.dynamic_sampling_rounds:
-            yield (
-                f"dynamic_sampling_rounds sets groups aside by total scores, and {name} compares "
-                "steps: leave it out"
-            )
+        yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
+    in_steps = name == "process_group_normalized"  # which looks at the scores of steps
+    if in_steps and args.beta > 0 and args.kl_placement == "reward":
+        yield f'kl_placement must be "loss" with {name}'
+    if in_steps and args.dynamic_sampling_rounds:
+        yield f"dynamic_sampling_rounds goes by total scores, not as {name}: leave it out"
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         yield "dynamic_sampling_rounds compares the scores of a group: raise num_generations"
 
 
 def of_updates(args: Any) -> Iterator[str]:
-    """The number of updates per rollout, and ranges that depend on other keys."""
-    if args.num_mini_batches > args.prompts_per_step:
-        yield (
-            f"num_mini_batches must be at most prompts_per_step ({args.prompts_per_step}), got "
-            f"{args.num_mini_batches}"
-        )
+    """The number of updates per rollout, ranges that depend on other keys, and the KL."""
+    prompts, batches = args.prompts_per_step, args.num_mini_batches
+    if batches > prompts:
+        yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
         yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
-    if args.updates_per_step == 1:
-        # These go by how far earlier updates of the step have moved the policy.
+    if args.updates_per_step == 1:  # these go by how far earlier ones have moved the policy
         several = "needs several updates per step: raise num_iterations or num_mini_batches"
         if args.target_kl is not None:
             yield f"target_kl {several}"
@@ -201,42 +151,33 @@ def of_updates(args: Any) -> Iterator[str]:
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
-    low, most = args.entropy_coef_min, args.entropy_coef_max
-    if args.entropy_target is not None and not low <= args.entropy_coef <= most:
-        yield (
-            f"entropy_coef must be between entropy_coef_min and entropy_coef_max, {low} to {most}, "
-            f"got {args.entropy_coef}"
-        )
+    if args.entropy_target is not None:
+        low, most, given = args.entropy_coef_min, args.entropy_coef_max, args.entropy_coef
+        if not low <= given <= most:
+            yield f"entropy_coef must be between its _min and _max, {low} and {most}, got {given}"
     if args.sampler_clip_min is not None and args.sampler_clip_min >= args.sampler_clip_max:
         yield f"sampler_clip_min must be below sampler_clip_max, got {args.sampler_clip_min}"
-
-
-def of_kl(args: Any) -> Iterator[str]:
-    if args.beta == 0:
-        return
-    completions = args.prompts_per_step * args.num_generations
-    # Beyond that one step could turn beta negative.
-    if args.kl_controller == "adaptive" and completions >= 5 * args.kl_horizon:
-        yield (
-            f"kl_horizon must be more than a fifth of the {completions} completions of a step, got "
-            f"{args.kl_horizon}"
-        )
-    if args.kl_placement == "loss" and args.kl_estimator == "k1":
-        yield 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go"'
-    if args.kl_placement == "reward" and args.kl_estimator not in ("k1", "k2", "k3"):
-        yield f'kl_estimator {args.kl_estimator!r} is a form of the loss: use "k1" in the reward'
+    if args.beta > 0:
+        fifth, horizon = prompts * args.num_generations / 5, args.kl_horizon
+        if args.kl_controller == "adaptive" and horizon <= fifth:  # beta could become negative
+            yield f"kl_horizon must be above a fifth of a step's completions, got {horizon}"
+        if args.kl_placement == "loss" and args.kl_estimator == "k1":
+            yield 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go"'
+        if args.kl_placement == "reward" and args.kl_estimator not in ("k1", "k2", "k3"):
+            yield f'kl_estimator {args.kl_estimator!r} is for the loss: use "k1" in the reward'
 
 
 def of_use(args: Any) -> Iterator[str]:
-    """Keys that would be ignored, and those of a critic that would be wrong."""
-    engine = args.rollout_engine
+    """Keys that would be ignored."""
+    engine, given = args.rollout_engine, vars(args).get
     in_process = "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_max_model_length"
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
     corrects = args.correction_of(engine) != "none"
-    entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
     penalizes = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
-    scales = getattr(args, "scale_rewards", "none") != "none"
-    needs = [
+    entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
+    of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
+    yield from idle(
+        args,
         ("rollout_engine native", engine in ("auto", "native"), "rollout_cache_tokens"),
         ("rollout_engine vllm", engine in ("auto", "vllm"), in_process),
         ("rollout_engine vllm_server", engine == "vllm_server", of_server),
@@ -244,7 +185,7 @@ def of_use(args: Any) -> Iterator[str]:
         ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
         ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
-        ("scale_rewards group or batch", scales, "scale_rewards_eps"),
+        ("scale_rewards group or batch", given("scale_rewards") != "none", "scale_rewards_eps"),
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
@@ -254,27 +195,17 @@ def of_use(args: Any) -> Iterator[str]:
         ("sync_ref_model", args.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
         ("num_generations_eval above 1", args.num_generations_eval > 1, "eval_success_threshold"),
         ("push_to_hub", args.push_to_hub, "hub_model_id hub_private_repo"),
-    ]
-    if args.has_critic:
-        learnt = "value_lam value_pretraining_steps value_iterations normalize_values"
-        is_separate = args.critic == "separate"
-        needs += [
-            ("lam_alpha None", args.lam_alpha is None, "lam"),
-            ("critic separate", is_separate, "value_model_name_or_path value_init"),
-            ("vf_coef", args.vf_coef > 0, learnt),
-        ]
-    yield from idle(args, needs)
+        ("lam_alpha None", given("lam_alpha") is None, "lam"),
+        ("critic separate", given("critic") == "separate", "value_model_name_or_path value_init"),
+        ("value_init pretrained", given("value_init") != "random", "value_model_name_or_path"),
+        ("vf_coef", given("vf_coef") != 0, of_critic),
+    )
     for choice in ("advantage_estimator", "policy_loss"):
         name, functions = getattr(args, choice), registry(choice)
         options = set().union(*map(parameters, functions.values()))
         for key in sorted(options - parameters(functions[name])):
             if is_set(args, key):
                 yield f"{key} is not used by {choice} {name!r}: leave it out"
-    if args.has_critic and args.value_init == "random":
-        if args.use_peft:
-            yield "value_init random has no weights worth an adapter: leave out use_peft"
-        if args.value_model_name_or_path is not None:
-            yield "value_init random needs no value_model_name_or_path: leave it out"
 
 
 def of_supervised(args: Any) -> Iterator[str]:
@@ -285,6 +216,14 @@ def of_supervised(args: Any) -> Iterator[str]:
         yield "load_in_4bit is not for a reward model, which is saved merged: set use_peft alone"
     elif args.save_merged:
         yield "save_merged is not needed: a reward model is always saved merged"
+
+
+def idle(args: Any, *needs: tuple[str, bool, str]) -> Iterator[str]:
+    """Yield the keys that have no effect, by what they need, whether that is so, and the keys."""
+    for needed, is_met, keys in needs:
+        for key in keys.split():
+            if not is_met and is_set(args, key):
+                yield f"{key} has no effect without {needed}: set that, or leave it out"
 
 
 def _not_one_of(args: Any, key: str, names: Iterable[str]) -> str:

@@ -128,8 +128,8 @@ def new_episode_runner(
             or the chat template does not know tools.
     """
     has_episodes = bool(tools) or environments is not None
-    needs = [("tools or environment_factory", has_episodes, "max_turns environment_timeout")]
-    rules.check(args, lambda config: rules.idle(config, needs))
+    needs = ("tools or environment_factory", has_episodes, "max_turns environment_timeout")
+    rules.refuse(rules.idle(args, needs))
     if not has_episodes:
         return None
     if environments is None:

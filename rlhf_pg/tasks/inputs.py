@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.files import found, located
+from rlhf_pg.config.files import absolute, located
 from rlhf_pg.data.sources import load_datasets
 from rlhf_pg.data.sources import made_prompts as made_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
@@ -179,7 +179,7 @@ def names_of(rewards: Sequence[Any]) -> tuple[str, ...]:
 
 def _name_of(source: Any) -> str:
     if isinstance(source, str | PathLike):
-        return f"model:{found(os.fspath(source), None) or os.fspath(source)}"
+        return f"model:{absolute(os.fspath(source), None)}"
     if getattr(source, "config", None) is not None:
         return f"model:{getattr(source.config, '_name_or_path', '')}"
     name = getattr(source, "__name__", type(source).__name__)

@@ -28,7 +28,7 @@ from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound
-from rlhf_pg.config.files import found
+from rlhf_pg.config.files import absolute
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts, PromptSampler, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
@@ -211,8 +211,7 @@ class TrainerSetup(TrainingLoop):
             raise ValueError("no model: give model=... or the key model_name_or_path")
         changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
         if isinstance(given.model, str | PathLike):
-            model = os.fspath(given.model)
-            changes["model_name_or_path"] = found(model, None) or model
+            changes["model_name_or_path"] = absolute(os.fspath(given.model), None)
         return dataclasses.replace(args, **changes)
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:

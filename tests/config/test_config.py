@@ -138,7 +138,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (
             RLOOConfig,
             {"kl_controller": "adaptive", "kl_horizon": 12},
-            "than a fifth of the 64",
+            "kl_horizon must be above",
         ),
         (
             GRPOConfig,
@@ -153,7 +153,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
                 "dynamic_sampling_rounds": 1,
                 "advantage_estimator": "process_group_normalized",
             },
-            "sets groups aside by total scores",
+            "dynamic_sampling_rounds",
         ),
         (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_controller adaptive"),
         (
@@ -161,14 +161,14 @@ def test_vanilla_loss_with_several_updates_raises(more):
             {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1},
             "old_kl_target has no effect",
         ),
-        (GRPOConfig, {"top_k": 50}, 'top_k 50 .* truncated_sampling to "ignore"'),
-        (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* leave top_p out"),
-        (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
+        (GRPOConfig, {"top_k": 50}, "top_k 50 .* truncated_sampling: ignore"),
+        (PPOConfig, {"top_p": 0.9}, "^top_p 0.9"),
+        (RLOOConfig, {"min_p": 0.1}, "^min_p 0.1"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "without num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"max_steps": 0}, "max_steps must be"),
-        (PPOConfig, {"importance_sampling_level": "sequence"}, "'gae' gives one per token"),
+        (PPOConfig, {"importance_sampling_level": "sequence"}, "importance_sampling_level .*'gae'"),
         (GRPOConfig, {"scale_rewards": "none", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
         (
@@ -177,7 +177,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
             "both set the scale of a score",
         ),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
-        (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
+        (RLOOConfig, {"kl_estimator": "k3_ratio"}, "kl_estimator 'k3_ratio'"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
     ],
 )
@@ -761,7 +761,3 @@ def test_value_starting_with_dash_is_no_flag(recipe):
 def test_useless_or_ignored_option_raises(config, options, message):
     with pytest.raises(ValueError, match=message):
         config(**options)
-
-
-def test_unavailable_flag_error_points_to_alternative(capsys):
-    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--logging_strategy", "1")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg import PPOConfig
-from rlhf_pg.config.files import found
+from rlhf_pg.config.files import absolute
 
 
 @pytest.fixture
@@ -67,4 +67,4 @@ def test_config_of_python_is_located_in_the_working_directory(recipe, monkeypatc
 
 
 def test_no_name_is_no_folder(recipe):
-    assert found("", recipe) is None
+    assert absolute("", recipe) == ""

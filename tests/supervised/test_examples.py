@@ -218,7 +218,7 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
     given = {"x": [{"text": "a"}], "y": [{"text": "b"}]}
     plain = SFTConfig(system_prompt="s")
     assert set(named_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
-    with pytest.raises(ValueError, match="given twice, as train_dataset in Python and by the key"):
+    with pytest.raises(ValueError, match="given twice, as train_dataset and "):
         named_data(args, [{"text": "c"}], None)
     with pytest.raises(
         ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"

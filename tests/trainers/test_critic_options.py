@@ -480,7 +480,7 @@ def test_run_of_only_value_pretraining_trains_only_critic(make) -> None:
         ({"vf_coef": 0.0, "value_iterations": 1}, "value_iterations has no effect without vf"),
         (
             {"value_init": "random", "value_model_name_or_path": "judge"},
-            "value_init random needs no value_model_name_or_path",
+            "value_model_name_or_path has no effect without value_init",
         ),
     ],
 )
