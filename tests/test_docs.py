@@ -41,7 +41,6 @@ NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.masking.whiten",
     "rlhf_pg.rewards.scores.at_end",
     "rlhf_pg.rewards.scores.ends",
-    "rlhf_pg.rewards.scores.min_max",
     "rlhf_pg.rewards.sum_step_scores",
 }
 

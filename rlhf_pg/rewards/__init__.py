@@ -4,19 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_pg.rewards.reward_model import ProcessRewardModel as ProcessRewardModel
     from rlhf_pg.rewards.reward_model import RewardModel as RewardModel
     from rlhf_pg.rewards.scores import sum_step_scores as sum_step_scores
     from rlhf_pg.rewards.scoring import Rewards as Rewards
-    from rlhf_pg.rewards.scoring import RewardSource as RewardSource
     from rlhf_pg.supervised.bradley_terry import train_reward_model as train_reward_model
 else:
     PLACES = {
-        "ProcessRewardModel": "rewards.reward_model",
         "RewardModel": "rewards.reward_model",
         "sum_step_scores": "rewards.scores",
         "Rewards": "rewards.scoring",
-        "RewardSource": "rewards.scoring",
         "train_reward_model": "supervised.bradley_terry",
     }
 

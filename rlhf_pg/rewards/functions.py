@@ -31,6 +31,11 @@ OWN_COLUMNS = {  # of completions.jsonl
 class CallFailed(Exception):
     """The failure of a call; its text continues the name of the function ("raised KeyError")."""
 
+    @classmethod
+    def late(cls, timeout: float | None) -> "CallFailed":
+        """Return the failure of a call that takes too long."""
+        return cls(f"did not return within {timeout:g} s (reward_timeout)")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -38,9 +43,7 @@ class Source:
 
     name: str
     function: Any
-    asked: frozenset[str]  # names of its parameters
-    takes_all: bool  # it has **kwargs
-    bound: frozenset[str]  # arguments that a `functools.partial` holds already
+    parameters: Mapping[str, inspect.Parameter]
     # A reward model, called once for all prompts; a plain function, in the trainer or in a worker;
     # an async one, on an event loop.
     kind: Literal["model", "plain", "worker", "async"]
@@ -48,13 +51,9 @@ class Source:
     @classmethod
     def of(cls, name: str, function: Any) -> "Source":
         """Look at the signature of a plain or an async function."""
-        parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        bound = function.keywords if isinstance(function, functools.partial) else ()
-        of_class = getattr(function, "__call__", None)  # noqa: B004
-        is_async = any(map(inspect.iscoroutinefunction, (function, of_class)))
+        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         kind: Any = "async" if is_async else "plain"
-        return cls(name, function, frozenset(parameters), takes_all, frozenset(bound), kind)
+        return cls(name, function, inspect.signature(function).parameters, kind)
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,7 @@ class RewardInputs:
     """Completions and all that functions may be told of them, lists with an entry for each.
 
     A function gets what its signature names, and with **kwargs all but `ended`, `truncated` and
-    `step`. A column of the dataset takes precedence.
-
-    Raises:
-        ValueError: a column of the dataset has the name of a list that every function is given.
+    `step`. A column of the dataset takes precedence; one with a name of `SAMPLED` is a ValueError.
     """
 
     prompts: Sequence[Any]
@@ -75,30 +71,27 @@ class RewardInputs:
     ended: Sequence[bool] | None = None  # by an EOS of the policy
     truncated: Sequence[bool] | None = None  # by a limit; a stop string sets neither
     environments: Sequence[Any] | None = None
-    # A `transformers.TrainerState`: `step` is its number of steps so far, `trainer_state` has all
-    # its fields, such as `global_step`, `max_steps` and `epoch`.
-    state: Any = None
+    state: Any = None  # a `transformers.TrainerState`, for `step` and `trainer_state`
 
     def __post_init__(self) -> None:
         if taken := self.columns.keys() & SAMPLED:
-            raise ValueError(
-                f"the dataset column {taken.pop()!r} has the name of what reward functions are "
-                "given: rename it"
-            )
+            what = f"the dataset column {taken.pop()!r}"
+            raise ValueError(f"{what} has the name of what every function is given: rename it")
+
+    def lists(self) -> dict[str, Any]:
+        """Return what there is of completions and of facts about them."""
+        given = {name: getattr(self, name) for name in (*SAMPLED, *FACTS)}
+        return {name: values for name, values in given.items() if values is not None}
 
     def select(self, rows: Sequence[int]) -> "RewardInputs":
         """Return the inputs of some of the completions."""
-        given = {name: getattr(self, name) for name in (*SAMPLED, *FACTS)}
-        chosen = {
-            name: [values[i] for i in rows] for name, values in given.items() if values is not None
-        }
+        chosen = {name: [values[i] for i in rows] for name, values in self.lists().items()}
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return replace(self, columns=columns, **chosen)
 
     def arguments(self, source: Source, answer: "Answer") -> dict[str, Any]:
         """Return what a function takes; what it logs goes into the answer."""
-        offered = {name: getattr(self, name) for name in (*SAMPLED, *FACTS)}
-        offered = {name: values for name, values in offered.items() if values is not None}
+        offered = self.lists()
         if source.kind == "model":  # which needs no columns and changes nothing
             return offered
         offered |= {"log_extra": answer.log_extra, "log_metric": answer.log_metric}
@@ -109,11 +102,13 @@ class RewardInputs:
             if self.state is not None:  # whose class takes seconds to import
                 offered["trainer_state"] = SimpleNamespace(**vars(self.state))
         offered |= self.columns
-        by_kwargs = {*SAMPLED, *self.columns, *OF_TRL} if source.takes_all else set()
-        names = (offered.keys() & (source.asked | by_kwargs)) - source.bound
-        if source.kind == "worker":  # which is sent copies
-            return {name: offered[name] for name in names}
-        return {x: offered[x] if x in SHARED else copy.deepcopy(offered[x]) for x in names}
+        names = offered.keys() & source.parameters.keys()
+        if any(p.kind is p.VAR_KEYWORD for p in source.parameters.values()):
+            names |= offered.keys() & {*SAMPLED, *self.columns, *OF_TRL}
+        if isinstance(source.function, functools.partial):
+            names -= source.function.keywords.keys()  # which it holds already
+        uncopied = names if source.kind == "worker" else SHARED  # a worker is sent copies
+        return {x: offered[x] if x in uncopied else copy.deepcopy(offered[x]) for x in names}
 
 
 @dataclass
@@ -126,20 +121,15 @@ class Answer:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers for metrics.jsonl
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the completions of the call.
-
-        Raises:
-            ValueError: there is not one value per completion, or the run has a column of that name.
-        """
+        """Add a column to the completions of the call, with a value for each (else ValueError)."""
         if column in OWN_COLUMNS or column.startswith("rewards/"):
             raise ValueError(f"log_extra: the run itself has a column {column!r}: rename it")
         values = list(_plain(values))
         if len(values) != self.count:
-            raise ValueError(
-                f"log_extra: column {column!r} has {len(values)} values for {self.count} "
-                "completions"
-            )
-        self.extra[column] = json.loads(json.dumps(values, default=_as_json))
+            got = f"{len(values)} values for {self.count} completions"
+            raise ValueError(f"log_extra: column {column!r} has {got}")
+        text = json.dumps(values, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+        self.extra[column] = json.loads(text)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a number, which is averaged over the calls and processes of a step."""
@@ -147,11 +137,7 @@ class Answer:
 
 
 def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
-    """Call a plain function, and wait if it returns an awaitable.
-
-    Raises:
-        CallFailed: it raised, or did not return one score per completion.
-    """
+    """Call a plain function, and wait if it returns an awaitable; see `read_scores`."""
     try:
         returned = function(**arguments)
         returned = wait_for(returned) if inspect.isawaitable(returned) else returned
@@ -168,21 +154,13 @@ async def call_async(
         async with asyncio.timeout(timeout) as limit:
             returned = await function(**arguments)
     except (Exception, asyncio.CancelledError, SystemExit) as error:
-        raise CallFailed(late(timeout) if limit.expired() else f"raised {told(error)}") from error
+        late = CallFailed.late(timeout) if limit.expired() else None
+        raise late or CallFailed(f"raised {told(error)}") from error
     return replace(answer, scores=read_scores(returned, answer.count))
 
 
-def late(timeout: float | None) -> str:
-    """Return the failure of a call that takes too long."""
-    return f"did not return within {timeout:g} s (reward_timeout)"
-
-
 def read_scores(returned: Any, count: int) -> list[Any]:
-    """Convert a list, tuple, array or tensor to plain numbers, None, and lists of these.
-
-    Raises:
-        CallFailed: there is not one entry per completion, or one is not a finite number.
-    """
+    """Convert `count` scores to plain numbers, None, and lists of these (else CallFailed)."""
     try:
         scores = _plain(returned)
         is_list = isinstance(scores, list)
@@ -207,12 +185,12 @@ def _read(score: Any, where: str) -> Any:
 def _number(score: Any, where: str) -> float | None:
     if score is None:
         return None
-    if (number := finite(score)) is None:
-        raise CallFailed(
-            f"returned {shown(score)} for {where} of the call: return a finite number, or None "
-            "where the reward does not apply"
-        )
-    return number
+    if (number := finite(score)) is not None:
+        return number
+    raise CallFailed(
+        f"returned {shown(score)} for {where} of the call: return a finite number, or None where "
+        "the reward does not apply"
+    )
 
 
 def _plain(values: Any) -> Any:
@@ -221,11 +199,6 @@ def _plain(values: Any) -> Any:
         values = values.tolist()
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     return list(values) if is_sequence else values
-
-
-def _as_json(value: Any) -> Any:
-    """Return an array as a list, and what JSON does not know as text."""
-    return value.tolist() if hasattr(value, "tolist") else shown(value)
 
 
 def source_fingerprint(function: Any) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_pg.boundary.launcher import without_launcher
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_modules import import_file, loaded
-from rlhf_pg.rewards.functions import CallFailed, late
+from rlhf_pg.rewards.functions import CallFailed
 
 START = 300.0  # seconds for a worker to be ready, and to import a function
 END = 5.0  # seconds for a process whose pipe has closed to end
@@ -35,7 +35,7 @@ WORKER_ENVIRONMENT = {
 }
 # Not multiprocessing's spawn, which imports the script that trains and may have no main guard.
 SCRIPT = "import sys; sys.path[:] = {path!r}; from rlhf_pg.rewards.pool import work; work({pipe})"
-Ready = Callable[[], None] | None
+Ready = Callable[[], Any]
 Task = tuple["Future[Any]", bytes, float | None]
 
 
@@ -51,10 +51,10 @@ class Pool:
 
     Args:
         memory: bytes, in place of half of the machine's.
-        ready: called in each new worker.
+        ready: called in each new worker before all else.
     """
 
-    def __init__(self, count: int, memory: int | None = None, ready: Ready = None) -> None:
+    def __init__(self, count: int, memory: int | None = None, ready: Ready = os.getpid) -> None:
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         for _ in range(count):  # they do not know the pool, which may be collected
@@ -96,7 +96,7 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
                 worker, pipe = _start(memory, ready)
             pipe.send_bytes(sent)
             if not pipe.poll(timeout):
-                raise CallFailed(late(timeout))
+                raise CallFailed.late(timeout)
             answer, failure = pickle.loads(pipe.recv_bytes())
             if failure is None:
                 future.set_result(answer)
@@ -129,8 +129,9 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
             start_new_session=True,  # Ctrl-C is for the trainer, and children die with it
         )
         other.close()
-        pipe.send_bytes(pickle.dumps((os.getpid(), memory, ready)))
-        failure = pickle.loads(pipe.recv_bytes()) if pipe.poll(START) else f"not in {START:g} s"
+        pipe.send_bytes(pickle.dumps((os.getpid(), memory)))
+        pipe.send_bytes(pickle.dumps(([], pickle.dumps((ready, ())))))
+        failure = pickle.loads(pipe.recv_bytes())[1] if pipe.poll(START) else f"not in {START:g} s"
     except (EOFError, OSError) as error:
         failure = told(error)
     if worker is None or failure is not None:
@@ -150,7 +151,7 @@ def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
 def work(number: int) -> None:
     """Answer calls that come through the pipe with this file number; the body of a worker."""
     pipe = Connection(number)
-    trainer, memory, ready = pickle.loads(pipe.recv_bytes())
+    trainer, memory = pickle.loads(pipe.recv_bytes())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != trainer:
         return
@@ -159,13 +160,6 @@ def work(number: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
-    failure: str | None = None
-    try:
-        if ready is not None:
-            ready()
-    except Exception as error:
-        failure = told(error)
-    pipe.send_bytes(pickle.dumps(failure))
     while True:
         files, call = pickle.loads(pipe.recv_bytes())
         answer, failure = None, None

@@ -27,17 +27,6 @@ def at_end(scores: Tensor, mask: Tensor) -> Tensor:
     return nowhere.scatter(1, ends(mask)[:, None], scores[:, None])
 
 
-def min_max(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Map scores into [0, 1] by (s - low) / (high - low); 0 where the two are equal.
-
-    Args:
-        scores: (B,T,K); NaN stays.
-        low, high: (K,) the lowest and the highest score of each source.
-    """
-    gap = high - low
-    return (scores - low) / gap.where(gap > 0, 1.0)
-
-
 def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
     """Compute the soft overlong punishment (DAPO; Yu et al. 2025, Eq. 13), which is negative or 0.
 
@@ -61,16 +50,10 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
 
 
 def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
-    """Replace all other sources by one in some rows (N Implementation Details).
+    """Replace all sources but one in some rows, (B,) bool (N Implementation Details).
 
-    In those rows every other source scores 0 at the last True slot. So does a source that gave no
-    score, for which the mean of its group would otherwise stand in.
-
-    Args:
-        scores: (B,T,K).
-        rows: (B,) bool.
-        mask: (B,T) action tokens.
-        source: index in K of the source that stays.
+    In those rows every other source scores 0 at the last True slot of `mask` (B,T). So does a
+    source that gave no score, for which the mean of its group would otherwise stand in.
     """
     blank = at_end(scores.new_zeros(len(scores)), mask)[:, :, None].expand_as(scores)
     others = torch.arange(scores.shape[2], device=scores.device) != source

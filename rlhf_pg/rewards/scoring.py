@@ -7,7 +7,6 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from os import PathLike
 from typing import Any, Literal, TypeAlias
 
@@ -19,18 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import PATIENCE, begin
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.rewards.functions import (
-    Answer,
-    CallFailed,
-    RewardInputs,
-    Source,
-    call,
-    call_async,
-    late,
-)
+from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, call, call_async
 from rlhf_pg.rewards.pool import START, Pool
-from rlhf_pg.rewards.reward_model import Classifier, RewardModel
-from rlhf_pg.rewards.scores import at_end, ends
+from rlhf_pg.rewards.reward_model import RewardModel
+from rlhf_pg.rewards.scores import ends
 from rlhf_pg.rewards.verifiers import Verifier
 
 Scores = Sequence[float | Sequence[float | None] | None]
@@ -40,21 +31,22 @@ Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBa
 PendingCalls = dict[int, Future[Answer]]  # about one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
-ENVIRONMENT = "environment"  # name of an environment's rewards
-# Names of sources that are not functions: a function of such a name is numbered.
-RESERVED = (ENVIRONMENT, "missing_eos_penalty", "overlong_penalty")
+BESIDE = ("worker", "async")  # kinds of sources that are called while others are sampled
+RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # no function's name
 
 
 @dataclass(kw_only=True)
 class Judgement:
     """Scores of a batch, with what the functions logged and where they failed."""
 
-    scores: Tensor  # (B,T,K), see `Rewards.__call__`
+    # (B,T,K) float64 on the CPU, unweighted: a score stands at the token that ends its step, or for
+    # a whole completion at its last action token; NaN elsewhere, and where a source gave None.
+    scores: Tensor
     lost: Tensor  # (B,) True where sources failed and no other gave a score
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns, of B values each
     metrics: dict[str, list[float]] = field(default_factory=dict)  # a number per call
-    called: dict[str, int] = field(default_factory=dict)  # completions, by function
-    failed: dict[str, int] = field(default_factory=dict)  # of these
+    called: int  # completions, of which each function is asked
+    failed: dict[str, int]  # of these, by function
     first_failure: str | None = None
 
 
@@ -62,11 +54,10 @@ class Rewards:
     """One or several reward functions, called on the completions of one prompt after another.
 
     Args:
-        functions: callables `(prompts, completions, completion_ids, **columns)`, plain or async,
-            that return one float per completion, or None where the reward does not apply; or a
-            list with one entry per token of `completion_ids`, a score at the token that ends a
-            step and None elsewhere. A sequence classifier, or the path or Hub id of one, becomes a
-            `RewardModel`, which is called once for all prompts.
+        functions: callables, plain or async, that take what `RewardInputs` offers and return one
+            float per completion, or None where the reward does not apply; or a list with one entry
+            per token of `completion_ids`, a score at the token that ends a step and None elsewhere.
+            A sequence classifier, or its path or Hub id, becomes a `RewardModel`.
         weights: one per function; None gives each weight 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
@@ -76,12 +67,8 @@ class Rewards:
             limits of their own, and functions that name `environments` stay here.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
-    What a function is given: see `RewardInputs`, and `log_extra` and `log_metric` of `Answer`.
-
     Raises:
-        ValueError: no source, another number of weights or tokenizers, a reward model that cannot
-            be used, or a function that cannot be sent to a worker.
-        TypeError: something that cannot be called.
+        ValueError, TypeError: one of these cannot be used, or a function not be sent to a worker.
     """
 
     def __init__(
@@ -102,9 +89,8 @@ class Rewards:
         listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
         if not listed and not environment:
             raise ValueError("reward_funcs is empty: give a reward function or an environment")
-        tokenizers: Any = processing_classes
-        if not isinstance(tokenizers, list | tuple):
-            tokenizers = [tokenizers] * len(listed)
+        several = isinstance(processing_classes, list | tuple)
+        tokenizers: Any = processing_classes if several else [processing_classes] * len(listed)
         if len(tokenizers) != len(listed):
             raise ValueError(
                 f"reward_processing_classes must have one entry per reward function, got "
@@ -115,42 +101,37 @@ class Rewards:
         for function, tokenizer in zip(listed, tokenizers, strict=True):
             if isinstance(function, MODELS):
                 function = RewardModel(function, tokenizer, device, trust_remote_code, sees_eos)
-            if isinstance(function, PeftModel):
-                raise ValueError(
-                    "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
+            if not callable(function) or isinstance(function, PeftModel):
+                raise TypeError(
+                    "reward_funcs must be callables or reward models (one with an adapter by "
+                    f"merge_and_unload()), got {shown(function)}"
                 )
-            if not callable(function):
-                got = shown(function)
-                raise TypeError(f"reward_funcs must be callables or reward models, got {got}")
             taken = {*RESERVED, *(source.name for source in self.sources)}
             own = getattr(function, "__name__", type(function).__name__)
             names = (own, *(f"{own}_{n}" for n in range(2, len(listed) + 2)))
             source = Source.of(next(name for name in names if name not in taken), function)
-            if isinstance(function, Classifier):
+            if isinstance(function, RewardModel):
                 source = replace(source, kind="model")
-            stays = isinstance(function, Verifier) or "environments" in source.asked
+            stays = isinstance(function, Verifier) or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")
                 try:
                     self.pool.schedule(id, function, timeout=START).result()
                 except CallFailed as error:
                     raise ValueError(
-                        f"reward function {source.name} cannot be sent to a worker or imported "
-                        f"there ({error}): define it at the top level of a file of its own, or "
-                        "leave out reward_workers"
+                        f"reward function {source.name} cannot be sent to a worker ({error}): "
+                        "define it at the top level of a file of its own, or unset reward_workers"
                     ) from error
             self.sources.append(source)
-        self.names = [source.name for source in self.sources] + [ENVIRONMENT] * environment
+        self.names = [source.name for source in self.sources] + ["environment"] * environment
         self.has_environment = environment
         weights = [1.0] * len(self.names) if weights is None else weights
         self.weights = torch.tensor(weights, dtype=torch.float64)
         if len(self.weights) != len(self.names):
-            raise ValueError(
-                f"reward_weights must have one entry per source of reward, got {len(self.weights)} "
-                f"for {', '.join(self.names)}"
-            )
+            got = f"{len(self.weights)} for {', '.join(self.names)}"
+            raise ValueError(f"reward_weights must have one entry per source of reward, got {got}")
         self.timeout, self.on_error, self.error_value = timeout, on_error, error_value
-        self.run_beside = any(source.kind in ("worker", "async") for source in self.sources)
+        self.run_beside = any(source.kind in BESIDE for source in self.sources)
         if timeout is not None and not self.run_beside:
             raise ValueError(
                 "reward_timeout cannot end a call in the trainer's own process: set "
@@ -167,24 +148,15 @@ class Rewards:
         groups: Sequence[int] | None = None,
         **facts: Any,
     ) -> Tensor:
-        """Score B completions; see `RewardInputs` and `judge`.
-
-        Returns:
-            (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
-            completion: a score stands at the token that ends its step, or for a whole completion
-            at its last action token. NaN elsewhere, and where a function returned None.
-        """
+        """Return only the scores of `judge`; the facts are those of `RewardInputs`."""
         inputs = RewardInputs(prompts, completions, completion_ids, columns, **facts)
         mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
         return self.judge(inputs, mask, groups=groups).scores
 
     def begin(self, inputs: RewardInputs) -> PendingCalls:
         """Begin the calls on the completions of one prompt that can be made beside sampling."""
-        return {
-            k: self._call(source, inputs)
-            for k, source in enumerate(self.sources)
-            if source.kind in ("worker", "async")
-        }
+        beside = [k for k, source in enumerate(self.sources) if source.kind in BESIDE]
+        return {k: self._call(self.sources[k], inputs) for k in beside}
 
     def _call(self, source: Source, inputs: RewardInputs) -> Future[Answer]:
         """Call a function, in its worker, on the event loop, or here and now."""
@@ -193,7 +165,7 @@ class Rewards:
         if source.kind == "worker":
             return self.pool.schedule(call, *given, timeout=self.timeout)
         if source.kind == "async":
-            return begin(partial(call_async, *given, self.timeout))
+            return begin(lambda: call_async(*given, self.timeout))
         done: Future[Answer] = Future()
         try:
             done.set_result(call(*given))
@@ -215,55 +187,49 @@ class Rewards:
             action_mask: (B,T) True where the policy chose the token. A row without such a token is
                 not shown to functions and has no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion: functions are called once for every
+            groups: the prompt's number of each completion: functions are called once for each
                 number, without numbers once.
             begun: what `begin` returned, for some of the groups.
 
         Raises:
-            ValueError: a function failed and `on_error` is "error", or all of them returned None
-                for the same completion.
+            ValueError: a function failed and `on_error` is "error", or none scores a completion.
         """
         mask = action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
         if paid is not None:
             scores[:, :, -1] = paid.cpu()
-        judgement = Judgement(scores=scores, lost=torch.zeros(len(mask), dtype=torch.bool))
         rows: list[int] = mask.any(1).nonzero().flatten().tolist()
         rows_of: dict[int, list[int]] = {}  # of each group
         for i in rows:
             rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
+        lost, failed = torch.zeros(len(mask)).bool(), {source.name: 0 for source in self.sources}
+        judgement = Judgement(scores=scores, lost=lost, called=len(rows), failed=failed)
         pending: dict[int, PendingCalls] = dict(begun or {})
-        # A call that holds up the event loop is not late until somebody looks.
-        patience = None if self.timeout is None else self.timeout + PATIENCE
         try:
-            parts: list[tuple[list[int], RewardInputs, PendingCalls]] = []
-            for group, own in rows_of.items():
-                part = inputs.select(own)
-                if group not in pending:
-                    pending[group] = self.begin(part)
-                parts.append((own, part, pending[group]))
-            whole = [(rows, inputs.select(rows), PendingCalls())]
-            for k, source in enumerate(self.sources if rows else ()):
-                judgement.called[source.name], judgement.failed[source.name] = len(rows), 0
-                for own, part, calls in whole if source.kind == "model" else parts:
-                    asked = calls.get(k) or self._call(source, part)
+            parts = [(own, inputs.select(own), group) for group, own in rows_of.items()]
+            pending |= {group: self.begin(part) for _, part, group in parts if group not in pending}
+            whole = [(rows, inputs.select(rows), -1)] if rows else []
+            for k, source in enumerate(self.sources):
+                # A call that holds up the event loop is not late until somebody looks.
+                is_async, is_model = source.kind == "async", source.kind == "model"
+                patience = self.timeout + PATIENCE if self.timeout and is_async else None
+                for own, part, group in whole if is_model else parts:
+                    asked = pending.get(group, {}).get(k) or self._call(source, part)
                     try:
-                        answer = asked.result(patience if source.kind == "async" else None)
+                        answer = asked.result(patience)
                         placed = _place(answer.scores, part.completion_ids, mask[own])
                     except (CallFailed, TimeoutError) as failure:
-                        what = failure if isinstance(failure, CallFailed) else late(self.timeout)
-                        error = f"reward function {source.name} {what}"
-                        if source.kind != "model":
-                            error += f" (prompt {shown(part.prompts[0])})"
+                        what = str(failure) or CallFailed.late(self.timeout)  # a TimeoutError
+                        about = "" if is_model else f" (prompt {shown(part.prompts[0])})"
+                        error = f"reward function {source.name} {what}{about}"
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
                         judgement.first_failure = judgement.first_failure or error
-                        judgement.failed[source.name] += len(own)
-                        judgement.lost[own] = True
-                        if self.on_error == "value":
-                            value = torch.full((len(own),), self.error_value).double()
-                            scores[own, :, k] = at_end(value, mask[own])
-                        continue
+                        failed[source.name] += len(own)
+                        lost[own] = True
+                        value = self.error_value if self.on_error == "value" else None
+                        answer = Answer(len(own))
+                        placed = _place([value] * len(own), part.completion_ids, mask[own])
                     scores[own, :, k] = placed
                     for name, values in answer.extra.items():
                         column = judgement.extra.setdefault(name, [None] * len(mask))
@@ -273,14 +239,14 @@ class Rewards:
                         judgement.metrics.setdefault(name, []).extend(numbers)
         finally:
             give_up(pending.values())  # after an error; and those that are late
-        silent = [i for i in rows if scores[i].isnan().all() and not judgement.lost[i]]
-        if silent:
-            prompt = shown(inputs.prompts[silent[0]])
-            raise ValueError(
-                f"no reward function applies to completion {silent[0]} of the batch: every one of "
-                f"{', '.join(self.names)} returned None for prompt {prompt}"
-            )
-        judgement.lost &= scores.isnan().all(2).all(1)
+        unscored = scores.isnan().all(2).all(1)
+        for i in rows:
+            if unscored[i] and not lost[i]:
+                raise ValueError(
+                    f"no reward function applies to completion {i} of the batch: each of "
+                    f"{', '.join(self.names)} returned None for prompt {shown(inputs.prompts[i])}"
+                )
+        lost &= unscored
         return judgement
 
 

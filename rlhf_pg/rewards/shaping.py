@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.rewards.scores import at_end, min_max, overlong, replaced, sum_step_scores
+from rlhf_pg.rewards.scores import at_end, overlong, replaced, sum_step_scores
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.running_stats import RunningMoments
 
@@ -32,25 +32,18 @@ class Shaping:
     `rewards/{name}/mean` and the samples show raw scores, steps summed. `reward` is what is trained
     on, before the KL; in evaluation also before normalising and min_max, which change during a run
     and would make scores of different steps incomparable.
-
-    Attributes:
-        names: names of the sources.
-        moments: moments of each reward function's totals, if they are normalised.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: Rewards) -> None:
         self.args = args
         self.functions = len(rewards.names)
-        penalties = {
-            "missing_eos_penalty": args.missing_eos_penalty,
-            "overlong_penalty": args.overlong_buffer,
-        }
-        added = [name for name, key in penalties.items() if key is not None]
+        added = ["missing_eos_penalty"] * (args.missing_eos_penalty is not None)
+        added += ["overlong_penalty"] * (args.overlong_buffer is not None)
         self.names = [*rewards.names, *added]
         self.weights = torch.cat([rewards.weights, rewards.weights.new_ones(len(added))])
-        normalized = rewards.names if args.normalize_rewards else []
+        normalized = rewards.names if args.normalize_rewards else []  # by moments of their totals
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
-        self._bounds: tuple[Tensor, Tensor] | None = None  # of a step, (functions,) each
+        self._bounds: tuple[Tensor, Tensor]  # of a step, (functions,) each
 
     def penalized(self, scores: Tensor, rollout: Batch) -> Tensor:
         """Append the penalties, as sources of their own: (B,T,functions) -> (B,T,K)."""
@@ -62,15 +55,14 @@ class Shaping:
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
         # A row in which the policy chose no token has no penalty.
         silent = ~rollout.action_mask.any(1)
-        added = [penalty.masked_fill(silent, torch.nan) for penalty in added]
-        columns = [at_end(penalty, rollout.action_mask) for penalty in added]
-        return torch.cat([scores, *(column[:, :, None].to(scores) for column in columns)], dim=2)
+        for penalty in added:
+            column = at_end(penalty.masked_fill(silent, torch.nan), rollout.action_mask)
+            scores = torch.cat([scores, column[:, :, None].to(scores)], dim=2)
+        return scores
 
     def measured(self, scores: Tensor) -> Tensor | None:
-        """Return (B,3F) of a step's raw scores (B,T,K) for F functions: lowest, negated highest,
-        totals.
-
-        These are of clipped scores, which they are applied to. None if nothing is normalised.
+        """Return lowest, negated highest and total clipped scores, (B,3F) for F functions, of a
+        step's raw scores (B,T,K); None if nothing is normalised.
         """
         if self.args.reward_squash != "min_max" and not self.moments:
             return None
@@ -87,8 +79,8 @@ class Shaping:
         for column, moments in zip(step_totals.double().T, self.moments.values(), strict=False):
             valid = column[~column.isnan()]
             if len(valid):
-                var = valid.var(correction=0).item()
-                moments.update(len(valid), valid.mean().item(), var)
+                mean, var = valid.mean().item(), valid.var(correction=0).item()
+                moments.update(len(valid), mean, var)
 
     def __call__(self, scores: Tensor, rollout: Batch, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
@@ -96,8 +88,8 @@ class Shaping:
         if self.args.reward_squash == "sigmoid":
             own = own.sigmoid()
         elif self.args.reward_squash == "min_max" and normalize:
-            assert self._bounds is not None  # a step is observed first
-            own = min_max(own, *self._bounds)
+            low, high = self._bounds
+            own = (own - low) / (high - low).where(high > low, 1.0)  # 0 where all are equal
         if normalize and self.moments:
             own = own / own.new_tensor([moments.std for moments in self.moments.values()])
         scores = torch.cat([own, penalties], dim=2)

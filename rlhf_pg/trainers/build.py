@@ -39,8 +39,8 @@ from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
-from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rewards.functions import source_fingerprint
+from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
     EnvironmentFactory,

@@ -48,9 +48,9 @@ class RewardLog:
             if name in KEYS or name.startswith("eval_"):  # before the batch is trained on
                 raise ValueError(TAKEN.format(shown(name)))
             self._logged.setdefault(name, []).extend(numbers)
-        for name, count in judgement.called.items():
-            self._asked[name] += count
-            self._failed[name] += judgement.failed[name]
+        for name, count in judgement.failed.items():
+            self._asked[name] += judgement.called
+            self._failed[name] += count
         if judgement.first_failure is not None:
             self._first.setdefault("calls", judgement.first_failure)
         errors = [episode.error for episode in episodes if episode.error is not None]

@@ -135,10 +135,10 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (
             ["exat"],
             {},
-            r"there is no reward 'exat'; did you mean 'exact'\?; write file.py:FUNCTION",
+            r"there is no reward 'exat'; did you mean 'exact'\?; write file.py:NAME",
         ),
         (["exact"], {"regex": {}}, "has regex, which reward_funcs does not name; it names exact"),
-        (["exact"], {"exact": 3}, "must be options by name, got 3"),
+        (["exact"], {"exact": 3}, "reward_options of exact must be .*, got 3"),
         (["judge:j"], {}, "judge:j: rubric is needed\nmodel is needed"),
         (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "'timeot'; did you mean 'timeout'"),
         (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "unknown key 'name'"),
@@ -151,8 +151,8 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (["http://h/s"], {"http://h/s": {"key": 1}}, "unknown key 'key'"),
         (["http://h/s"], {"http://h/s": {"concurrency": 2.5}}, "concurrency must be"),
         (["http://h/s"], {"http://h/s": {"retries": -1}}, "retries must be"),
-        (["model:"], {}, "write model:PATH"),
-        (["model:a"], {"model:a": {"dtype": "x"}}, "without options"),
+        (["model:"], {}, "model:PATH"),
+        (["model:a"], {"model:a": {"dtype": "x"}}, "no options"),
         (
             ["mine.py:brevity"],
             {"mine.py:brevity": {"limt": 1}},

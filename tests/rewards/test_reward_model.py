@@ -364,5 +364,5 @@ def test_longest_allowed_text_is_scored(saved):
 
 def test_adapter_on_a_reward_model_is_refused():
     adapted = get_peft_model(classifier(), LoraConfig(task_type="SEQ_CLS"))
-    with pytest.raises(ValueError, match="merge_and_unload"):
+    with pytest.raises(TypeError, match="merge_and_unload"):
         Rewards([adapted])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rlhf_pg.rewards.scores import (
     at_end,
     ends,
-    min_max,
     overlong,
     replaced,
     sum_step_scores,
@@ -52,15 +51,6 @@ def test_end_is_last_action_token():
     placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
     same(at_end(numbers, MASK), placed)
     same(sum_step_scores(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
-
-
-@pytest.mark.proves("rlhf_pg.rewards.scores.min_max")
-def test_min_max_by_hand():
-    scores = torch.tensor([[[-1.0, 5.0], [NAN, 5.0]], [[3.0, NAN], [0.0, 5.0]]]).double()
-    low, high = torch.tensor([-1.0, 5.0]).double(), torch.tensor([3.0, 5.0]).double()
-    squashed = min_max(scores, low, high)
-    same(squashed[:, :, 0].flatten(), [0, NAN, 1, 0.25])
-    same(squashed[:, :, 1].flatten(), [0, 0, NAN, 0])  # no spread
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.overlong")

@@ -201,7 +201,7 @@ def test_worker_that_dies_between_calls_is_replaced():
 
 
 def test_process_that_does_not_start_is_the_failure_of_its_call():
-    with pytest.raises(NotStarted, match=r"does not start: ZeroDivisionError"):
+    with pytest.raises(NotStarted, match=r"does not start: .*ZeroDivisionError"):
         Pool(1, ready=faults.breaks).schedule(os.getpid).result(60)
     made = rewards(faults.process)
     assert totals(made, ["a"] * 6)
@@ -299,9 +299,7 @@ def test_function_that_worker_cannot_import_is_refused(tmp_path, monkeypatch):
     from only_here import mine
 
     file.unlink()
-    with pytest.raises(
-        ValueError, match=r"mine cannot be sent to a worker or imported there .*only_here"
-    ):
+    with pytest.raises(ValueError, match=r"mine cannot be sent to a worker .*only_here"):
         rewards(faults.length, mine)
 
 

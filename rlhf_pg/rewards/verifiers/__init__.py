@@ -24,13 +24,7 @@ VERIFIERS: dict[str, Callable[..., float]] = {
         *(answers.format, answers.length, answers.repetition, programs.code),
     )
 }
-# A completion without a word, and a truth that says nothing.
-BLANK: dict[str, Any] = {"text": "", "answer": "", "ids": (), "truth": "", "opened": False}
-
-
-def asked_of(name: str) -> list[str]:
-    """Return what the signature of a ready-made reward names, but for its options."""
-    return [name for name in inspect.signature(VERIFIERS[name]).parameters if name in BLANK]
+WAITING = ("math", "code")  # for a process, so that several threads keep the cores busy
 
 
 @dataclass(frozen=True)
@@ -55,51 +49,44 @@ class Verifier:
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return one score per completion; None where the truth is None, or with a warning where it
-        cannot be read.
-
-        Raises:
-            ValueError: there is no column with the truth.
+        cannot be read. ValueError if there is no column with the truth.
         """
-        whole = [texts.text_of(completion) for completion in completions]
-        given: dict[str, Sequence[Any]] = {
-            "text": whole,
-            "answer": [texts.answer_of("<think>" * self.opened + text) for text in whole],
-            "ids": completion_ids,
-            "opened": [self.opened] * len(whole),
-        }
-        if (column := self.options.get("column")) is not None:
-            if column not in columns:
-                there = ", ".join(map(repr, columns)) or "none"
-                raise ValueError(
-                    f"reward {self.name} finds no column {column!r} in the dataset (there: "
-                    f"{there}): name the one with the truth by the option `column`"
-                )
-            given["truth"] = columns[column]
-        asked = asked_of(self.name)
+        column: Any = self.options.get("column")
+        if column is not None and column not in columns:
+            raise ValueError(
+                f"reward {self.name} finds no column {column!r} in the dataset (there: "
+                f"{', '.join(map(repr, columns)) or 'none'}): name the one with the truth by the "
+                "option `column`"
+            )
 
-        def score(*row: Any) -> float | None:
-            arguments = dict(zip(asked, row, strict=True))
+        def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
             try:
-                if arguments.get("truth", "") is None:
-                    return None
-                return VERIFIERS[self.name](**arguments, **self.options)
+                return None if truth is None else self.score(texts.text_of(completion), ids, truth)
             except texts.Unreadable as error:
                 texts.warn_once(
                     f"reward {self.name} does not apply where the column {column!r} holds "
-                    f"{shown(arguments['truth'])}: {error}"
+                    f"{shown(truth)}: {error}"
                 )
                 return None
 
+        blank: Any = [""] * len(completions)
+        rows = (completions, completion_ids or blank, columns.get(column, blank))
+        if self.name not in WAITING:
+            return list(map(apply, *rows))
         with ThreadPoolExecutor(texts.cores_of_process()) as threads:
-            return list(threads.map(score, *(given[name] for name in asked)))
+            return list(threads.map(apply, *rows))
+
+    def score(self, text: str, ids: Sequence[int] = (), truth: Any = "") -> float:
+        """Score one completion; `Unreadable` if the truth says nothing."""
+        answer = texts.answer_of("<think>" * self.opened + text)
+        given = {"text": text, "answer": answer, "ids": ids, "truth": truth, "opened": self.opened}
+        function = VERIFIERS[self.name]
+        asked = inspect.signature(function).parameters.keys() & given
+        return function(**{name: given[name] for name in asked}, **self.options)
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """Make a ready-made reward.
-
-    Args:
-        name: a key of `VERIFIERS`.
-        options: its keyword arguments, and `opened`.
+    """Make a ready-made reward, a key of `VERIFIERS`, with its keyword arguments and `opened`.
 
     Raises:
         ValueError: the name or an option is unknown, an option is missing or out of range, or the
@@ -115,7 +102,7 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
     try:
         made = Verifier(name, checked_options(VERIFIERS[name], own), opened)
         with suppress(texts.Unreadable):  # what is wrong with the options together, a blank finds
-            VERIFIERS[name](**{k: BLANK[k] for k in asked_of(name)}, **made.options)
+            made.score("")
     except ValueError as error:
         raise ValueError(f"reward {name}: {quoted(str(error))}") from error
     return made

@@ -16,6 +16,8 @@ from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.rewards.functions import CallFailed
 from rlhf_pg.rewards.pool import NotStarted, Pool
 from rlhf_pg.rewards.verifiers.texts import (
+    Count,
+    Positive,
     Seconds,
     Unreadable,
     as_list,
@@ -26,8 +28,6 @@ from rlhf_pg.rewards.verifiers.texts import (
 )
 
 NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
 
 
 def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
@@ -92,8 +92,7 @@ def numeric(
         abs_tol: largest difference.
         column: with the truth; a list in it holds several right answers.
     """
-    numbers = [number_in(str(one)) for one in as_list(truth)]
-    right = [number for number in numbers if number is not None]
+    right = [found for one in as_list(truth) if (found := number_in(str(one))) is not None]
     if not right:
         raise Unreadable("there is no number in it")
     number, most = number_in(answer), Decimal(str(abs_tol))
@@ -230,14 +229,7 @@ def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
         schema: JSON schema, from whose references nothing is fetched.
     """
     require("jsonschema", "json")
-    import jsonschema
-    import referencing
-
-    validator = jsonschema.validators.validator_for(schema)
-    try:
-        validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ValueError(f"schema is not a JSON schema: {quoted(error.message)}") from error
+    validator = schema_validator(json.dumps(schema, default=str))
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -245,9 +237,24 @@ def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
     blocks = FENCED.findall(answer)
     try:
         value = json.loads(blocks[-1] if blocks else answer, parse_constant=refuse)
-        return float(validator(schema, registry=referencing.Registry()).is_valid(value))
+        return float(validator.is_valid(value))
     except (ValueError, RecursionError):  # as a model may bring a reader to raise them
         return 0.0
+
+
+@cache
+def schema_validator(text: str) -> Any:
+    """Return what checks values by a schema, which is checked itself (ValueError)."""
+    import jsonschema
+    import referencing
+
+    schema = json.loads(text)
+    kind = jsonschema.validators.validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema is not a JSON schema: {quoted(error.message)}") from error
+    return kind(schema, registry=referencing.Registry())
 
 
 # ---------------------------------------------------------------------------------------- shape
@@ -294,11 +301,8 @@ def length(
         raise ValueError("give limits: shortest, longest or both")
     if longest is not None and shortest > longest:
         raise ValueError(f"shortest ({shortest}) must not be above longest ({longest})")
-    most = len(ids) if longest is None else longest
-    beyond = max(shortest - len(ids), len(ids) - most)
-    if beyond <= 0:
-        return 1.0
-    return max(0.0, 1 - beyond / slack) if slack else 0.0
+    beyond = max(shortest - len(ids), 0 if longest is None else len(ids) - longest, 0)
+    return max(0.0, 1 - beyond / slack) if slack else float(not beyond)
 
 
 def repetition(

@@ -5,46 +5,35 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from subprocess import PIPE, run
+from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.rewards.verifiers.texts import Seconds, Unreadable
 
 # A block that is never closed reaches to the end.
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-PYTHON = ("python", "py", "python3", "")
 # Says that the tests were reached and passed: a program that ends before them exits with 0 too.
 REACHED = "\n\nimport os, sys\nsys.stdout.flush()\nos.write(1, b{token!r})\n"
 
-MB = 1 << 20
 LONGEST = 100_000  # bytes of a program
-MEMORY = 1024 * MB  # bytes of each process
-OUTPUT = MB  # bytes of what it prints, and of any file
-DISK = 64 * MB  # bytes of all files together
-PROCESSES = 16  # and threads, at the same time
-NOBODY = "65534"
-# Namespaces of its own for everything, so no network; nothing of the trainer's environment.
-ISOLATED = (
-    *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
-    *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
-    *("--die-with-parent", "--new-session", "--as-pid-1"),
-)
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # sets in the same order each time
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-}
-# What a program complains of is not what a sandbox that does not start complains of.
-QUIET = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
+# Of each process 1 GB of memory; of what it prints, and of any file, 1 MB; of all files 64 MB.
+LIMITS = f"--as={1 << 30} --fsize={1 << 20} --nofile=64 --core=0"
+CLEAN = "env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/tmp PYTHONHASHSEED=0 OMP_NUM_THREADS=1"
+SYSTEM = "/usr /bin /lib /lib32 /lib64 /sbin /etc/alternatives /etc/ld.so.cache /etc/localtime"
+# The first process cannot be killed from inside, and ends all others.
+ISOLATED = f"""--unshare-all --unshare-user --disable-userns --cap-drop ALL --uid 65534 --gid 65534
+    --hostname sandbox --die-with-parent --new-session --as-pid-1 --proc /proc --dev /dev
+    --size {32 << 20} --tmpfs /dev/shm --size {32 << 20} --tmpfs /tmp"""
+SEALED = "--remount-ro /dev --remount-ro / --chdir /tmp --"
+FOR_ROOT = "--bind /proc /proc --dev-bind /dev /dev --tmpfs /tmp --die-with-parent --cap-drop ALL"
+NOBODY = """--cap-add CAP_SETUID --cap-add CAP_SETGID --
+    setpriv --reuid 65534 --regid 65534 --clear-groups --"""
 
 
 def code(
@@ -65,163 +54,112 @@ def code(
     Args:
         column: with the tests.
         partial: the share of tests passed is the reward.
-        timeout: seconds for each test.
-        total_timeout: seconds for all tests of a completion; those that are left count as failed.
+        timeout, total_timeout: seconds for each test, and for all tests of a completion; those that
+            are left count as failed.
     """
     check_sandbox()
-    cases = cases_in(truth)
+    cases, program = cases_in(truth), program_in(answer)
     if not cases:
         raise Unreadable("there is no test in it")
-    program = program_in(answer)
     if not program.strip():
         return 0.0
-    passed, deadline = 0, time.monotonic() + total_timeout
-    for case in cases:
-        seconds = min(timeout, deadline - time.monotonic())
-        passes = seconds > 0 and verdict(program, case, seconds) == "passed"
-        passed += passes
-        if not (passes or partial):
-            break
-    return passed / len(cases) if partial else float(passed == len(cases))
+    end = time.monotonic() + total_timeout
+    results = (passes(program, case, min(timeout, end - time.monotonic())) for case in cases)
+    return sum(results) / len(cases) if partial else float(all(results))
 
 
-class Case(NamedTuple):
-    """A test: statements behind the program, or an input with the output that it has to give."""
-
-    statements: str | None = None  # Python that raises if the program is wrong; None: by output
-    given: str = ""  # standard input
-    expected: str = ""  # what has to be printed
-
-
-def cases_in(truth: Any) -> list[Case]:
-    """Return the tests that a column's entry describes; see `code`."""
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            return [Case(truth)]
+def cases_in(truth: Any) -> list[str | tuple[str, str]]:
+    """Return the tests that a column's entry describes: statements, or an input and its output."""
+    try:
+        truth = json.loads(truth) if isinstance(truth, str) else truth
+    except ValueError:
+        return [truth]
     match truth:
-        case {"fn_name": str(name)}:
-            raise Unreadable(f"calls of {name!r} with arguments are not run: write assertions")
-        case {"inputs": [*given], "outputs": [*expected]} if len(given) == len(expected):
-            pairs = list(zip(given, expected, strict=True))
-        case {"input": given, "output": expected}:
-            pairs = [(given, expected)]
         case [*parts]:
             return [case for part in parts for case in cases_in(part)]
-        case _:
-            raise Unreadable(f"{shown(truth)} is neither Python statements nor inputs with outputs")
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise Unreadable("inputs and outputs have to be text")
-    return [Case(None, *pair) for pair in pairs]
+        case {"input": str(given), "output": str(expected)}:
+            return [(given, expected)]
+        case {"inputs": [*given], "outputs": [*expected]} if len(given) == len(expected):
+            if not truth.get("fn_name"):
+                pairs = zip(given, expected, strict=True)
+                return cases_in([{"input": one, "output": other} for one, other in pairs])
+    raise Unreadable(
+        f"{shown(truth)} is neither Python statements nor inputs with outputs, as text; for calls "
+        "of a function write assertions"
+    )
 
 
 def program_in(answer: str) -> str:
     """Return the last fenced block of Python in an answer, or all of it if it has no block."""
-    blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in PYTHON]
+    python = ("python", "py", "python3", "")
+    blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in python]
     return blocks[-1] if blocks else answer if "```" not in answer else ""
 
 
-def verdict(program: str, case: Case, timeout: float) -> str:
-    """Return "passed", or why a program does not pass a test."""
-    token = secrets.token_hex(16)
-    if case.statements is not None:
-        program = f"{program}\n\n{case.statements}{REACHED.format(token=token)}"
-    end, output = run_in_sandbox(program, case.given, timeout)
-    if end != "exit 0":
-        return end
-    if case.statements is not None:
-        return "passed" if token in output else "left before its tests"
+def passes(program: str, case: str | tuple[str, str], timeout: float) -> bool:
+    """Return whether a program passes a test."""
+    if isinstance(case, str):
+        token = secrets.token_hex(16)
+        program = f"{program}\n\n{case}{REACHED.format(token=token)}"
+        status, output = run_in_sandbox(program, timeout=timeout)
+        return status == 0 and token in output
+    status, output = run_in_sandbox(program, case[0], timeout)
     # Blanks at the ends of lines, and empty lines at the end, do not count.
-    printed, wanted = (
-        [line.rstrip() for line in text.rstrip().split("\n")] for text in (output, case.expected)
-    )
-    return "passed" if printed == wanted else "other output"
+    printed, wanted = ([*map(str.rstrip, x.rstrip().split("\n"))] for x in (output, case[1]))
+    return status == 0 and printed == wanted
 
 
-def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tuple[str, str]:
-    """Run a Python program on a standard input; return how it ended, as "exit 0", and its output.
-
-    Raises:
-        RuntimeError: there is no sandbox to be had, with what bubblewrap says.
-    """
+def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tuple[int, str]:
+    """Run a Python program on a standard input; return its exit status, 137 if late, and output."""
     source = program.encode(errors="replace")
-    if b"\0" in source or len(source) > LONGEST:
-        return "exit 1", ""
-    limits = [f"--as={MEMORY}", f"--fsize={OUTPUT}", "--nofile=64", "--core=0"]
-    # Older kernels count what the user runs elsewhere too.
-    if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14):
-        limits.append(f"--nproc={PROCESSES + 2}")
-    # As process 1 of its own namespace it cannot be killed from inside, and ends all others.
-    watched = ("timeout", "--signal=KILL", str(timeout), "prlimit", *limits, *QUIET)
-    start = time.monotonic()
+    if b"\0" in source or len(source) > LONGEST or timeout <= 0:
+        return 1, ""
+    command = [*sandbox_command(timeout), sys.executable, "-P", "-s", "-c", source.decode()]
     with tempfile.TemporaryFile() as output:  # whose size is limited, unlike that of a pipe
-        ended = subprocess.run(
-            [*sandbox_command(), *watched, sys.executable, "-P", "-s", "-c", source.decode()],
-            input=given.encode(errors="replace"),
-            stdout=output,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=ENVIRONMENT,
-        )
+        sent = given.encode(errors="replace")
+        ended = run(command, input=sent, stdout=output, stderr=PIPE, cwd="/")
         if ended.stderr:
-            raise RuntimeError(quoted(ended.stderr.decode(errors="replace").strip()))
-        is_late = time.monotonic() - start >= timeout
+            raise no_sandbox(ended.stderr.decode(errors="replace").strip())
         output.seek(0)
-        end = "out of time" if is_late and ended.returncode else f"exit {ended.returncode}"
-        return end, output.read().decode(errors="replace")
+        return ended.returncode, output.read().decode(errors="replace")
 
 
 @cache
 def check_sandbox() -> None:
     """Make sure that programs can be run in a sandbox on this machine (ValueError)."""
-    if shutil.which("bwrap") is None:
-        raise ValueError(
-            "programs are run inside bubblewrap alone, and there is no `bwrap` on this machine: "
-            "apt install bubblewrap (or dnf), version 0.8 or newer"
-        )
-    try:
-        end, output = run_in_sandbox("print(6 * 7)")
-    except RuntimeError as error:
-        end, output = str(error), ""
-    if (end, output) != ("exit 0", "42\n"):
-        raise ValueError(
-            f"no sandbox can be made here ({end}): it takes bubblewrap 0.8 or newer and user "
-            "namespaces (sysctl user.max_user_namespaces, "
-            "kernel.apparmor_restrict_unprivileged_userns, a container that allows them); root "
-            "needs setpriv too (util-linux)"
-        )
+    if run_in_sandbox("print(6 * 7)") != (0, "42\n"):
+        raise no_sandbox("bwrap failed")
 
 
-@cache
-def sandbox_command() -> tuple[str, ...]:
-    """Return the command that starts a sandbox, in which all but /tmp and /dev/shm is read-only.
+def no_sandbox(why: str) -> ValueError:
+    """Return the error for a machine on which no sandbox can be made."""
+    return ValueError(
+        f"no sandbox can be made here ({quoted(why)}): it takes bubblewrap 0.8 or newer (apt "
+        "install bubblewrap), user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns,"
+        " user.max_user_namespaces, a container with them); root needs setpriv too (util-linux)"
+    )
+
+
+def sandbox_command(timeout: float) -> list[str]:
+    """Return the command that runs another in a sandbox, where only /tmp and /dev/shm are writable.
 
     It shows the system's programs, and Python with its packages. The kernel does not count root's
     processes, so root becomes nobody first, inside a bubblewrap that shows what root alone may
     reach, as a Python below /root.
     """
-    visible: list[str] = []
-    for name in ("/bin", "/lib", "/lib32", "/lib64", "/sbin"):
-        if os.path.islink(name):
-            visible += ["--symlink", os.readlink(name), name]
-        else:
-            visible += ["--ro-bind-try", name, name]
-    python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1]))
-    system = ("/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-    for name in dict.fromkeys((*system, *python)):
-        if name == "/usr" or not name.startswith("/usr/"):
-            for folder in list(Path(name).parents)[-2::-1]:  # open to everybody
-                visible += ["--dir", str(folder)]
-            visible += ["--ro-bind-try", name, name]
-    bwrap = shutil.which("bwrap") or "bwrap"
-    half = ("--size", str(DISK // 2), "--tmpfs")
-    writable = ("--proc", "/proc", "--dev", "/dev", *half, "/dev/shm", *half, "/tmp")
-    sealed = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
-    own = (bwrap, *ISOLATED, *writable, *visible, *sealed)
-    if os.geteuid() != 0:
-        return own
-    see = ("--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--tmpfs", "/tmp")
-    caps = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
-    become = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--")
-    return (bwrap, *see, *visible, "--die-with-parent", *caps, "--", *become, *own)
+    if (bwrap := shutil.which("bwrap")) is None:
+        raise no_sandbox("there is no `bwrap`")
+    visible, python = [], str(Path(sys.executable).resolve().parents[1])
+    for name in dict.fromkeys((*SYSTEM.split(), sys.prefix, sys.base_prefix, python)):
+        for folder in reversed(Path(name).parents[:-1]):  # open to everybody
+            visible += ["--dir", str(folder)]
+        visible += ["--ro-bind-try", name, name]
+    watched = f"timeout --signal=KILL {timeout} prlimit {LIMITS}"
+    if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14):
+        watched += " --nproc=18"  # which older kernels count over all that the user runs
+    # What a program complains of is not what a sandbox that does not start complains of.
+    quiet = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
+    inside = [bwrap, *ISOLATED.split(), *visible, *SEALED.split(), *watched.split(), *quiet]
+    if os.geteuid() == 0:
+        inside = [bwrap, *FOR_ROOT.split(), *visible, *NOBODY.split(), *inside]
+    return [*CLEAN.split(), *inside]

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,6 +11,8 @@ from pydantic import Field
 logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 BOXED = "\\boxed{"
 
 
@@ -24,6 +26,7 @@ def warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
+@cache
 def require(module: str, extra: str) -> None:
     """Refuse to go on without an optional package, which is not imported yet (ValueError)."""
     if importlib.util.find_spec(module) is None:
@@ -57,9 +60,7 @@ def answer_of(text: str) -> str:
 
     Thinking that was begun and not ended has no answer yet.
     """
-    before, ended, after = text.rpartition("</think>")
-    text = after if ended else before + after
-    text = text.partition("<think>")[0]
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     _, opened, inside = text.rpartition("<answer>")
     return inside.partition("</answer>")[0] if opened else text
 

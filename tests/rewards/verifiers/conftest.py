@@ -1,10 +1,11 @@
-"""Each test sees the warnings that others have seen already."""
+"""Each test sees the warnings that others have seen already, and looks for packages itself."""
 
 import pytest
 
-from rlhf_pg.rewards.verifiers.texts import warn_once
+from rlhf_pg.rewards.verifiers.texts import require, warn_once
 
 
 @pytest.fixture(autouse=True)
-def _warns_again() -> None:
+def _anew() -> None:
     warn_once.cache_clear()
+    require.cache_clear()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.rewards.verifiers import make_verifier, programs
-from rlhf_pg.rewards.verifiers.programs import Case, cases_in, program_in, run_in_sandbox
+from rlhf_pg.rewards.verifiers.programs import cases_in, passes, program_in, run_in_sandbox
 from rlhf_pg.rewards.verifiers.texts import Unreadable
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
@@ -29,14 +29,14 @@ RIGHT = "assert f(1) == 2"
 SECONDS = 2.0
 
 
-def verdict(program: str, statements: str = RIGHT) -> str:
-    """What the sandbox says of a program and its test."""
-    return programs.verdict(textwrap.dedent(program), Case(statements), SECONDS)
+def right(program: str) -> bool:
+    """Whether a program passes its test."""
+    return passes(textwrap.dedent(program), RIGHT, SECONDS)
 
 
-def output(program: str) -> str:
+def says_yes(program: str) -> bool:
     """Whether a program prints "yes"."""
-    return programs.verdict(textwrap.dedent(program), Case(expected="yes"), SECONDS)
+    return passes(textwrap.dedent(program), ("", "yes"), SECONDS)
 
 
 def score(completions, truths, **options):
@@ -48,9 +48,8 @@ def score(completions, truths, **options):
 
 def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"reward code: .*no `bwrap`.*apt install bubblewrap.*0\.8"
-    ):
+    programs.check_sandbox.cache_clear()
+    with pytest.raises(ValueError, match=r"reward code: .*no `bwrap`.*apt install bubblewrap"):
         make_verifier("code", {})
 
 
@@ -62,11 +61,11 @@ def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) 
     script = tmp_path / "bwrap"
     script.write_text(f"#!/bin/sh\nprintf '{complaint}' >&2\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setattr(programs, "sandbox_command", lambda: (str(script),))
-    monkeypatch.setattr(shutil, "which", lambda name: str(script))
-    with pytest.raises(ValueError, match=r"0\.8 or newer and user namespaces") as caught:
+    monkeypatch.setattr(programs, "sandbox_command", lambda seconds: [str(script)])
+    programs.check_sandbox.cache_clear()
+    with pytest.raises(ValueError, match=r"0\.8 or newer .*user namespaces") as caught:
         make_verifier("code", {})
-    assert f"reward code: no sandbox can be made here ({complaint or 'exit 1'})" in str(
+    assert f"reward code: no sandbox can be made here ({complaint or 'bwrap failed'})" in str(
         caught.value
     )
 
@@ -92,17 +91,14 @@ def test_program_in_answer(answer, program) -> None:
 @pytest.mark.parametrize(
     ("truth", "cases"),
     [
-        ("assert f(1) == 2", [Case("assert f(1) == 2")]),
-        ("[f(1)] == [2] or 1 / 0", [Case("[f(1)] == [2] or 1 / 0")]),
-        (["assert a", "assert b"], [Case("assert a"), Case("assert b")]),
-        ('["assert a"]', [Case("assert a")]),
-        (
-            {"inputs": ["1", "2"], "outputs": ["a", "b"]},
-            [Case(None, "1", "a"), Case(None, "2", "b")],
-        ),
-        ({"input": "1", "output": "a"}, [Case(None, "1", "a")]),
-        ([{"input": "1", "output": "a", "type": "stdin"}], [Case(None, "1", "a")]),
-        ('{"inputs": ["1"], "outputs": ["a"], "fn_name": null}', [Case(None, "1", "a")]),
+        ("assert f(1) == 2", ["assert f(1) == 2"]),
+        ("[f(1)] == [2] or 1 / 0", ["[f(1)] == [2] or 1 / 0"]),
+        (["assert a", "assert b"], ["assert a", "assert b"]),
+        ('["assert a"]', ["assert a"]),
+        ({"inputs": ["1", "2"], "outputs": ["a", "b"]}, [("1", "a"), ("2", "b")]),
+        ({"input": "1", "output": "a"}, [("1", "a")]),
+        ([{"input": "1", "output": "a", "type": "stdin"}], [("1", "a")]),
+        ('{"inputs": ["1"], "outputs": ["a"], "fn_name": null}', [("1", "a")]),
     ],
 )
 def test_tests_in_column(truth, cases) -> None:
@@ -114,7 +110,7 @@ def test_tests_in_column(truth, cases) -> None:
     [
         ({"inputs": ["1", "2"], "outputs": ["a"]}, "inputs with outputs"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "'f'.*write assertions"),
-        ({"inputs": [[1]], "outputs": [2]}, "have to be text"),
+        ({"inputs": [[1]], "outputs": [2]}, "as text"),
         ([1], "1 is neither"),
         (5, "Python statements"),
     ],
@@ -129,27 +125,35 @@ def test_unreadable_tests_say_why(truth, why) -> None:
 
 @needs_bwrap
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "expected"),
     [
-        (NEXT, "passed"),
-        ("from __future__ import annotations\n" + NEXT, "passed"),
-        (NEXT + "print('noise' * 1000)\nimport sys; print('x', file=sys.stderr)", "passed"),
-        ("def f(x):\n    return x", "exit 1"),
-        ("def f(x) return", "exit 1"),
-        ("", "exit 1"),
-        ("\0", "exit 1"),
-        ("import sys; sys.exit(0)", "left before its tests"),
-        ("import os; os._exit(0)", "left before its tests"),
-        ("raise SystemExit", "left before its tests"),
-        ("import os; os.kill(os.getpid(), 9)", "exit 137"),
-        (NEXT + '"""', "exit 1"),
-        ("while True: pass", "out of time"),
-        ("import time; time.sleep(100)", "out of time"),
-        ("import signal, time; signal.alarm(1); signal.pause()", "exit 142"),
+        (NEXT, True),
+        ("from __future__ import annotations\n" + NEXT, True),
+        (NEXT + "print('noise' * 1000)\nimport sys; print('x', file=sys.stderr)", True),
+        ("def f(x):\n    return x", False),
+        ("def f(x) return", False),
+        ("", False),
+        ("\0", False),
+        ("import sys; sys.exit(0)", False),
+        ("import os; os._exit(0)", False),
+        ("raise SystemExit", False),
+        ("import os; os.kill(os.getpid(), 9)", False),
+        (NEXT + '"""', False),
+        ("while True: pass", False),
+        ("import time; time.sleep(100)", False),
+        ("import signal, time; signal.alarm(1); signal.pause()", False),
     ],
 )
-def test_statements(program, said) -> None:
-    assert verdict(program) == said
+def test_statements(program, expected) -> None:
+    assert right(program) == expected
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("program", "status"), [("", 0), ("x", 1), ("exit(3)", 3), ("while True: pass", 137)]
+)
+def test_exit_status(program, status) -> None:
+    assert run_in_sandbox(program, timeout=SECONDS) == (status, "")
 
 
 @needs_bwrap
@@ -180,7 +184,7 @@ def test_inputs_and_outputs() -> None:
 def test_same_program_gives_the_same_output() -> None:
     program = "print([*{str(i) for i in range(50)}])"
     assert run_in_sandbox(program) == run_in_sandbox(program)
-    assert verdict("import os; assert os.environ['PYTHONHASHSEED'] == '0'\n" + NEXT) == "passed"
+    assert right("import os; assert os.environ['PYTHONHASHSEED'] == '0'\n" + NEXT)
 
 
 @needs_bwrap
@@ -200,7 +204,8 @@ def test_tests_of_a_row_do_not_meet() -> None:
         os.makedirs("/tmp/a/b")
         subprocess.Popen(["sleep", "100"], start_new_session=True)
     """
-    assert [output(program), output(program)] == ["passed", "passed"]
+    assert says_yes(program)
+    assert says_yes(program)
 
 
 # ------------------------------------------------------------------------------- ways out of it
@@ -241,14 +246,15 @@ ATTACKS = {
 @needs_bwrap
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_program_cannot(attack) -> None:
-    assert verdict(f"{ATTACKS[attack]}\n{NEXT}") not in ("passed", "out of time")
+    status, _ = run_in_sandbox(ATTACKS[attack], timeout=SECONDS)
+    assert status not in (0, 137)
 
 
 @needs_bwrap
 def test_loopback_is_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert verdict(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)\n{NEXT}")
+        right(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)\n{NEXT}")
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
@@ -269,7 +275,7 @@ def test_program_sees_no_files_and_no_environment_of_the_trainer(monkeypatch, tm
         hidden = "SECRET_TOKEN" not in os.environ and not any(b"hush" in text for text in told)
         print("yes" if hidden and not seen and os.getcwd() == "/tmp" else seen)
     """
-    assert output(program) == "passed"
+    assert says_yes(program)
 
 
 @needs_bwrap
@@ -281,7 +287,7 @@ def test_program_does_not_outlive_what_watches_it() -> None:
             os.kill(1, number)
         os.execvp("sleep", ["sleep", "{mark}"])
     """
-    assert verdict(program) != "passed"
+    assert not right(program)
     assert not _running(mark)
 
 
@@ -293,7 +299,7 @@ def test_program_has_no_privileges() -> None:
         lacking = [name for name in (*wanted, "NoNewPrivs:\\t1") if name not in status]
         print(lacking or "yes")
     """
-    assert output(program) == "passed"
+    assert says_yes(program)
 
 
 @needs_bwrap

@@ -1,4 +1,4 @@
-"""Process reward models: which text is a step, where it is judged, and what the score is."""
+"""Process rewards: which text is a step, where it is judged, and what the score is."""
 
 import math
 
@@ -8,14 +8,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.advantages import process_group_normalized
-from rlhf_pg.rewards import ProcessRewardModel, Rewards
+from rlhf_pg.rewards import Rewards
+from tests.examples import load
 from tests.rewards.test_reward_model import letters
 from tests.tiny import tiny_model
+
+EXAMPLE = load("process_reward")
 
 
 def judge(labels=2, **options):
     model = tiny_model("llama", kind=AutoModelForTokenClassification, num_labels=labels, scale=0.5)
-    return ProcessRewardModel(model, fused(), separator=".", **options)
+    return EXAMPLE.ProcessReward(model, fused(), separator=".", **options)
 
 
 def fused():
@@ -98,7 +101,7 @@ def bytewise():
 def test_long_completions_are_decoded_in_linear_time():
     counting = Counting(fused())
     ids = ids_of("abcd." * 400)
-    steps = judge(policy_tokenizer=counting)._steps(ids)
+    steps = judge(policy_tokenizer=counting).steps(ids)
     assert steps == [("abcd", 5 * i + 4) for i in range(400)]
     assert counting.tokens < 4 * len(ids)
 
@@ -113,13 +116,13 @@ def test_multi_token_characters_are_read_whole(text, cut):
     prefixes = [tokenizer.decode(ids[: t + 1]).count(".") for t in range(len(ids))]
     ends = [prefixes.index(n) for n in range(1, whole.count(".") + 1)] + [len(ids) - 1]
     expected = [(step, end) for step, end in zip(whole.split("."), ends, strict=True) if step]
-    assert judge(policy_tokenizer=tokenizer)._steps(ids) == (expected or [("", len(ids) - 1)])
+    assert judge(policy_tokenizer=tokenizer).steps(ids) == (expected or [("", len(ids) - 1)])
 
 
 def test_invalid_bytes_are_decoded_in_linear_time():
     counting = Counting(bytewise())
     ids = counting.tokenizer("\u20ac")["input_ids"][:1] * 300
-    assert len(judge(policy_tokenizer=counting)._steps(ids)) == 1
+    assert len(judge(policy_tokenizer=counting).steps(ids)) == 1
     assert counting.tokens < 12 * len(ids)
 
 
@@ -140,29 +143,3 @@ def test_step_scores_reach_process_estimator():
     first, second, other = ((x - mean) / (std + 1e-4) for x in said)
     assert advantages[0].tolist() == pytest.approx([first + second] * 2 + [second] * 2, rel=1e-3)
     assert advantages[1].tolist() == pytest.approx([other] * 2 + [0, 0], rel=1e-3)
-
-
-def test_model_loads_from_path_and_requires_every_tensor(tmp_path):
-    model = judge()
-    model.model.save_pretrained(tmp_path / "prm")
-    fused().save_pretrained(tmp_path / "prm")
-    loaded = ProcessRewardModel(tmp_path / "prm", separator=".")
-    assert loaded.__name__ == "prm"
-    assert loaded(["hi"], ["a."], [ids_of("a.")]) == model(["hi"], ["a."], [ids_of("a.")])
-    tiny_model("llama").save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"lacks 2 tensors of a LlamaForTokenClassification"):
-        ProcessRewardModel(tmp_path / "policy", letters())
-    (tmp_path / "prm" / "model.safetensors").write_text("cut")
-    for name, said in ("prm", "the model '.*' cannot be loaded"), ("none", "there is no model dir"):
-        with pytest.raises(ValueError, match=f"^process reward model {name}: {said}"):
-            ProcessRewardModel(tmp_path / name)
-
-
-def test_unscorable_input_raises_with_model_name():
-    with pytest.raises(ValueError, match=r"3 outputs: .* token classifier with num_labels 1 or 2"):
-        judge(labels=3)
-    with pytest.raises(ValueError, match=r"process reward model Llama.* beyond its max_position"):
-        judge()(["hi"], ["a" * 70], [ids_of("a" * 70)])
-    said = [[{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]]
-    with pytest.raises(ValueError, match=r"^process reward model Llama.* row 0 has 2 messages"):
-        judge()([[{"role": "user", "content": "hi"}]], said, [ids_of("ab")])
