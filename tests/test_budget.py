@@ -33,7 +33,7 @@ TODAY = {
     "rollout": 3261,
     "rewards": 2049,
     "supervised": 1067,
-    "trainers": 3627,
+    "trainers": 3505,
     "runtime": 1205,
     "checkpoint": 777,
     "report": 1678,

@@ -48,7 +48,6 @@ class Replay:
         self.last: int = self.run.metrics[-1]["step"]
         self.has_episodes = trainer.episode_runner is not None
         trainer.sampler.episode_runner = None  # nobody plays
-        trainer.learner.skipped.keeps = False
         trainer.learner.agreement.refuses = False  # other hardware may round otherwise
         trainer.on_resume(self.run.config)
         began = self.run.starts[0] if self.run.starts else None

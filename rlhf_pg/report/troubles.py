@@ -86,7 +86,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             began, until = stretch
             found.append(Trouble(key=key, step=began, until=until, title=title, text=text))
     key, title = "skipped_updates", "Updates skipped"
-    text = "See skipped/ in the directory of the run for their rows."
+    text = "`rlhf-pg replay RUN --step N` shows the completions of such a step."
     skipped = [step for step, count in values(lines, key) if count > 0]
     for step in skipped[:1]:
         found.append(Trouble(key=key, step=step, until=None, title=title, text=text))

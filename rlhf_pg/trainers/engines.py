@@ -2,21 +2,23 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.rollout import RolloutEngine
-from rlhf_pg.rollout.factory import installed, unsuited
+from rlhf_pg.rollout.factory import installed, new_engine, unsuited
 from rlhf_pg.rollout.vllm.in_process import lacking
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Learner
 
 C = TypeVar("C", bound=PolicyGradientConfig)
+logger = logging.getLogger(__name__)
 
 # What a vLLM that was chosen takes from the config, and a native engine that was chosen does not.
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
@@ -43,23 +45,48 @@ def with_engine(args: C, engine: str) -> C:
     return dataclasses.replace(args, rollout_engine="native", **defaults)  # type: ignore[arg-type]
 
 
-def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> RolloutEngine:
-    """Start vLLM on every process or on none; collective.
+def make_engine(
+    args: PolicyGradientConfig,
+    learner: Learner,
+    stop_token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    longest_row: int,
+    name: str,
+) -> RolloutEngine:
+    """Make the engine of this name for the learner's policy."""
+    policy, is_main = learner.full_policy.module, learner.runtime.is_main
+    chosen = with_engine(args, name)
+    return new_engine(chosen, policy, stop_token_ids, tokenizer, is_main, longest_row)
 
-    Raises:
-        ValueError: it cannot start on one of them.
+
+def start_engine(
+    args: PolicyGradientConfig,
+    name: str,
+    why: str,
+    learner: Learner,
+    make: Callable[[str], RolloutEngine],
+) -> tuple[RolloutEngine, str, str]:
+    """Start the chosen engine; return it with its name and why it is this one. Collective.
+
+    A vLLM that `auto` has chosen starts on every process or on none; else the native one samples.
     """
-    failure = learner.runtime.first_error(crowded(args, learner))
+    if args.rollout_engine != "auto" or name != "vllm":
+        return make(name), name, why
+    runtime = learner.runtime
+    failure = runtime.first_error(crowded(with_engine(args, name), learner))
     if failure is None:
         try:
-            engine = new()
+            engine = make(name)
         except Exception as error:  # out of memory, a graph that cannot be recorded, ...
             failure = f"{type(error).__name__}: {error}"
-        failure = learner.runtime.first_error(failure)
-    if failure is not None:
-        gc.collect()  # what has begun holds memory
-        raise ValueError(f"vLLM cannot start ({failure})")
-    return engine
+        failure = runtime.first_error(failure)
+    if failure is None:
+        return engine, name, why
+    gc.collect()  # what has begun holds memory
+    why = f"vLLM cannot start ({failure})"
+    if runtime.is_main:
+        logger.warning("rollout_engine auto: %s, so the native engine samples", why)
+    return make("native"), "native", f"auto: {why}"
 
 
 def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:

@@ -1,17 +1,10 @@
 """Evaluation without training: a model, prompts, rewards and an engine, and nothing that learns."""
 
 import dataclasses
-from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.inputs import AdapterConfig
-from rlhf_pg.models.assemble import assembled
-from rlhf_pg.models.policy import Policy
-from rlhf_pg.plan.token_budget import chunk_size, most
-from rlhf_pg.runtime import FullWeights, Runtime
-from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 C = TypeVar("C", bound=PolicyGradientConfig)
@@ -56,12 +49,6 @@ class Evaluation(PolicyGradientTrainer):
             **others,
         )
 
-    def _new_learner(self, optimizers: Optimizers) -> Learner:
-        tokens = most(self.runtime.device.type, self.longest_row)
-        policy, _ = assembled(self.model, self.args, None, tokens, chunk_size(self.runtime))
-        policy.to(self.runtime.loading_device).eval()
-        return Untrained(policy, self.runtime, self.args, tokens)
-
     def describe(self) -> str:
         """Describe in one line what is evaluated and how."""
         count = sum(len(prompts) for prompts in self.eval_sets.values())
@@ -77,26 +64,6 @@ class Evaluation(PolicyGradientTrainer):
             ValueError: always.
         """
         raise ValueError("an Evaluation trains nothing: make the trainer of an algorithm")
-
-
-class Untrained(Learner):
-    """A learner with a policy alone, placed as a reference is: there is nothing to update."""
-
-    def __init__(
-        self, policy: Policy, runtime: Runtime, args: PolicyGradientConfig, token_budget: int
-    ) -> None:
-        self.policy, self.module = policy, policy
-        self.critic = self.reference = None
-        self.runtime, self.args, self.token_budget = runtime, args, token_budget
-        self.updates_begun = 0
-        self.size = self._size()
-        self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
-        self.parts = {}  # of what an update will need memory for, and a checkpoint holds
-        if runtime.splits:
-            _ = self.fingerprints  # computed now and kept: they need whole weights
-        runtime.place(policy)
-        self.scheduler = cast(Any, None)
-        self.trained = cast(Any, partial(runtime.output, policy))
 
 
 def without_training(args: C) -> C:

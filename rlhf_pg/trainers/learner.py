@@ -3,28 +3,32 @@
 Shapes: B rows on this rank, T completion width.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlhf_pg.checkpoint.checkpointer import TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.models import PolicyOutput, evaluating, fingerprint
+from rlhf_pg.models import Policy, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.models.assemble import Models
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
-from rlhf_pg.trainers.skipping import SkippedUpdates
+
+logger = logging.getLogger(__name__)
 
 Columns = dict[str, Tensor]  # of a batch, by name
 
@@ -37,7 +41,7 @@ class Learner:
         optimizer, scheduler: of all trained parameters.
         loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
-        skipped: records the updates that are skipped.
+        state: the counters of the run, among them steps in a row without an update.
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
@@ -53,11 +57,11 @@ class Learner:
         runtime: Runtime,
         args: PolicyGradientConfig,
         token_budget: int,
-        skipped: SkippedUpdates,
+        state: TrainState,
     ) -> None:
         self.policy, self.critic, self.reference, self.module = models
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
-        self.token_budget, self.skipped = token_budget, skipped
+        self.token_budget, self.state = token_budget, state
         self.updates_begun = 0
         self.size = self._size()
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
@@ -149,7 +153,8 @@ class Learner:
         """Make every optimizer update on the batch of a step; a failed one leaves nothing behind.
 
         Raises:
-            FloatingPointError: see `SkippedUpdates.end`.
+            FloatingPointError: more than `max_skipped_steps` steps in a row made no update. Steps
+                count, not updates, since one bad batch may spoil every pass over it.
         """
         self.updates_begun = 0
         self.module.train()
@@ -160,7 +165,14 @@ class Learner:
             raise
         finally:
             self.module.eval()
-        self.skipped.end(step + 1, int(metrics["num_updates"]))
+        before = self.state.skipped_in_a_row
+        self.state.skipped_in_a_row = 0 if metrics["num_updates"] else before + 1
+        if self.state.skipped_in_a_row > self.args.max_skipped_steps:
+            raise FloatingPointError(
+                f"step {step + 1}: the gradient is not finite in any update, like those of "
+                f"{before} steps right before it (max_skipped_steps); the weights are as before "
+                "these. Lower learning_rate or max_grad_norm, or use dtype float32"
+            )
         if self.args.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
             metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
@@ -191,9 +203,8 @@ class Learner:
             if math.isfinite(norm):
                 norms.append(norm)
             else:
-                self.skipped.skip(minibatch, norm, step + 1, number)
+                self._skip(norm, step, number)
                 skipped += 1
-                self.updates_begun -= 1
         self._update_critic_alone(batch, step)
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
@@ -214,8 +225,17 @@ class Learner:
             self.updates_begun += 1
             norm = self._apply_gradient()
             if not math.isfinite(norm):
-                self.skipped.skip(minibatch, norm, step + 1, number)
-                self.updates_begun -= 1
+                self._skip(norm, step, number)
+
+    def _skip(self, norm: float, step: int, number: int) -> None:
+        """Say that an update was not made; all processes skip together, by the norm of all."""
+        self.updates_begun -= 1
+        if self.runtime.is_main:
+            logger.warning(
+                "step %d, update %d: the gradient is not finite (norm %s), and the update is "
+                "skipped; rlhf-pg replay shows the step's completions",
+                *(step + 1, number, norm),
+            )
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
@@ -383,3 +403,23 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
+
+
+class Untrained(Learner):
+    """A learner with a policy alone, placed as a reference is: there is nothing to update."""
+
+    def __init__(
+        self, policy: Policy, runtime: Runtime, args: PolicyGradientConfig, token_budget: int
+    ) -> None:
+        self.policy, self.module = policy, policy
+        self.critic = self.reference = None
+        self.runtime, self.args, self.token_budget = runtime, args, token_budget
+        self.updates_begun = 0
+        self.size = self._size()
+        self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
+        self.parts = {}  # of what an update will need memory for, and a checkpoint holds
+        if runtime.splits:
+            _ = self.fingerprints  # computed now and kept: they need whole weights
+        runtime.place(policy)
+        self.scheduler = cast(Any, None)
+        self.trained = cast(Any, partial(runtime.output, policy))

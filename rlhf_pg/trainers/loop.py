@@ -8,23 +8,34 @@ import logging
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerState
 
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
 from rlhf_pg.checkpoint.run_dir import locks_run_dir
 from rlhf_pg.config import PolicyGradientConfig, dump
+from rlhf_pg.data import Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.rewards.functions import source_fingerprint
+from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors
+from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.engines import with_engine
+from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.recorder import Recorder
+from rlhf_pg.trainers.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +50,17 @@ class TrainingLoop(ABC):
     runtime: Runtime
     state: TrainState
     total_steps: int
+    train_prompts: Prompts
+    rewards: Rewards
+    learner: Learner
+    sampler: Sampler
+    engine_name: str  # of the rollout engine, and why it is this one
+    why_engine: str
+    make_engine: Callable[[str], RolloutEngine]
     checkpointer: Checkpointer
+    recorder: Recorder
+    described: Sequence[str]  # a line for each reward
+    recorded: Mapping[str, Any]  # keys of config.yaml that were found
     trackers: Trackers
     termination: Termination
     callbacks: Sequence[Callback]
@@ -53,31 +74,6 @@ class TrainingLoop(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the evaluation dataset, `eval_reward` among them."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Describe in one line what is trained and how."""
-
-    @abstractmethod
-    def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with a value for every key that it leaves open, for `config.yaml`."""
-
-    @property
-    @abstractmethod
-    def updates_begun(self) -> int:
-        """Updates of the current step that have reached the weights, or are about to."""
-
-    @abstractmethod
-    def on_resume(self, saved: dict[str, Any]) -> None:
-        """Settle open keys as the resumed run did; `saved` is its config."""
-
-    @abstractmethod
-    def began(self) -> Start:
-        """Return on what the run begins or goes on, and from which weights; collective."""
-
-    @abstractmethod
-    def weights(self) -> dict[str, str]:
-        """Return a fingerprint of each trained tensor, by name; collective."""
 
     @broadcasts_failure
     @locks_run_dir
@@ -202,6 +198,29 @@ class TrainingLoop(ABC):
             )
         self.on_resume(saved)
 
+    def on_resume(self, saved: dict[str, Any]) -> None:
+        """Settle open keys as the resumed run did, whose config is `saved`.
+
+        Raises:
+            ValueError: its engine cannot be had here.
+        """
+        found = {key for key in self.open_keys if saved.get(key, "auto") != "auto"}
+        if "micro_batch_tokens" in found:  # sums in another order round otherwise
+            self.learner.token_budget = saved["micro_batch_tokens"]
+        if "rollout_engine" in found:  # another engine samples otherwise
+            engine, here = saved["rollout_engine"], self.engine_name
+            if (engine, here) == ("native", "vllm"):
+                self.engine_name = "native"
+                self.sampler.engine = self.make_engine("native")
+            elif engine != here:
+                raise ValueError(
+                    f"the run that is resumed samples with rollout_engine {engine}, and auto takes "
+                    f"{here} here ({self.why_engine}): set rollout_engine to {engine} and provide "
+                    "what it needs, or start a new run from its weights"
+                )
+            self.why_engine = "auto: as before it was resumed"
+        self.checkpointer.config = self.saved_config()
+
     def _end_by_signal(self, number: int, journal: Journal) -> None:
         name = signal.Signals(number).name
         journal.say(f"{name}: the run goes on from {self._latest_checkpoint()}")
@@ -236,7 +255,7 @@ class TrainingLoop(ABC):
 
     def _save_after_error(self, error: BaseException) -> Path | None:
         """Save the last finished step, unless it is saved; None if it cannot be."""
-        step, begun = self.state.step, self.updates_begun
+        step, begun = self.state.step, self.learner.updates_begun
         if self.checkpointer.saved == step:
             return self.checkpointer.path()
         if not step:
@@ -275,7 +294,7 @@ class TrainingLoop(ABC):
             prunes: remove older checkpoints beyond `save_total_limit`.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
-        if self.journal is not None and not self.updates_begun:  # else they are of no step
+        if self.journal is not None and not self.learner.updates_begun:  # else they are of no step
             self.journal.trace({"step": self.state.step, "weights": self.weights()})
         self._tell("on_save", path)
         return path
@@ -291,6 +310,66 @@ class TrainingLoop(ABC):
             OSError: on all processes, it could not be written.
         """
         export.save(self.checkpointer, self.runtime, Path(path))
+
+    # ------------------------------------------------------------------- what a run says of itself
+
+    def describe(self) -> str:
+        """Describe in one line what is trained and how, and in one each where rewards come from."""
+        trained = (
+            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
+            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
+            f"rollout_engine {self.engine_name} ({self.why_engine})"
+        )
+        return "\n".join([trained, *self.described])
+
+    def resolved_args(self) -> PolicyGradientConfig:
+        """Return the config with what was found: data, rewards, engine, token budget."""
+        found: dict[str, Any] = {
+            "micro_batch_tokens": self.learner.token_budget,
+            "dataset_fingerprint": self.train_prompts.fingerprint,
+        }
+        chosen = with_engine(self.args, self.engine_name)
+        return dataclasses.replace(chosen, **found, **self.recorded)
+
+    def saved_config(self) -> dict[str, Any]:
+        """Return the config as a checkpoint holds it."""
+        return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm, for example "GRPO"."""
+        return type(self.args).__name__.removesuffix("Config")
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of what a resumed run has to be given again."""
+        return {
+            "tokenizer": vocabulary_fingerprint(self.sampler.tokenizer),
+            "train_dataset": self.train_prompts.fingerprint,
+        }
+
+    @property
+    def open_keys(self) -> set[str]:
+        """Keys that the config leaves open; a resumed run takes what was found before."""
+        keys = ("micro_batch_tokens", "rollout_engine")
+        return {key for key in keys if getattr(self.args, key) == "auto"}
+
+    def progress(self) -> TrainerState:
+        """Return the progress of the run, which reward functions may ask for."""
+        return TrainerState(
+            epoch=self.state.prompt_index / len(self.train_prompts),
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+        )
+
+    def began(self) -> Start:
+        """Return on what the run begins or goes on, and from which weights; collective."""
+        sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
+        return self.recorder.start(self.state.step, self.train_prompts.contents, sources)
+
+    def weights(self) -> dict[str, str]:
+        """Return a fingerprint of each trained tensor, by name; collective."""
+        return self.recorder.fingerprints(trained=True)
 
     # ------------------------------------------------------------------------------------- tell
 

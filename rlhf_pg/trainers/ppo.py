@@ -50,6 +50,7 @@ class PPOTrainer(PolicyGradientTrainer):
 
     config_type = PPOConfig
     args: PPOConfig
+    value_moments: RunningMoments | None  # of the returns, if they are normalised
 
     def __init__(
         self,
@@ -59,16 +60,6 @@ class PPOTrainer(PolicyGradientTrainer):
     ) -> None:
         self.value_model = value_model
         super().__init__(*inputs, **options)
-
-    def _resolve_method(self) -> None:
-        super()._resolve_method()
-        self.value_moments = RunningMoments() if self.args.normalize_values else None
-
-    @property
-    def running(self) -> dict[str, Any]:
-        """The records of the base class, and the moments of the returns if they are normalised."""
-        moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
-        return super().running | moments
 
     def returns(self, inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
         """Compute the targets of the critic, in reward units.
@@ -146,6 +137,9 @@ class PPOTrainer(PolicyGradientTrainer):
     def new_critic(self) -> Critic:
         """Make the critic that `args.critic` and `value_model` ask for."""
         args = self.args
+        self.value_moments = RunningMoments() if args.normalize_values else None
+        if self.value_moments is not None:
+            self.running["value_moments"] = self.value_moments
         value_model, is_shared = self.value_model, args.critic == "shared"
         if value_model is None:
             value_model = args.value_model_name_or_path

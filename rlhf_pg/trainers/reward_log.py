@@ -34,9 +34,9 @@ class RewardLog:
     def clear(self) -> None:
         """Forget all of it."""
         self._logged: dict[str, list[float]] = {}
-        self._asked = dict.fromkeys([*self.names, ""], 0)  # "" for the episodes
-        self._failed = dict.fromkeys([*self.names, ""], 0)
-        self._first: dict[str, str] = {}  # failure of functions ("calls") and of episodes
+        # Completions that each function was asked of, and those on which it failed; then episodes.
+        self._counts = torch.zeros(len(self.names) + 1, 2, dtype=torch.int64)
+        self._first_call = self._first_episode = ""  # what failed first
 
     def add(self, judgement: Judgement, episodes: Sequence[Episode]) -> None:
         """Take in what the rewards have said of some completions.
@@ -49,15 +49,11 @@ class RewardLog:
                 raise ValueError(TAKEN.format(shown(name)))
             self._logged.setdefault(name, []).extend(numbers)
         for name, count in judgement.failed.items():
-            self._asked[name] += judgement.called
-            self._failed[name] += count
-        if judgement.first_failure is not None:
-            self._first.setdefault("calls", judgement.first_failure)
+            self._counts[self.names.index(name)] += torch.tensor([judgement.called, count])
         errors = [episode.error for episode in episodes if episode.error is not None]
-        self._asked[""] += len(episodes)
-        self._failed[""] += len(errors)
-        if errors:
-            self._first.setdefault("episodes", errors[0])
+        self._counts[-1] += torch.tensor([len(episodes), len(errors)])
+        self._first_call = self._first_call or judgement.first_failure or ""
+        self._first_episode = self._first_episode or "".join(errors[:1])
 
     def settle(
         self, runtime: Runtime, evaluates: bool = False
@@ -72,36 +68,24 @@ class RewardLog:
                 failed episodes are wrong answers.
         """
         logged = _means(self._logged, runtime)
-        metrics = self._settle_calls(runtime) if self.tolerant else {}
+        counts = runtime.all_reduce_sum(self._counts.to(runtime.device))
+        *calls, episodes = counts.tolist()
+        all_calls = counts[:-1].sum(0).tolist()
+        metrics, ends = dict[str, float](), list[tuple[str, list[int], str]]()
+        if self.tolerant:
+            for name, (asked, failed) in zip(self.names, calls, strict=True):
+                metrics[f"rewards/{name}/failed"] = failed / max(asked, 1)
+            ends.append(("call of a reward function", all_calls, self._first_call))
+            if self._first_call:
+                logger.warning("a reward function failed: %s", self._first_call)
         if self.has_episodes and not evaluates:
-            asked, failed = self._totals([""], runtime)
-            if failed and failed == asked:
-                self._stop("every episode", "episodes", runtime)
+            ends.append(("episode", episodes, self._first_episode))
+        for what, (asked, failed), first in ends:
+            with runtime.raise_together(ValueError):
+                if failed and failed == asked and first:
+                    raise ValueError(f"every {what} of the batch failed, the first: {first}")
         self.clear()
         return metrics, logged
-
-    def _settle_calls(self, runtime: Runtime) -> dict[str, float]:
-        metrics = {}
-        for name in self.names:
-            asked, failed = self._totals([name], runtime)
-            metrics[f"rewards/{name}/failed"] = failed / asked if asked else 0.0
-        asked, failed = self._totals(self.names, runtime)
-        if failed and failed == asked:
-            self._stop("every call of a reward function", "calls", runtime)
-        if "calls" in self._first:
-            logger.warning("a reward function failed: %s", self._first["calls"])
-        return metrics
-
-    def _totals(self, names: Sequence[str], runtime: Runtime) -> tuple[int, int]:
-        counts = [sum(table[name] for name in names) for table in (self._asked, self._failed)]
-        asked, failed = runtime.all_reduce_sum(torch.tensor(counts, device=runtime.device)).tolist()
-        return asked, failed
-
-    def _stop(self, what: str, kind: str, runtime: Runtime) -> None:
-        with runtime.raise_together(ValueError):
-            first = self._first.get(kind)
-            if first is not None:
-                raise ValueError(f"{what} of the batch failed, the first: {first}")
 
 
 def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:

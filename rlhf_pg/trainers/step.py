@@ -7,14 +7,21 @@ completion width, K sources of reward; a row is one completion.
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from os import PathLike
+from typing import Any, ClassVar, Self, final
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs
-from rlhf_pg.data import Batch, Prompts
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
+from rlhf_pg.data import Batch, Prompts, PromptSampler
+from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import Loss
 from rlhf_pg.losses.off_policy import against_sampler
@@ -23,18 +30,31 @@ from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.report.run_files import StepRecord
 from rlhf_pg.rewards import sum_step_scores
+from rlhf_pg.rewards.scoring import RewardSource
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rollout import (
+    EnvironmentFactory,
+    EnvironmentSource,
+    EpisodeRunner,
+    RolloutEngine,
+    Tool,
+)
+from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.tasks.inputs import made_sets
 from rlhf_pg.trainers.advantage_inputs import advantage_inputs
-from rlhf_pg.trainers.build import TrainerSetup
+from rlhf_pg.trainers.build import build
+from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
-from rlhf_pg.trainers.loop import due
+from rlhf_pg.trainers.loop import TrainingLoop, due
+from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.reward_log import with_logged
 
 logger = logging.getLogger(__name__)
 
 
-class PolicyGradientTrainer(TrainerSetup):
+class PolicyGradientTrainer(TrainingLoop):
     """Train a language model on rewards.
 
     Args:
@@ -70,6 +90,55 @@ class PolicyGradientTrainer(TrainerSetup):
     Raises:
         ValueError: whatever is wrong with the input, by name, before anything is computed.
     """
+
+    config_type: ClassVar[type[PolicyGradientConfig]]
+    trains: ClassVar[bool] = True  # an evaluation does not
+    value_model: Any = None  # an argument of PPO's
+    shaping: Shaping
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    peft_config: Any
+    episode_runner: EpisodeRunner | None
+    eval_sets: dict[str, Prompts]
+    prompt_order: PromptSampler
+    estimator: Callable[[AdvantageInputs], Tensor]
+    policy_loss: Callable[..., Loss]
+    controllers: Controllers
+    moving_average: MovingAverage | None
+    running: dict[str, Any]  # records that change during the run and are saved with it, by name
+    critic: Critic | None
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        said = [
+            f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in given if name in FOREIGN_ARGUMENTS
+        ]
+        if said:
+            raise TypeError(f"{cls.__name__}: {'; '.join(said)}")
+        return super().__new__(cls)
+
+    @broadcasts_failure
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel | None = None,
+        reward_funcs: RewardSource | Sequence[RewardSource] = (),
+        args: PolicyGradientConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Callback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Any = None,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
+    ) -> None:
+        build(
+            *(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
+            *(reward_processing_classes, peft_config, callbacks, optimizers, quantization_config),
+            *(tools, environment_factory),
+        )
 
     # ------------------------------------------------------------------------------ the one step
 
@@ -280,7 +349,45 @@ class PolicyGradientTrainer(TrainerSetup):
         """The names of the reward functions, and of the penalties that are set."""
         return self.shaping.names
 
-    # ---------------------------------------------------------------------------------- evaluate
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine that samples."""
+        return self.sampler.engine
+
+    @engine.setter
+    def engine(self, engine: RolloutEngine) -> None:
+        self.sampler.engine = engine
+
+    # ---------------------------------------------------------------------- prompts, and evaluation
+
+    def prompts_of(self, dataset: Any, name: str) -> Prompts:
+        """Return the prompts of a dataset.
+
+        Raises:
+            ValueError: a prompt cannot be used; `name` and the row are named.
+        """
+        return fitting_prompts(
+            dataset,
+            name,
+            self.processing_class,
+            max_prompt_length=self.args.max_prompt_length,
+            long_prompts=self.args.long_prompts,
+            max_completion_length=self.args.max_completion_length,
+            positions=models.max_positions(self.model),
+            micro_batch_tokens=self.args.micro_batch_tokens,
+            tools=self.episode_runner.tools if self.episode_runner else (),
+        )
+
+    def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
+        """Return the prompts of every evaluation set, by its name."""
+        names = {name: f"eval_dataset {name}".rstrip() for name in datasets}
+        return {name: self.prompts_of(data, names[name]) for name, data in datasets.items()}
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that a row may have."""
+        sets = [*self.eval_sets.values(), *([self.train_prompts] if self.trains else [])]
+        return max(prompts.longest for prompts in sets) + self.args.max_completion_length
 
     @broadcasts_failure
     def evaluate(

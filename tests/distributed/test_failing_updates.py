@@ -33,8 +33,6 @@ def test_nonfinite_gradient_on_one_rank_is_skipped_by_all(tmp_path, layout) -> N
         lines = read(out / "run" / "metrics.jsonl")
         assert [line["skipped_updates"] for line in lines] == [0, 2, 0, 2]
         assert json.loads((out / "trace.json").read_text()) == {"same": True, "moves": True}
-        kept = [path.name for path in (out / "run" / "skipped").glob("step-00000002/update1*.json")]
-        assert sorted(kept) == ["update1-rank0.json", "update1-rank1.json"]
         for rank in range(layout.processes):
             assert "the gradient is not finite" in (out / f"error-{rank}").read_text()
         tensors = torch.load(out / "tensors.pt", weights_only=True)

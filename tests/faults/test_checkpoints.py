@@ -330,7 +330,8 @@ def changed_row(rows):
 @pytest.mark.parametrize("change", [changed_row, lambda rows: rows.select([1, 0, 2, 3, 4, 5])])
 def test_changed_dataset_on_resume_is_refused(output, change) -> None:
     trainer = build(str(output), **OPTIONS)
-    trainer._load_prompts(change(trainer.train_prompts.rows), {})
+    rows = change(trainer.train_prompts.rows)
+    trainer.train_prompts = trainer.prompts_of(rows, "train_dataset")
     with pytest.raises(ValueError, match="another train_dataset"):
         trainer.checkpointer.resume("latest", trainer.runtime)
 

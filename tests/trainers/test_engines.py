@@ -121,6 +121,7 @@ def elsewhere(failure: str | None) -> Any:
     """A runtime in which this is what another process says."""
     return SimpleNamespace(
         device=torch.device("cpu"),
+        is_main=False,
         first_error=lambda own: own or (failure and f"rank 1: {failure}"),
     )
 
@@ -132,13 +133,14 @@ def test_vllm_unsuited_on_one_rank_selects_native_on_all(make, vllm):
     assert (taken, why) == ("native", "auto: rank 1: vLLM is not installed")
 
 
-def test_vllm_start_failure_on_one_rank_raises_on_others(make, vllm):
-    trainer = make()
+def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
     learner = SimpleNamespace(runtime=elsewhere(None))
-    assert engines.start(lambda: trainer.engine, trainer.args, learner) is trainer.engine
+    taken = engines.start_engine(GRPOConfig(), "vllm", "it suits", learner, str.upper)
+    assert taken == ("VLLM", "vllm", "it suits")
     learner.runtime = elsewhere("out of memory")
-    with pytest.raises(ValueError, match=r"cannot start \(rank 1: out of memory\)"):
-        engines.start(lambda: trainer.engine, trainer.args, learner)
+    engine, name, why = engines.start_engine(GRPOConfig(), "vllm", "", learner, str.upper)
+    assert (engine, name) == ("NATIVE", "native")
+    assert "rank 1: out of memory" in why
 
 
 # ------------------------------------------------------------------------------------ on resuming
