@@ -95,7 +95,10 @@ def of_samples(args: Any) -> Iterator[str]:
             yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
     url = args.vllm_server_base_url
     if {"@", "?", "#"} & set(url):
-        yield "vllm_server_base_url holds a secret, which config.yaml would keep: leave it out"
+        yield (
+            "vllm_server_base_url holds a user, password or query, which config.yaml would keep: "
+            "leave it out"
+        )
     elif not url.startswith(("http://", "https://")):
         yield f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"
     bounds = args.reward_clip_range

@@ -221,7 +221,7 @@ def build(
         make_engine, args, trainer.learner, stops, tokenizer, trainer.longest_row
     )
     engine, trainer.engine_name, trainer.why_engine = start_engine(
-        args, *choose_engine(args, trainer.model, runtime), trainer.learner, trainer.make_engine
+        args, *choose_engine(args, trainer.model, runtime), runtime, trainer.make_engine
     )
     trainer.sampler = Sampler(
         engine=engine,

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import installed, new_engine, unsuited
 from rlhf_pg.rollout.vllm.in_process import lacking
@@ -63,7 +61,7 @@ def start_engine(
     args: PolicyGradientConfig,
     name: str,
     why: str,
-    learner: Learner,
+    runtime: Runtime,
     make: Callable[[str], RolloutEngine],
 ) -> tuple[RolloutEngine, str, str]:
     """Start the chosen engine; return it with its name and why it is this one. Collective.
@@ -72,53 +70,15 @@ def start_engine(
     """
     if args.rollout_engine != "auto" or name != "vllm":
         return make(name), name, why
-    runtime = learner.runtime
-    failure = runtime.first_error(crowded(with_engine(args, name), learner))
-    if failure is None:
-        try:
-            engine = make(name)
-        except Exception as error:  # out of memory, a graph that cannot be recorded, ...
-            failure = f"{type(error).__name__}: {error}"
-        failure = runtime.first_error(failure)
-    if failure is None:
+    failure = None
+    try:
+        engine = make(name)
+    except Exception as error:  # out of memory, a graph that cannot be recorded, ...
+        failure = f"{type(error).__name__}: {error}"
+    if (failure := runtime.first_error(failure)) is None:
         return engine, name, why
     gc.collect()  # what has begun holds memory
     why = f"vLLM cannot start ({failure})"
     if runtime.is_main:
         logger.warning("rollout_engine auto: %s, so the native engine samples", why)
     return make("native"), "native", f"auto: {why}"
-
-
-def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
-    """Say why training leaves too little of this GPU for vLLM; None if there is enough."""
-    device = learner.runtime.device
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    share, left = args.vllm_gpu_memory_utilization * total, free + unused - bytes_due(args, learner)
-    if share <= left:
-        return None
-    return (
-        f"vllm_gpu_memory_utilization asks for {share / 2**30:.1f} GiB of a GPU that has "
-        f"{left / 2**30:.1f} GiB beside training"
-    )
-
-
-def bytes_due(args: PolicyGradientConfig, learner: Learner) -> float:
-    """Count the bytes that this process will still allocate before it samples.
-
-    These are the moments, which the first update makes, and the gathered copy of sharded weights.
-    """
-    runtime = learner.runtime
-    layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
-    trained = (whole for name, whole in learner.parts.items() if name != "reference")
-    every = [p for whole in trained for p in whole.module.parameters()]
-    policy = learner.full_policy.module.parameters()
-    moments, copy = (
-        memory_by_part(parameters, layout, runtime.world, rollout=True, optim=args.optim).get(
-            part, 0.0
-        )
-        for parameters, part in ((every, "moments"), (policy, "copy"))
-    )
-    return moments + copy

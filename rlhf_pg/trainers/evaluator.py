@@ -14,7 +14,7 @@ from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Prompts, batches
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
-from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers.reward_log import with_logged
 from rlhf_pg.trainers.sampler import Sampler
 
@@ -66,8 +66,10 @@ def evaluate(
         lengths.append(scored.lengths())
         parts.append(scored)
         if n > 1:
-            paid = _paid(sampler.rewards, sum_step_scores(raw))
-            # `scored` takes a completion whose rewards failed out of the mask.
+            # Without penalties, clipping and scaling. `scored` takes a completion whose rewards
+            # failed out of the mask.
+            weights = sampler.rewards.weights.to(raw.device)
+            paid = (sum_step_scores(raw)[:, : len(weights)] * weights).nansum(dim=1)
             lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
             paid = paid.masked_fill(lost, math.nan).view(len(mine), n)
             attempts.append(_judged(paid, scored.completions, args.eval_success_threshold, answer))
@@ -139,15 +141,6 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     return variance.sqrt().item() / len(values)
 
 
-def _paid(rewards: Rewards, raw: Tensor) -> Tensor:
-    """Sum the weighted rewards of the functions, (B,) float64, from totals (B,K) of all sources.
-
-    Penalties, clipping and scaling are left out.
-    """
-    weights = rewards.weights.to(raw.device)
-    return (raw[:, : len(weights)] * weights).nansum(dim=1)
-
-
 def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
     """Return (P,2) float64: the right completions of each prompt, and the majority's reward.
 
@@ -161,19 +154,16 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
     # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
     right = (paid > threshold - 1e-6).sum(dim=1)
     with foreign("answer"):
-        answers = [_counted(answer(completion), answer) for completion in completions]
+        answers = [answer(completion) for completion in completions]
+    for given in answers:
+        if not isinstance(given, Hashable):
+            raise ValueError(
+                f"{getattr(answer, '__name__', answer)} must return answers that can be counted, "
+                f"such as strings or numbers, got {shown(given)}"
+            )
     votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
     judged = torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
     return judged.masked_fill(paid.isnan().any(dim=1, keepdim=True), math.nan)
-
-
-def _counted(given: Hashable, answer: Answer) -> Hashable:
-    if not isinstance(given, Hashable):
-        raise ValueError(
-            f"{getattr(answer, '__name__', answer)} must return answers that can be counted, such "
-            f"as strings or numbers, got {shown(given)}"
-        )
-    return given
 
 
 def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:

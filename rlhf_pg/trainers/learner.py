@@ -199,7 +199,8 @@ class Learner:
                 self.trained.step()  # changes nothing, and ends the update in DeepSpeed
                 break
             self.updates_begun += 1
-            norm = self._apply_gradient()
+            failpoint("step")
+            norm = self.trained.step()
             if math.isfinite(norm):
                 norms.append(norm)
             else:
@@ -223,7 +224,8 @@ class Learner:
             self.accumulate(minibatch, Meter())
             self.trained.zero_grad_of(self.policy)  # after the exchange, as above
             self.updates_begun += 1
-            norm = self._apply_gradient()
+            failpoint("step")
+            norm = self.trained.step()
             if not math.isfinite(norm):
                 self._skip(norm, step, number)
 
@@ -291,13 +293,22 @@ class Learner:
 
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
-        args = self.args
+        args, everyone = self.args, self.runtime.all_reduce_sum
         # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
-        count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))
+        count = everyone(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self.micro_batches(minibatch))
-        router_loss = self._router_loss(micro_batches)
-        nll = self._positive_nll(minibatch)
         share = 1 / (self.runtime.world * len(micro_batches))
+        balance = self.policy.balance
+        chosen: Any = None
+        if balance is not None:
+            # Its gradient in the first micro-batch depends on the experts chosen in the last: one
+            # more pass counts them.
+            with torch.no_grad():
+                parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
+            chosen = everyone(torch.stack(parts).sum(0))
+        right = None
+        if minibatch.positive is not None:
+            right = everyone((minibatch.action_mask & minibatch.positive[:, None]).sum())
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
@@ -314,14 +325,16 @@ class Learner:
                     per_token.dtype,
                 )
                 loss = (per_token * weights).sum()
-                if router_loss is not None:
-                    aux_loss = router_loss(new)
+                if balance is not None:
+                    assert new.routed is not None  # a policy that is balanced says so
+                    aux_loss = balance.loss(chosen, new.routed.probability)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
-                if nll is not None:
-                    own = nll(new, batch)
-                    loss = loss + args.positive_nll_coef * own
-                    meter.add("positive_nll", own, share)
+                if right is not None:
+                    assert batch.positive is not None  # as the minibatch has it
+                    nll = positive_nll(new.logprobs, batch.action_mask, batch.positive, right)
+                    loss = loss + args.positive_nll_coef * nll
+                    meter.add("positive_nll", nll, share)
                 failpoint("backward")
                 # The factor is 1 for a finite loss. For any other it makes the whole gradient NaN,
                 # so that every process sees a norm that is not finite and skips the update.
@@ -329,47 +342,6 @@ class Learner:
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
                 meter.add_masked(name, numbers, batch.action_mask)
-
-    def _router_loss(
-        self, micro_batches: list[tuple[Tensor | None, Batch]]
-    ) -> Callable[[PolicyOutput], Tensor] | None:
-        """Return the routers' auxiliary loss of a micro-batch, as a function; None without one.
-
-        A separate pass counts the experts chosen for all tokens of the update, on all processes:
-        the gradient of the first micro-batch depends on the choices of the last.
-        """
-        balance = self.policy.balance
-        if balance is None:
-            return None
-        with torch.no_grad():
-            parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
-        chosen = self.runtime.all_reduce_sum(torch.stack(parts).sum(0))
-
-        def router_loss(new: PolicyOutput) -> Tensor:
-            assert new.routed is not None  # a policy that is balanced says so
-            return balance.loss(chosen, new.routed.probability)
-
-        return router_loss
-
-    def _positive_nll(self, minibatch: Batch) -> Callable[[PolicyOutput, Batch], Tensor] | None:
-        """Return the likelihood loss of right completions, as a function; None without one.
-
-        Its tokens are counted like those of the loss, over the update and all processes.
-        """
-        if minibatch.positive is None:
-            return None
-        tokens = (minibatch.action_mask & minibatch.positive[:, None]).sum()
-        count = self.runtime.all_reduce_sum(tokens)
-
-        def nll(new: PolicyOutput, batch: Batch) -> Tensor:
-            assert batch.positive is not None  # as the minibatch has it
-            return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)
-
-        return nll
-
-    def _apply_gradient(self) -> float:
-        failpoint("step")
-        return self.trained.step()
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:

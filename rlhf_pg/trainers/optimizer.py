@@ -56,17 +56,19 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
     """Make AdamW without decay for vectors (biases, norms), and with the critic's own rate."""
-    groups = _groups(policy, args, args.learning_rate)
+    modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
-        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
+        modules.append((critic, args.value_learning_rate or args.learning_rate))
+    groups = []
+    for module, rate in modules:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for decay, is_wide in ((args.weight_decay, True), (0.0, False)):
+            if own := [p for p in trained if (p.ndim >= 2) == is_wide]:  # no empty one: DeepSpeed
+                groups.append({"params": own, "weight_decay": decay, "lr": rate})
     betas = (args.adam_beta1, args.adam_beta2)
     rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-    if args.optim == "adamw_8bit":
-        return _adamw_8bit(groups, rest)
-    return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **rest)
-
-
-def _adamw_8bit(groups: list[dict[str, Any]], rest: dict[str, Any]) -> Optimizer:
+    if args.optim != "adamw_8bit":
+        return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **rest)
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -76,16 +78,6 @@ def _adamw_8bit(groups: list[dict[str, Any]], rest: dict[str, Any]) -> Optimizer
         ) from error
     eight_bit: Optimizer = AdamW8bit(groups, **rest)
     return eight_bit
-
-
-def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim >= 2) == wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay, "lr": rate},
-        {"params": vectors, "weight_decay": 0.0, "lr": rate},
-    ]
-    return [group for group in groups if group["params"]]  # DeepSpeed cannot have an empty one
 
 
 def _schedule(

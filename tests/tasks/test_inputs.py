@@ -169,9 +169,13 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("keys", "given", "message"),
     [
-        ({"dataset_name": "a/b"}, {}, "twice, as train_dataset in Python and by the key dataset_n"),
-        ({"task": "arithmetic"}, {}, "twice, as train_dataset in Python and by the key task"),
-        ({"eval_dataset_name": "a/b"}, {"eval_dataset": ROWS}, "twice, as eval_dataset in Python"),
+        ({"dataset_name": "a/b"}, {}, "train_dataset and dataset_name"),
+        ({"task": "arithmetic"}, {}, "train_dataset and task"),
+        (
+            {"eval_dataset_name": "a/b"},
+            {"eval_dataset": ROWS},
+            "eval_dataset and eval_dataset_name",
+        ),
         ({}, {"train_dataset": [{"a": 1}, {"a": "b"}]}, "train_dataset: the list cannot become a"),
     ],
 )

@@ -115,7 +115,8 @@ def test_padding_leaves_gradient_unchanged(trainer_type, tmp_path) -> None:
         if value.ndim == 1:
             padded[name] = value
             continue
-        garbage = torch.full((len(value), 3), torch.nan if value.is_floating_point() else 1)
+        shape = (len(value), 3, *value.shape[2:])
+        garbage = torch.full(shape, torch.nan if value.is_floating_point() else 1)
         garbage = torch.zeros_like(garbage) if value.dtype == torch.bool else garbage
         left = name.startswith("prompt_")
         parts = [garbage.to(value.dtype), value]
