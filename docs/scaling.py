@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
-from rlhf_pg.plan.sharding import SHARDINGS, bytes_per_parameter
+import torch
+
+from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 
 GIB = 2**30
 DDP, _, ZERO2, _, FSDP2 = SHARDINGS
+ONE = [torch.nn.Parameter(torch.empty(1, dtype=torch.bfloat16, device="meta"))]
 
 
 class GPU(NamedTuple):
@@ -117,11 +120,9 @@ def step(name: str, processes: int) -> list[str]:
     """
     model, context, limit = MODELS[name], PROMPT + WIDTH / 2, (1 - RESERVE) * 80
     for layout, serves in ((DDP, False), (ZERO2, False), (FSDP2, False), (FSDP2, True)):
-        update, rollout = (
-            bytes_per_parameter(layout, 2, processes, stage) for stage in (False, True)
-        )
+        update, rollout = (memory_by_part(ONE, layout, processes, x) for x in (False, True))
         if serves:
-            del rollout["copy"]
+            del rollout["copy to sample from"]
         kept = [model.parameters * sum(each.values()) / GIB for each in (update, rollout)]
         if max(kept) > limit:
             continue

@@ -32,13 +32,13 @@ TODAY = {
     "models": 2490,
     "rollout": 3261,
     "rewards": 2049,
-    "supervised": 1067,
+    "supervised": 1017,
     "trainers": 3419,
     "runtime": 1205,
     "checkpoint": 777,
-    "report": 1678,
-    "plan": 484,
-    "tasks": 1039,
+    "report": 1649,
+    "plan": 452,
+    "tasks": 949,
     "boundary": 475,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)

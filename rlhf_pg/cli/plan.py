@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_pg import plan as planning
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
+from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
@@ -34,11 +34,11 @@ def plan(flags: Sequence[str]) -> None:
     elif room is None:
         room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
-    def build(args: Any) -> planning.MetaModels:
-        return planning.build_meta_models(args, here, kind, room if kind == "cuda" else None)
+    def build(args: Any) -> MetaModels:
+        return build_meta_models(args, here, kind, room if kind == "cuda" else None)
 
-    def estimate(meta: planning.MetaModels, sharding: str, processes: int) -> planning.Memory:
-        return planning.predicted_memory(meta, BY_FLAG[sharding], processes, room, kind)
+    def estimate(meta: MetaModels, sharding: str, processes: int) -> Memory:
+        return predicted_memory(meta, BY_FLAG[sharding], processes, room, kind)
 
     def remedies() -> Iterator[str]:
         """Yield the flags with which it would fit: other shardings first, then other keys."""
@@ -72,7 +72,7 @@ def plan(flags: Sequence[str]) -> None:
     Console().print(_table(memory), Text(text), sep="\n")
 
 
-def _table(memory: planning.Memory) -> Table:
+def _table(memory: Memory) -> Table:
     unit, name = (GIB, "GiB") if memory.peak >= GIB else (2**20, "MiB")
     table = Table(f"{name} on each process", "update", "rollout")
     phases = (memory.update, memory.rollout)

@@ -35,7 +35,7 @@ def compare(flags: Sequence[str]) -> None:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
     directories = [run_directory(name) for name in options.runs]
     write_comparison(directories, Path(options.out))
-    for shown in (table.shown() for table in difference_tables(named_runs(directories))):
+    for shown in difference_tables(named_runs(directories)):
         if shown["rows"]:
             drawn = Table(box=None, pad_edge=False)
             for i, name in enumerate(shown["head"]):

@@ -16,15 +16,15 @@ from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.prompts import load_prompts
+from rlhf_pg.data.sources import made_prompts
 from rlhf_pg.models import Critic, Policy
 from rlhf_pg.models.assemble import adapter_of, assembled
 from rlhf_pg.models.attention import attention_support
-from rlhf_pg.plan.footprint import Growth, blueprint, of_update
 from rlhf_pg.plan.sharding import Sharding, memory_by_part
-from rlhf_pg.plan.token_budget import SHARE, most, reference_bytes
+from rlhf_pg.plan.token_budget import SHARE, Growth, blueprint, most, of_update, reference_bytes
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.tasks import embedded, load_task
-from rlhf_pg.tasks.inputs import made_prompts, named_data
+from rlhf_pg.tasks.inputs import named_data
 
 META = torch.device("meta")
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
@@ -69,14 +69,14 @@ def build_meta_models(
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
-    remote, path, adapter = args.trust_remote_code, args.model_name_or_path, adapter_of(args, None)
-    if path is None:
+    remote, adapter = args.trust_remote_code, adapter_of(args, None)
+    if (name := args.model_name_or_path) is None:
         with META:
             model, tokenizer = embedded(args.task).new_model()
     else:
         with models.about("model_name_or_path"):
-            model = _without_data(path, dtype, AutoModelForCausalLM, remote)
-        tokenizer = models.tokenizer_from_pretrained(path, trust_remote_code=remote)
+            model = _without_data(name, dtype, AutoModelForCausalLM, remote)
+        tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
     prompt = args.max_prompt_length
     if not prompt:  # that of the data which the config names
         task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
@@ -89,10 +89,9 @@ def build_meta_models(
         model = models.load_policy(model, dtype, META, adapter)
         if isinstance(args, PPOConfig):
             value_model: nn.Module | None = None
-            if args.value_model_name_or_path is not None:
+            if (value_name := args.value_model_name_or_path) is not None:
                 with models.about("value_model_name_or_path"):
-                    path = args.value_model_name_or_path
-                    value_model = _without_data(path, dtype, AutoModel, remote)
+                    value_model = _without_data(value_name, dtype, AutoModel, remote)
             own = (args.critic == "shared", value_model, adapter, args.critic_seed)
             critic = models.new_critic(model, tokenizer, dtype, *own)
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
@@ -151,26 +150,20 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
     """Return the bytes of policy, critic and reference, without activations."""
     policy = list(meta.policy.parameters())
     optim = meta.args.optim
-    own = memory_by_part(policy, layout, processes, sampling, optim=optim)
+    parts = memory_by_part(policy, layout, processes, sampling, optim)
+    parts["optimizer"] = parts.pop("moments", 0.0) + parts.pop("masters", 0.0)
     if meta.args.load_in_4bit:
         frozen = [p for p in policy if not p.requires_grad]
-        own["weights"] -= sum(p.nbytes - FOUR_BITS * p.numel() for p in frozen)
-    parts = {
-        "weights": own["weights"],
-        "gradients": own.get("gradients", 0.0) + own.get("buckets", 0.0),
-        "optimizer": own.get("moments", 0.0) + own.get("masters", 0.0),
-    }
-    if sampling:
-        parts["copy to sample from"] = own.get("copy", 0.0)
-        if not meta.args.load_in_4bit:  # adapters are merged into a copy of their layers
-            layers = [m for m in meta.policy.modules() if isinstance(m, BaseTunerLayer)]
-            merged = {p for layer in layers for p in layer.get_base_layer().parameters()}
-            parts["copy to sample from"] += sum(p.nbytes for p in merged)
+        parts["weights"] -= sum(p.nbytes - FOUR_BITS * p.numel() for p in frozen)
+    elif sampling:  # adapters are merged into a copy of their layers
+        layers = [m for m in meta.policy.modules() if isinstance(m, BaseTunerLayer)]
+        merged = {p for layer in layers for p in layer.get_base_layer().parameters()}
+        parts["copy to sample from"] += sum(p.nbytes for p in merged)
     if meta.critic is not None:
         shared = set() if layout.weights else {id(p) for p in policy}
         rest = [p for p in meta.critic.parameters() if id(p) not in shared]
-        critic = memory_by_part(rest, layout, processes, sampling, optim=optim)
-        critic.pop("copy", None)  # nothing is sampled from it
+        critic = memory_by_part(rest, layout, processes, sampling, optim)
+        critic.pop("copy to sample from", None)  # nothing is sampled from it
         parts["critic"] = sum(critic.values())
     parts["reference"] = reference_bytes(meta.args, meta.policy, layout, processes)
     return parts

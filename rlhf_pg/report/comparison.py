@@ -1,13 +1,12 @@
 """Several runs beside one another: their curves in one page, and what they differ in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.html import Table, write_document
+from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import PLACES, RunFiles
 from rlhf_pg.report.run_page import charts_of, curve_data, plain
 from rlhf_pg.report.troubles import WINDOW, values
@@ -21,9 +20,9 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
     curves = [curve_data(files) | {"name": visible(name)} for name, files in runs.items()]
     charts = []
     for chart in charts_of(dict.fromkeys(key for curve in curves for key in curve["metrics"])):
-        for key in chart.keys:
-            title = chart.title if len(chart.keys) == 1 else f"{chart.title}: {key}"
-            charts.append(asdict(replace(chart, title=title, keys=(key,))))
+        for key in chart["keys"]:
+            title = chart["title"] if len(chart["keys"]) == 1 else f"{chart['title']}: {key}"
+            charts.append(chart | {"title": title, "keys": [key]})
     data = {
         "kind": "compare",
         "title": visible(" | ".join(runs)),
@@ -32,7 +31,7 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
         "charts": charts,
         "absent": [],
         "warnings": [],
-        "tables": [table.shown() for table in difference_tables(runs)],
+        "tables": difference_tables(runs),
     }
     write_document(out, " | ".join(runs), data)
     return out
@@ -40,17 +39,15 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
 
 def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     """Return runs by names that differ: as much of the end of each path as that takes."""
-    paths = [directory.absolute() for directory in directories]
+    paths = list(dict.fromkeys(directory.absolute() for directory in directories))
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
-    else:
-        names = [f"{i + 1}: {path}" for i, path in enumerate(paths)]  # one run twice
     return {name: RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 
-def difference_tables(runs: Mapping[str, RunFiles]) -> list[Table]:
+def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     """Return results, and the keys and versions in which runs differ."""
     columns = [_results(files.metrics) for files in runs.values()]
     known = [key for key in columns[0] if any(column[key] is not None for column in columns)]
@@ -61,18 +58,18 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[Table]:
     unknown = [name for name, files in runs.items() if not files.starts]
     note = "" if versions else "The same packages, device and number of processes."
     return [
-        Table(title="Results", head=["", *runs], rows=results),
-        Table(
-            title="Config: what differs",
-            head=["key", *runs],
-            rows=config,
-            dimmed=sum(row[0] in PLACES for row in config),
-            note="" if config else "Their configs have the same values.",
+        table("Results", ["", *runs], results),
+        table(
+            "Config: what differs",
+            ["key", *runs],
+            config,
+            sum(row[0] in PLACES for row in config),
+            "" if config else "Their configs have the same values.",
         ),
-        Table(
-            title="Versions: what differs",
-            head=["", *runs],
-            rows=versions,
+        table(
+            "Versions: what differs",
+            ["", *runs],
+            versions,
             note=f"Not known of {', '.join(unknown)}." if unknown else note,
         ),
     ]

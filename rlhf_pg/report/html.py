@@ -10,7 +10,6 @@ import hashlib
 import html
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,20 @@ LIBRARY = "uPlot.iife.min.js"
 OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A small table of text on a page."""
+def table(
+    title: str, head: list[str], rows: list[list[str]], dimmed: int = 0, note: str = ""
+) -> dict[str, Any]:
+    """Return a small table of text as a page has it, with control characters made visible.
 
-    title: str
-    head: list[str]  # names of the columns
-    rows: list[list[str]]  # texts, as many in each as the head has
-    dimmed: int = 0  # how many of the last rows matter less
-    note: str = ""  # a line below the title
-
-    def shown(self) -> dict[str, Any]:
-        """Return the table as a page has it, with control characters made visible."""
-        return {
-            "title": visible(self.title),
-            "head": list(map(visible, self.head)),
-            "rows": [list(map(visible, row)) for row in self.rows],
-            "dimmed": self.dimmed,
-            "note": visible(self.note),
-        }
+    The last `dimmed` rows matter less; the note stands below the title.
+    """
+    return {
+        "title": visible(title),
+        "head": list(map(visible, head)),
+        "rows": [list(map(visible, row)) for row in rows],
+        "dimmed": dimmed,
+        "note": visible(note),
+    }
 
 
 def write_document(

@@ -111,8 +111,9 @@ class StepTokens:
         """Write the file, which gets its name when it is whole."""
         tensors = dict(vars(self))
         numbers, texts = tensors.pop("numbers"), tensors.pop("texts")
-        tensors |= {f"numbers.{name}": _stored(x, name in EXACT) for name, x in numbers.items()}
-        tensors["scores"] = _stored(self.scores, exact=True)
+        for name, x in numbers.items():
+            tensors[f"numbers.{name}"] = _exact(x) if name in EXACT else half(x)
+        tensors["scores"] = _exact(self.scores)
         if texts is not None:
             encoded = [text.encode("utf-8", "replace") for text in texts]
             lengths = [len(text) for text in encoded]  # seldom more than a byte has room for
@@ -137,18 +138,15 @@ class StepTokens:
         return cls(texts=texts, numbers=numbers, **stored)
 
 
-def _stored(x: NDArray[Any], exact: bool) -> NDArray[Any]:
-    """Return numbers in float16, or in the smaller of float32 and float64 that has all of them."""
-    if not exact:
-        return half(x)
+def _exact(x: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers in the smaller of float32 and float64 that has all of them."""
     single = x.astype(np.float32)
     return single if np.array_equal(single, x, equal_nan=True) else x.astype(np.float64)
 
 
 def half(x: NDArray[Any]) -> NDArray[Any]:
     """Return numbers in float16, which has no large ones."""
-    largest = float(np.finfo(np.float16).max)
-    clipped: NDArray[Any] = np.clip(x, -largest, largest)
+    clipped: NDArray[Any] = np.clip(x, -65504, 65504)
     return clipped.astype("<f2")
 
 
@@ -238,6 +236,6 @@ def version(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed, by name."""
-    found = {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
-    there = {name: number for name, number in found.items() if number != "unknown"}
-    return {"python": platform.python_version(), **there}
+    found = {"python": platform.python_version()}
+    found |= {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
+    return {name: number for name, number in found.items() if number != "unknown"}

@@ -4,14 +4,14 @@ import fnmatch
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_pg.boundary.quoted import told, visible
-from rlhf_pg.report.html import Table, write_document
+from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
 from rlhf_pg.report.troubles import is_number, troubles
@@ -79,12 +79,12 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     if files.starts:
         rows = [[str(x.step), str(x.processes), x.backend, x.device] for x in files.starts]
         head = ["after step", "processes", "backend", "device"]
-        tables.append(Table(title="Beginnings", head=head, rows=rows))
+        tables.append(table("Beginnings", head, rows))
         rows = [[name, version] for name, version in files.starts[-1].versions.items()]
-        tables.append(Table(title="Versions", head=["package", "version"], rows=rows))
+        tables.append(table("Versions", ["package", "version"], rows))
     if files.config:
         rows = [[str(key), plain(value)] for key, value in files.config.items()]
-        tables.append(Table(title="Config", head=["key", "value"], rows=rows))
+        tables.append(table("Config", ["key", "value"], rows))
     logged = LoggedSteps(files)
     steps, left_out = logged.chosen()
     data = {
@@ -92,13 +92,13 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
         "title": curve["name"],
         "subtitle": [visible(part) for part in _subtitle(files) if part],
         "runs": [curve],
-        "charts": [asdict(chart) for chart in charts_of(curve["metrics"])],
+        "charts": charts_of(curve["metrics"]),
         # Numbers that the run has a place for, but never computed.
         "absent": sorted(
             visible(key) for key in known if all(line.get(key) is None for line in lines)
         ),
         "warnings": [asdict(trouble) for trouble in troubles(lines)],
-        "tables": [table.shown() for table in tables],
+        "tables": tables,
         "steps": [logged.summary(step) for step in steps],
         "columns": COLUMNS,
         "left_out": left_out,
@@ -145,23 +145,16 @@ def _subtitle(files: RunFiles) -> list[str]:
     if files.starts:
         start = files.starts[-1]
         said.append(f"{start.processes} x {start.device} ({start.backend})")
-        shown = ("torch", "transformers", "rlhf_pg", "rlhf-pg")
+        shown = ("torch", "transformers", "rlhf-pg")
         said += [f"{name} {start.versions[name]}" for name in shown if name in start.versions]
     return said
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart: the heading under which it stands, its title, what it shows, and its keys."""
+def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the charts of these numbers, in order; each number is in one of them.
 
-    group: str
-    title: str
-    what: str
-    keys: tuple[str, ...]
-
-
-def charts_of(keys: Iterable[str]) -> list[Chart]:
-    """Return the charts of these numbers, in order; each number is in one of them."""
+    A chart has a heading under which it stands (`group`), a `title`, `what` it shows, and `keys`.
+    """
     left = [key for key in keys if key not in NO_CURVES]
     charts, group = [], ""
     for line in CATALOGUE.strip().splitlines():
@@ -169,13 +162,13 @@ def charts_of(keys: Iterable[str]) -> list[Chart]:
             group = line.removeprefix("# ")
             continue
         title, patterns, what = line.split(" | ")
-        own: list[str] = []
-        for pattern in patterns.split():
-            own += [key for key in left if key not in own and fnmatch.fnmatchcase(key, pattern)]
+        matched = (fnmatch.filter(left, pattern) for pattern in patterns.split())
+        own = list(dict.fromkeys(key for keys in matched for key in keys))
         if own:
-            charts.append(Chart(group, title, what, tuple(own)))
+            charts.append({"group": group, "title": title, "what": what, "keys": own})
             left = [key for key in left if key not in own]
-    other = [Chart("Other", key, "A number that the run logged.", (key,)) for key in sorted(left)]
+    what = "A number that the run logged."
+    other = [{"group": "Other", "title": k, "what": what, "keys": [k]} for k in sorted(left)]
     return [*charts, *other]
 
 

@@ -1,7 +1,7 @@
 """The logged steps of a run: which of them a page has room for, and their tokens, packed for it.
 
 A packed step is gzip of: the length of a header (4 bytes, little-endian), the header (JSON), and
-arrays of M tokens each, one after another: the entry of the header's vocabulary (2 or 4 bytes),
+arrays of M tokens each, one after another: the entry of the header's vocabulary (4 bytes),
 whether the policy chose the token (1 byte), and each column as float16. The bytes of a number lie
 in planes, first all lowest bytes, which compress better so.
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.run_files import RunFiles, half, tokens_file
 from rlhf_pg.report.troubles import is_number
 
@@ -29,7 +30,6 @@ MOST_TOKENS = 3_000_000
 LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
 LONGEST_EXTRA = 300  # characters of a further column
 OWN = {"step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated", "error"}
-WIDE = 1 << 16
 
 # The numbers of a token, in the order in which they are shown; a run has those that it computes.
 # The colour of one that is diverging shows its sign, of others the size.
@@ -86,9 +86,8 @@ class LoggedSteps:
                     "ids": [one for one, _ in entries],
                     "texts": [visible(text) for _, text in entries],
                 },
-                "wide": len(entries) > WIDE,
             }
-            arrays.append(_planes(np.array(entry, "<u4" if header["wide"] else "<u2")))
+            arrays.append(_planes(np.array(entry, "<u4")))
             arrays.append(tokens.action.astype(np.uint8).tobytes())
             arrays += [_planes(half(tokens.numbers[name])) for name in header["columns"]]
         numbers: dict[Any, int] = {}
@@ -178,22 +177,17 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 
 
 def _turns(said: Any) -> list[list[str]]:
-    """Return the roles and texts of a chat; of a plain text one pair without a role."""
-    said = said if isinstance(said, list) else [said] if said else []
-    turns = [one if isinstance(one, dict) else {"content": one} for one in said]
-    return [[visible(str(turn.get("role", ""))), _text(_content(turn))] for turn in turns]
+    """Return the roles and texts of a chat; of a plain text one pair without a role.
 
-
-def _content(turn: Mapping[str, Any]) -> str:
-    """Return all that a message says: its text or parts, and calls of tools."""
-    content = turn.get("content") or []
-    parts = content if isinstance(content, list) else [content]
-    said = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else part
-        said.append(text if isinstance(text, str) else _string(part))
-    others = {k: v for k, v in turn.items() if k not in ("role", "content") and v}
-    return "\n".join([*said, *([_string(others)] if others else [])])
+    Calls of tools, and all else that a message has, follow its text.
+    """
+    turns = []
+    for one in said if isinstance(said, list) else [said] if said else []:
+        turn = one if isinstance(one, dict) else {"content": one}
+        others = {k: v for k, v in turn.items() if k not in ("role", "content") and v}
+        text = "\n".join([text_of(turn), *([_string(others)] if others else [])])
+        turns.append([visible(str(turn.get("role", ""))), _text(text)])
+    return turns
 
 
 def _string(value: Any) -> str:

@@ -16,7 +16,7 @@ Line = Mapping[str, Any]
 Points = list[tuple[int, float]]  # step, value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trouble:
     """A stretch of a curve that is known trouble."""
 
@@ -83,13 +83,10 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     for key, points, is_bad, title, text in rules:
         points = values(lines, key) if points is None else points
         if stretch := _stretch(points, is_bad):
-            began, until = stretch
-            found.append(Trouble(key=key, step=began, until=until, title=title, text=text))
-    key, title = "skipped_updates", "Updates skipped"
+            found.append(Trouble(key, *stretch, title, text))
     text = "`rlhf-pg replay RUN --step N` shows the completions of such a step."
-    skipped = [step for step, count in values(lines, key) if count > 0]
-    for step in skipped[:1]:
-        found.append(Trouble(key=key, step=step, until=None, title=title, text=text))
+    skipped = [step for step, count in values(lines, "skipped_updates") if count > 0]
+    found += [Trouble("skipped_updates", n, None, "Updates skipped", text) for n in skipped[:1]]
     return sorted(found, key=lambda trouble: (trouble.until is not None, trouble.step))
 
 
@@ -128,9 +125,7 @@ def _stretch(points: Points, is_bad: Callable[[float], bool]) -> tuple[int, int 
     if not any(bad):
         return None
     last = len(bad) - 1 - bad[::-1].index(True)
-    first = last
-    while first > 0 and bad[first - 1]:
-        first -= 1
+    first = next((i + 1 for i in range(last, -1, -1) if not bad[i]), 0)
     # The first step of the first bad window that is bad itself: trouble seldom begins at once.
     window = points[first : first + WINDOW]
     began = next((step for step, value in window if is_bad(value)), window[0][0])

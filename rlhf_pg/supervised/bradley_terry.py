@@ -1,11 +1,13 @@
 """Training of a reward model on preference pairs, with the `Trainer` of transformers."""
 
 import copy
+import math
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -22,15 +24,22 @@ from transformers import (
 
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
+from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.chat import encode, set_template_arguments
+from rlhf_pg.data.prompts import as_dataset
+from rlhf_pg.data.sources import with_system
 from rlhf_pg.models.assemble import adapter_of
-from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
+from rlhf_pg.rewards.reward_model import (
+    encode_whole,
+    score_tokenizer,
+    sequence_scores,
+    with_eos,
+)
 from rlhf_pg.supervised.examples import load_held_out, named_data
-from rlhf_pg.supervised.pairs import Pair, load_pairs
 from rlhf_pg.supervised.sft import longest
-from rlhf_pg.supervised.training import fingerprint, run, training_arguments
+from rlhf_pg.supervised.training import run, training_arguments
 
 # Names of the head of a classifier, and of the weights that `transformers` adds for one.
 HEADS = ("score", "classifier")
@@ -82,44 +91,31 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
-    An earlier one is set aside.
+    The arguments are those of `train_sft`, but for:
 
     Args:
         model: a path or Hub id (a language model, or an adapter of one, gets a new head), or a
             loaded sequence classifier with `num_labels` 1; by default `args.model_name_or_path`.
-        processing_class: the tokenizer; by default the one saved with the model.
         train_dataset: columns `chosen` and `rejected`, strings or chat messages; with a column
             `prompt` they continue it, without it they are whole texts or conversations. A column
             `margin` has numbers by which the chosen text should be ahead. By default as
             `args.dataset_name` says.
-        eval_dataset: held-out pairs with the same columns, or several by name.
-        peft_config: a `peft` config of an adapter to train, which is merged on saving; by default
-            as `args.use_peft` says.
+        peft_config: of an adapter that is merged on saving.
 
     Returns:
         On held-out pairs, `eval_accuracy` (the share with r_chosen > r_rejected), `eval_loss`
         (Bradley-Terry, with margins) and `eval_calibration_error` (see `calibration_error`); also
         in `args.output_dir/metrics.json`.
-
-    Raises:
-        ValueError: no model, a fault in a row of a dataset, or an `args.output_dir` that another
-            run uses or that cannot be written to.
     """
     args = args.located()
     check_precision(args.dtype)
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
-    scorer = _load(
-        model or args.model_name_or_path, args.trust_remote_code, models.init_options(args)
-    )
+    scorer = _load(model or args.model_name_or_path, args)
     tokenizer = score_tokenizer(
-        processing_class,
-        scorer,
-        "the reward model",
-        args.trust_remote_code,
-        pad_token=args.pad_token,
-        revision=args.model_init_kwargs.get("revision"),
+        *(processing_class, scorer, "the reward model", args.trust_remote_code),
+        *(args.pad_token, args.model_init_kwargs.get("revision")),
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(scorer, args.max_length)
@@ -153,7 +149,117 @@ def train_reward_model(
             tokenizer.save_pretrained(path)
             models.merged(trained).save_pretrained(path)
 
-    return run(trainer, args, save, fingerprint([pair._asdict() for pair in pairs]))
+    return run(trainer, args, save)
+
+
+class Pair(NamedTuple):
+    """Two texts as token ids, and by how much the first should be ahead."""
+
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+    margin: float = 0.0
+
+
+def load_pairs(
+    dataset: Any,
+    args: RewardModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    name: str,
+) -> list[Pair]:
+    """Tokenize both texts of every pair; strings end with the EOS, if `args.append_eos` says so.
+
+    The columns are `chosen` and `rejected`, and maybe `prompt` and `margin`. ValueError, with the
+    name of the dataset, if there are no rows, a column is missing, or a pair is none: equal texts,
+    a text of more than `limit` tokens, chats without a chat template.
+    """
+    with models.about(name):
+        if isinstance(dataset, list) and dataset:
+            dataset = as_dataset(dataset)
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                "give a datasets.Dataset with columns chosen and rejected, or name data by "
+                "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
+            )
+        if not len(dataset):
+            raise ValueError("it has no rows: give some")
+        if missing := {"chosen", "rejected"} - set(dataset.column_names):
+            raise ValueError(
+                f"the dataset has no column {min(missing)!r} (it has "
+                f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as "
+                "with dataset_columns"
+            )
+        pairs = []
+        for row, texts in enumerate(dataset):
+            pair = _tokenize_pair(texts, args, tokenizer, row)
+            longest = max(len(pair.chosen), len(pair.rejected))
+            if limit is None or longest <= limit:
+                pairs.append(pair)
+            elif args.long_examples == "error":
+                raise ValueError(
+                    f"a text in row {row} has {longest} tokens, more than the {limit} that "
+                    "max_length or the model's positions allow: set long_examples to drop, or "
+                    "shorten them"
+                )
+        if not pairs:
+            raise ValueError(
+                f"each of its {len(dataset)} pairs is too long: raise max_length, or shorten them"
+            )
+    if len(pairs) < len(dataset):
+        print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
+    return pairs
+
+
+def _tokenize_pair(
+    pair: Mapping[str, Any], args: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, row: int
+) -> Pair:
+    if pair["chosen"] == pair["rejected"]:
+        raise ValueError(f"chosen and rejected are the same in row {row}: drop the row")
+    both = []
+    for key in ("chosen", "rejected"):
+        text = pair[key]
+        if "prompt" in pair:
+            prompt, text = _alike(pair["prompt"], text)
+            both.append(encode_whole(prompt, text, tokenizer, row, args.append_eos))
+            continue
+        if args.system_prompt is not None and isinstance(text, list):
+            text = with_system(text, args.system_prompt, f"{key} in row {row}")
+        ids = encode(text, tokenizer, row, key, open_turn=False)
+        ends = args.append_eos and isinstance(text, str)
+        both.append(with_eos(ids, tokenizer) if ends else ids)
+    if both[0] == both[1]:
+        raise ValueError(
+            f"chosen and rejected have the same tokens in row {row}: drop the row, or look at what "
+            "the chat template leaves out"
+        )
+    margin = pair.get("margin", 0.0)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin):
+        raise ValueError(f"the margin in row {row} must be a finite number, got {shown(margin)}")
+    return Pair(array("i", both[0]), array("i", both[1]), float(margin))
+
+
+def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:
+    """Return prompt and text as messages if either is, without what stands in both.
+
+    Public datasets have the prompt once more as text beside whole conversations.
+    """
+    if isinstance(text, str) and isinstance(prompt, list):
+        return prompt, [{"role": "assistant", "content": text}]
+    if not isinstance(text, list):
+        return prompt, text
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        return prompt, text
+    asked = [_said(message) for message in prompt if _said(message)[0] != "system"]
+    repeats = [_said(message) for message in text[: len(asked)]] == asked
+    return prompt, text[len(asked) :] if repeats else text
+
+
+def _said(message: Any) -> tuple[Any, Any]:
+    is_message = isinstance(message, Mapping)
+    return (message.get("role"), message.get("content")) if is_message else (None, message)
 
 
 class PairScorer(nn.Module):
@@ -230,19 +336,31 @@ def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
 
 
 def _load(
-    model: str | PathLike[str] | PreTrainedModel | None, code: bool, options: Mapping[str, Any]
+    model: str | PathLike[str] | PreTrainedModel | None, args: RewardModelConfig
 ) -> PreTrainedModel:
     """Load a classifier, or a language model with its adapter, whose sum gets a new head."""
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
+    options = models.init_options(args)
     if not isinstance(model, str | PathLike):
         models.set_options(model, options)
         return model
+
+    def classifier_of(path: str) -> PreTrainedModel:
+        models.check_options(path, options, args.trust_remote_code)
+        # The checkpoint's dtype may be bfloat16, which would lose small updates.
+        own = {"num_labels": 1, "dtype": torch.float32, **options}
+        return models.from_pretrained(
+            *(AutoModelForSequenceClassification, path, NEW_HEADS),
+            trust_remote_code=args.trust_remote_code,
+            **own,
+        )
+
+    path = str(model)
     with models.about("model_name_or_path"):
-        models.check_directory(model)
-        if not models.is_adapter(model):
-            return _load_classifier(model, code, options)
-        path = str(model)
+        models.check_directory(path)
+        if not models.is_adapter(path):
+            return classifier_of(path)
         with models.opening("adapter", path):
             config = PeftConfig.from_pretrained(path)
         base = config.base_model_name_or_path
@@ -251,27 +369,11 @@ def _load(
                 f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a "
                 "language model that says what its base model is, or merge it first"
             )
-        whole = models.merged(
-            models.load_model(path, torch.float32, trust_remote_code=code, options=options)
+        adapted = models.load_model(
+            path, torch.float32, trust_remote_code=args.trust_remote_code, options=options
         )
-        classifier = _load_classifier(base, code, options)
-        classifier.base_model.load_state_dict(whole.base_model.state_dict())
+        classifier = classifier_of(base)
+        classifier.base_model.load_state_dict(models.merged(adapted).base_model.state_dict())
         if models.has_tokenizer(path):
             classifier.name_or_path = path
         return classifier
-
-
-def _load_classifier(
-    model: str | PathLike[str], trust_remote_code: bool, options: Mapping[str, Any]
-) -> PreTrainedModel:
-    models.check_options(str(model), options, trust_remote_code)
-    # The checkpoint's dtype may be bfloat16, which would lose small updates.
-    return models.from_pretrained(
-        AutoModelForSequenceClassification,
-        model,
-        NEW_HEADS,
-        trust_remote_code=trust_remote_code,
-        num_labels=1,
-        dtype=torch.float32,
-        **options,
-    )

@@ -33,7 +33,7 @@ from rlhf_pg.supervised.examples import (
     load_held_out,
     named_data,
 )
-from rlhf_pg.supervised.training import fingerprint, run, training_arguments
+from rlhf_pg.supervised.training import run, training_arguments
 
 # Largest change of packed logits, in their standard deviations, by rounding alone.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -157,7 +157,7 @@ def fit(
                 models.merged(model).save_pretrained(path / "merged")
                 tokenizer.save_pretrained(path / "merged")
 
-    return run(trainer, args, save, fingerprint(examples), held_out is not None)
+    return run(trainer, args, save)
 
 
 class SFTTrainer(Trainer):  # type: ignore[misc]

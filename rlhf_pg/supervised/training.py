@@ -91,27 +91,16 @@ def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int 
     return max(size for size in range(1, min(own, most) + 1) if own % size == 0)
 
 
-def run(
-    trainer: Trainer,
-    args: SupervisedConfig,
-    save: Callable[[Path], None],
-    data: str,
-    evaluated: bool = True,
-) -> dict[str, float]:
+def run(trainer: Trainer, args: SupervisedConfig, save: Callable[[Path], None]) -> dict[str, float]:
     """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
 
     An earlier run in it is set aside, unless one of its checkpoints is resumed. The metrics on
-    held-out data, if there are any (`evaluated`), are in `metrics.json` too.
-
-    Args:
-        save: writes the model into a directory; it is called by every process.
-        data: fingerprint of the training data.
-
-    Raises:
-        ValueError: another run has the directory, it cannot be written to, or has no checkpoint.
+    held-out data, if there are any, are in `metrics.json` too. `save` writes the model into a
+    directory; it is called by every process. ValueError if another run has the directory, it
+    cannot be written to, or has no checkpoint.
     """
     directory, is_main = Path(args.output_dir), trainer.is_world_process_zero()
-    checkpoint = checkpoint_of(args)
+    checkpoint, data = checkpoint_of(args), fingerprint(trainer.train_dataset)
     if args.dataset_fingerprint not in (None, data):
         raise ValueError(
             f"the training data have the fingerprint {data}, and dataset_fingerprint is "
@@ -131,14 +120,27 @@ def run(
             (directory / MODEL).write_text(f"{model}\n")
             trainer.add_callback(_Journal(directory / "metrics.jsonl"))
         trainer.train(resume_from_checkpoint=checkpoint)
-        measured = sorted(trainer.evaluate().items()) if evaluated else []
+        measured = sorted(trainer.evaluate().items()) if trainer.eval_dataset else []
         metrics = {name: float(value) for name, value in measured if not name.endswith(TIMED)}
-        _save(directory / "final", trainer, save)
+        # The model is there whole or not at all; every process takes part.
+        final, wait = directory / "final", trainer.accelerator.wait_for_everyone
+        partial = atomic.partial_of(final)
         if is_main:
+            atomic.begin(final)
+        wait()
+        save(partial)
+        wait()
+        if is_main:
+            if not list(partial.rglob("*.safetensors")):
+                raise ValueError(
+                    f"no weights were saved in {partial}: with FSDP, set fsdp_state_dict_type to "
+                    "FULL_STATE_DICT"
+                )
+            atomic.publish(final, {"step": trainer.state.global_step})
             (directory / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
             said = [f"{n.removeprefix('eval_')} {value:.3f}" for n, value in metrics.items()]
             held_out = f"held-out {', '.join(said)}; " if said else ""
-            print(f"{held_out}saved {directory / 'final'}", flush=True)
+            print(f"{held_out}saved {final}", flush=True)
     return metrics
 
 
@@ -147,23 +149,20 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
     choice = args.resume_from_checkpoint
     if choice is None:
         return None
-    candidates = (
-        Path(args.output_dir).glob("checkpoint-*") if choice == "latest" else [Path(choice)]
-    )
+    latest = choice == "latest"
+    candidates = Path(args.output_dir).glob("checkpoint-*") if latest else [Path(choice)]
+    numbers = {path: path.name.rpartition("-")[2] for path in candidates}
     whole = {
         int(number): str(path)
-        for path in candidates
-        if (number := path.name.rpartition("-")[2]).isdecimal()
-        and (path / "trainer_state.json").exists()
+        for path, number in numbers.items()
+        if number.isdecimal() and (path / "trainer_state.json").exists()
     }
-    if whole:
-        return whole[max(whole)]
-    if choice == "latest":
-        raise ValueError(f"resume_from_checkpoint: {args.output_dir} has no checkpoint to resume")
-    raise ValueError(
-        f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a directory "
-        "checkpoint-N of an output_dir"
-    )
+    if not whole:
+        raise ValueError(
+            f"resume_from_checkpoint: {args.output_dir if latest else choice} holds no whole "
+            "checkpoint: take latest, or a directory checkpoint-N of an output_dir"
+        )
+    return whole[max(whole)]
 
 
 def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
@@ -192,10 +191,10 @@ def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -
 
 
 def fingerprint(rows: Any) -> str:
-    """Return the SHA-256 of rows whose values are token ids or numbers."""
+    """Return the SHA-256 of rows, as dicts or tuples, whose values are token ids or numbers."""
     digest = hashlib.sha256()
     for row in rows:
-        for value in row.values():
+        for value in row.values() if isinstance(row, dict) else row:
             digest.update(np.asarray(value, dtype=np.float64).tobytes() + b"|")
     return digest.hexdigest()
 
@@ -205,23 +204,6 @@ def model_fingerprint(model: nn.Module) -> str:
     parts = [(n, part) for n, part in model.named_modules() if isinstance(part, LoraLayer)]
     factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, which no tensor holds
     return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
-
-
-def _save(final: Path, trainer: Trainer, save: Callable[[Path], None]) -> None:
-    """Save into a directory that is there whole or not at all; called by every process."""
-    is_main, partial = trainer.is_world_process_zero(), atomic.partial_of(final)
-    if is_main:
-        atomic.begin(final)
-    trainer.accelerator.wait_for_everyone()
-    save(partial)
-    trainer.accelerator.wait_for_everyone()
-    if is_main:
-        if not list(partial.rglob("*.safetensors")):
-            raise ValueError(
-                f"no weights were saved in {partial}: with FSDP, set fsdp_state_dict_type to "
-                "FULL_STATE_DICT"
-            )
-        atomic.publish(final, {"step": trainer.state.global_step})
 
 
 class _Journal(TrainerCallback):  # type: ignore[misc]

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_pg.tasks.arithmetic import arithmetic
-from rlhf_pg.tasks.calculator import calculator
-from rlhf_pg.tasks.guess import guess
+from rlhf_pg.tasks.multi_turn import calculator, guess
 from rlhf_pg.tasks.preference import preference
 from rlhf_pg.tasks.task import Demonstration as Demonstration
 from rlhf_pg.tasks.task import Task as Task
@@ -22,11 +21,10 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 4
     if name in TASKS:
         return TASKS[name]()
     source, _, own = name.partition(":")
-    options = dict(options or {})
     if source == "reasoning_gym":
         from rlhf_pg.tasks.reasoning_gym import reasoning_gym_task
 
-        return reasoning_gym_task(own, options, seed)
+        return reasoning_gym_task(own, options or {}, seed)
     from rlhf_pg.rollout.multi_turn.adapters import load_task as adapted
 
     return Task(name=name, **adapted(name, options, seed)._asdict())

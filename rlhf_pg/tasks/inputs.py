@@ -8,22 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset
-
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.files import absolute, located
-from rlhf_pg.data.sources import load_datasets
-from rlhf_pg.data.sources import made_prompts as made_prompts
+from rlhf_pg.data.sources import load_datasets, made_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
 from rlhf_pg.tasks import Task, load_task
 from rlhf_pg.tasks.warm_start import ensure_model
-
-# Arguments of a trainer that no key of a config can stand for.
-IN_PYTHON = (
-    *("peft_config", "quantization_config", "tools", "environment_factory"),
-    *("optimizers", "value_model"),
-)
 
 
 class Inputs(NamedTuple):
@@ -71,8 +62,16 @@ def settled_inputs(
     elif eval_dataset is None:
         eval_dataset = held_out(args, task)
     held = made_sets(eval_dataset, args)
-    listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    rewards, said, recorded = _rewards(args, task, list(listed))
+    rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    said, recorded = [], dict[str, Any]()
+    if rewards:
+        names = {"reward_funcs": tuple(map(name_of, rewards)), "reward_model_name_or_path": None}
+        recorded = names | {"reward_options": {}}
+    else:  # a reward model, and those by name or the task's own
+        by_name = named_rewards(args.reward_funcs, args.reward_options)
+        said = describe(args.reward_funcs, by_name)
+        own = [] if task is None or by_name else [task.reward]
+        rewards = [x for x in (args.reward_model_name_or_path, *by_name, *own) if x is not None]
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -91,11 +90,13 @@ def settled_inputs(
     )
 
 
-def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
-    """Return which arguments of `IN_PYTHON` are given; ValueError if a recorded one is not."""
+def given_again(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the arguments that are given, which no key of a config can stand for;
+    ValueError if one is missing that the run of a recorded config was given.
+    """
     given = tuple(
         name
-        for name, value in zip(IN_PYTHON, arguments, strict=True)
+        for name, value in arguments.items()
         if (any(value) if isinstance(value, list | tuple) else value is not None)
     )
     missing = [name for name in args.given_in_python if name not in given]
@@ -107,26 +108,21 @@ def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
     return given
 
 
-def named_data(
-    args: PolicyGradientConfig, task: Task | None = None
-) -> tuple[Dataset, dict[str, Any]]:
+def named_data(args: PolicyGradientConfig, task: Task | None) -> tuple[Any, dict[str, Any]]:
     """Load the training rows, and the evaluation sets by name, that a config names."""
-    if task is not None:
-        held_out = {} if task.eval_dataset is None else {"": task.eval_dataset}
-        if args.eval_dataset_name:
-            held_out = load_datasets(args, args.seed).eval
-        return task.train_dataset, held_out
-    if not args.dataset_name:
+    if task is None and not args.dataset_name:
         raise ValueError(
             "no data to train on: write dataset_name (a file, a folder or a Hub id) and "
             "reward_funcs, as in docs/your-data.md; or task: arithmetic for an embedded task"
         )
     loaded = load_datasets(args, args.seed)
-    assert loaded.train is not None
-    return loaded.train, loaded.eval
+    if task is None:
+        return loaded.train, loaded.eval
+    own = {} if task.eval_dataset is None else {"": task.eval_dataset}
+    return task.train_dataset, loaded.eval or own
 
 
-def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, Any]:
+def held_out(args: PolicyGradientConfig, task: Task | None) -> dict[str, Any]:
     """Return what a config evaluates on, by name: what it holds out, or else all that it names."""
     if task is not None and not args.eval_dataset_name:
         return {"": task.train_dataset if task.eval_dataset is None else task.eval_dataset}
@@ -149,35 +145,13 @@ def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
     }
 
 
-def _rewards(
-    args: PolicyGradientConfig, task: Task | None, given: list[Any]
-) -> tuple[list[Any], list[str], dict[str, Any]]:
-    """Return the rewards of a run, lines on those by name, and keys for `config.yaml`.
-
-    Those given in Python come before all that the config names: a reward model first, then the
-    others by name; where there are none, the task's own.
-    """
-    model = args.reward_model_name_or_path
-    if given:
-        keys = {"reward_funcs": names_of(given), "reward_options": {}}
-        return given, [], keys | {"reward_model_name_or_path": None}
-    named = named_rewards(args.reward_funcs, args.reward_options)
-    own = [] if task is None or task.reward is None or named else [task.reward]
-    models = [] if model is None else [model]
-    return [*models, *named, *own], describe(args.reward_funcs, named), {}
-
-
-def names_of(rewards: Sequence[Any]) -> tuple[str, ...]:
-    """Return names for `config.yaml` by which the rewards of a run would be found again.
+def name_of(source: Any) -> str:
+    """Return a name for `config.yaml` by which a reward of a run would be found again.
 
     A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and what no name finds
     python:NAME, which is refused. So is a function of the script that runs: to import that again
     would run it again.
     """
-    return tuple(map(_name_of, rewards))
-
-
-def _name_of(source: Any) -> str:
     if isinstance(source, str | PathLike):
         return f"model:{absolute(os.fspath(source), None)}"
     if getattr(source, "config", None) is not None:

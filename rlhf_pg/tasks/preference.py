@@ -6,10 +6,10 @@ preferences between pairs of reviews. Tracking it beside the learned reward show
 diverge (Gao et al. 2023, "Scaling Laws for Reward Model Overoptimization").
 """
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
+from itertools import pairwise, product
 from typing import Any
 
 from datasets import Dataset
@@ -39,14 +39,13 @@ VALENCES = {
 }
 # fmt: on
 
-# The grammar: which kinds of word may follow which. A review begins after a "start".
+# The grammar: which kinds of word may follow which. A review begins after a "start"; nothing may
+# follow "stop", nor an "other" word.
 FOLLOWS = {
     "start": {"modifier", "adjective"},
     "modifier": {"adjective"},
     "adjective": {"connective", "stop"},
     "connective": {"modifier", "adjective"},
-    "stop": set[str](),
-    "other": set[str](),
 }
 KINDS = {
     **dict.fromkeys(MODIFIERS, "modifier"),
@@ -65,10 +64,8 @@ NOISE_SCALE = 0.35
 
 def preference() -> Task:
     """Make the task of every prompt "<owner> <thing> <time> was "; 64 of the 320 are held out."""
-    prompts = [
-        f"{owner} {thing} {time} was "
-        for owner, thing, time in itertools.product(OWNERS, FOODS + ROOMS, TIMES)
-    ]
+    parts = product(OWNERS, FOODS + ROOMS, TIMES)
+    prompts = [f"{owner} {thing} {time} was " for owner, thing, time in parts]
     random.Random(0).shuffle(prompts)
     train, held_out = prompts[HELD_OUT_PROMPTS:], prompts[:HELD_OUT_PROMPTS]
     return Task(
@@ -98,7 +95,7 @@ def gold_score(prompt: str, completion: str) -> float:
     """
     words = completion.split()
     kinds = ["start", *(KINDS.get(word, "other") for word in words)]
-    misplaced = sum(kind not in FOLLOWS[before] for before, kind in itertools.pairwise(kinds))
+    misplaced = sum(kind not in FOLLOWS.get(before, ()) for before, kind in pairwise(kinds))
     unfinished = kinds[-1] != "stop"
     return _content(prompt, words) - MISPLACED_COST * misplaced - UNFINISHED_COST * unfinished
 
@@ -108,25 +105,24 @@ def _content(prompt: str, words: Sequence[str]) -> float:
     column = 0 if any(word in FOODS for word in prompt.split()) else 1  # of VALENCES
     return sum(
         MODIFIERS.get(before, 1.0) * VALENCES[word][column]
-        for i, (before, word) in enumerate(itertools.pairwise(["", *told]))
+        for i, (before, word) in enumerate(pairwise(["", *told]))
         if word in VALENCES and word not in told[:i]
     )
 
 
-def preferred_probability(better: float, worse: float) -> float:
-    """Return P(first of two reviews is preferred) = sigmoid((better - worse) / NOISE_SCALE)."""
-    return 1 / (1 + math.exp((worse - better) / NOISE_SCALE))
-
-
 def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dataset:
-    """Draw pairs of different reviews of one prompt, ordered by a noisy reader."""
+    """Draw pairs of different reviews of one prompt, ordered by a noisy reader.
+
+    P(first of two is preferred) = sigmoid(their difference in gold score / NOISE_SCALE).
+    """
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         prompt = chance.choice(prompts)
         a, b = (_draft(prompt, chance) for _ in range(2))
         if a == b:
             continue
-        if chance.random() >= preferred_probability(gold_score(prompt, a), gold_score(prompt, b)):
+        worse = gold_score(prompt, b) - gold_score(prompt, a)
+        if chance.random() >= 1 / (1 + math.exp(worse / NOISE_SCALE)):
             a, b = b, a
         rows.append({"prompt": prompt, "chosen": a, "rejected": b})
     return Dataset.from_list(rows)
@@ -162,14 +158,12 @@ def _draft(prompt: str, chance: random.Random) -> str:
         return " ".join(words)
     i = chance.randrange(len(words))
     change = chance.choice(["drop", "double", "swap", "cut", "repeat"])
-    if change == "drop":
-        words.pop(i)
-    elif change == "double":
-        words.insert(i, words[i])
-    elif change == "swap":
-        words.insert(i, words.pop())
-    elif change == "cut":
-        del words[i:]
-    else:
-        words = [*words[:-1], chance.choice(CONNECTIVES), *words]
-    return " ".join(words)
+    if change == "repeat":
+        return " ".join([*words[:-1], chance.choice(CONNECTIVES), *words])
+    changed = {
+        "drop": [*words[:i], *words[i + 1 :]],
+        "double": [*words[: i + 1], *words[i:]],
+        "swap": [*words[:i], words[-1], *words[i:-1]],
+        "cut": words[:i],
+    }
+    return " ".join(changed[change])

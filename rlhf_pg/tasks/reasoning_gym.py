@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.config.foreign_keys import nearest
+from rlhf_pg.data.chat import text_of
 from rlhf_pg.tasks.task import Task
 
 SIZE, EVAL_SIZE = 2000, 200  # problems, unless the options size and eval_size say others
@@ -32,62 +32,51 @@ def reasoning_gym_task(name: str, options: Mapping[str, Any], seed: int) -> Task
     if "seed" in own:
         raise ValueError("task_options of a reasoning_gym task has seed: set the key seed instead")
     size, eval_size = own.pop("size", SIZE), own.pop("eval_size", EVAL_SIZE)
-    train = _problems(_generator(name, own | {"seed": seed, "size": size}))
-    known = set(train["prompt"])
-    held_out = _problems(_generator(name, own | {"seed": seed + EVAL_SEED, "size": eval_size}))
-    fresh = [row for row, prompt in enumerate(held_out["prompt"]) if prompt not in known]
+    train = list(_generator(name, own | {"seed": seed, "size": size}))
+    known = {entry["question"] for entry in train}
+    others = _generator(name, own | {"seed": seed + EVAL_SEED, "size": eval_size})
+    held_out = [entry for entry in others if entry["question"] not in known]
     return Task(
         name=f"reasoning_gym:{name}",
-        train_dataset=train,
-        eval_dataset=held_out.select(fresh) if fresh else None,
+        train_dataset=_problems(train),
+        eval_dataset=_problems(held_out) if held_out else None,
         reward=ReasoningGymScore(name, own),
     )
 
 
-@dataclass
 class ReasoningGymScore:
     """A reward by the generator's own verifier, from 0 to 1.
 
     An answer between <answer> tags is taken alone, any other completion as a whole.
     """
 
-    generator: str
-    options: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, generator: str, options: Mapping[str, Any] | None = None) -> None:
+        self.__name__, self.options = generator, options or {}
 
-    @property
-    def __name__(self) -> str:
-        return self.generator
+    def __reduce__(self) -> Any:  # a process that scores makes the generator itself
+        return ReasoningGymScore, (self.__name__, self.options)
 
     @cached_property
     def _dataset(self) -> Any:
-        return _generator(self.generator, self.options | {"seed": 0, "size": 1})
+        return _generator(self.__name__, {**self.options, "seed": 0, "size": 1})
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        entry: Sequence[str],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **_: Any
     ) -> list[float]:
         """Score completions, given each problem in JSON; 0 where the verifier fails."""
         from reasoning_gym.utils import extract_answer
 
         scores = []
         for said, written in zip(completions, entry, strict=True):
-            text = said if isinstance(said, str) else str(said[-1]["content"] or "")
+            text = said if isinstance(said, str) else text_of(said[-1])
             answer = extract_answer(text)
             problem = json.loads(written, object_hook=_unmarked)
             try:
-                score = self._dataset.score_answer(
-                    text.strip() if answer is None else answer, problem
-                )
-                scores.append(float(score))
+                answer = text.strip() if answer is None else answer
+                scores.append(float(self._dataset.score_answer(answer, problem)))
             except Exception:
                 scores.append(0.0)
         return scores
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"generator": self.generator, "options": self.options}
 
 
 def _generator(name: str, options: Mapping[str, Any]) -> Any:
@@ -116,9 +105,8 @@ def _generator(name: str, options: Mapping[str, Any]) -> Any:
     return made
 
 
-def _problems(generator: Any) -> Dataset:
+def _problems(entries: Sequence[Mapping[str, Any]]) -> Dataset:
     """Return columns `prompt`, `answer`, and `entry`, the whole problem in JSON."""
-    entries = list(generator)
     return Dataset.from_dict(
         {
             "prompt": [entry["question"] for entry in entries],

@@ -31,26 +31,18 @@ class Task:
     eval_dataset: Dataset | None = None
     make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None  # of an embedded task's
     max_positions: int = 64  # of the model to start from
-    # (prompts, completions, completion_ids, **columns) -> one float per completion; None if the
-    # environment pays.
+    # As `PolicyGradientTrainer` takes them; no reward if the environment pays.
     reward: Callable[..., list[float]] | None = None
-    tools: Sequence[Callable[..., Any]] = ()  # see `PolicyGradientTrainer`
-    environment_factory: Callable[[], Any] | None = None  # see there
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_factory: Callable[[], Any] | None = None
     # Episodes for the warm start; None: the training set's prompts and answers.
     demonstrate: Callable[[], list[Demonstration]] | None = None
     # Training and held-out preference pairs, columns `prompt`, `chosen` and `rejected`.
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make an untrained model, by torch's seed, and its tokenizer.
-
-        Raises:
-            ValueError: the task has none of its own.
-        """
-        if self.make_tokenizer is None:
-            raise ValueError(
-                f"the task {self.name} has no model of its own: set model_name_or_path"
-            )
+        """Make the untrained model of an embedded task, by torch's seed, and its tokenizer."""
+        assert self.make_tokenizer is not None
         tokenizer = self.make_tokenizer()
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
 

@@ -12,9 +12,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
-TOOLS, TOOL = "<tools>", "<tool>"
-
+PAD, EOS = "<pad>", "<eos>"
+TURNS, TOOLS = ["<user>", "<assistant>"], ["<tools>", "<tool>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -36,7 +35,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a character tokenizer with a token for each of the longer `pieces` of tool calls."""
     tokenizer = character_tokenizer(characters)
-    tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, TOOLS, TOOL]})
+    tokenizer.add_special_tokens({"additional_special_tokens": TURNS + TOOLS})
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.chat_template = TOOL_TEMPLATE
     return tokenizer
@@ -47,28 +46,26 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return _tokenizer(words, pre_tokenizers.WhitespaceSplit())
 
 
-def _tokenizer(
-    tokens: Iterable[str], pre_tokenizer: Any, decoder: Any = None
-) -> PreTrainedTokenizerFast:
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, USER, ASSISTANT, *tokens])}
+def _tokenizer(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *TURNS, *tokens])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.pre_tokenizer = splits
     if decoder is not None:
         tokenizer.decoder = decoder
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
-        additional_special_tokens=[USER, ASSISTANT],
+        additional_special_tokens=TURNS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def tiny_decoder(tokenizer: PreTrainedTokenizerFast, max_positions: int = 64) -> PreTrainedModel:
     """Make a Qwen3 of about half a million parameters, with tied embeddings and random weights."""
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -79,12 +76,9 @@ def tiny_decoder(tokenizer: PreTrainedTokenizerFast, max_positions: int = 64) ->
         head_dim=32,
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **ids,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
-    )
+    model.generation_config = GenerationConfig(**ids)
     return model

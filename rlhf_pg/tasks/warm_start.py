@@ -5,6 +5,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from rlhf_pg.boundary.launcher import without_launcher
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.data.chat import encode, encode_answer
-from rlhf_pg.supervised.examples import Example
+from rlhf_pg.supervised.examples import UNLABELLED, Example
 from rlhf_pg.supervised.sft import fit
-from rlhf_pg.tasks import Demonstration, Task, embedded
+from rlhf_pg.tasks import Demonstration, embedded
 
 
 def warm_start(args: SFTConfig) -> Path:
@@ -27,8 +28,9 @@ def warm_start(args: SFTConfig) -> Path:
     task = embedded(args.task)
     set_seed(args.seed)
     model, tokenizer = task.new_model()
+    tools = [get_json_schema(tool) for tool in task.tools]
     # Half a million parameters, and the same model on every machine.
-    fit(args, model, tokenizer, _examples(task, tokenizer), use_cpu=True)
+    fit(args, model, tokenizer, examples(task.demonstrations(), tokenizer, tools), use_cpu=True)
     return Path(args.output_dir) / "final"
 
 
@@ -40,8 +42,7 @@ def ensure_model(task: str, path: str | None) -> str:
     if path is not None:
         return path
     recipe = ["--config", str(recipe_file(f"sft_{task}.yaml"))]
-    args = parse(SFTConfig, recipe)
-    final = Path(args.output_dir) / "final"
+    final = Path(parse(SFTConfig, recipe).output_dir) / "final"
     final.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(final.parent / "lock-once"):  # "lock" belongs to the training
         if not (final / "model.safetensors").exists():
@@ -51,25 +52,24 @@ def ensure_model(task: str, path: str | None) -> str:
     return str(final)
 
 
-def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Example]:
+def examples(
+    demonstrations: Sequence[Demonstration],
+    tokenizer: PreTrainedTokenizerFast,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[Example]:
     """Encode each demonstration as ids; only the turns, through their EOS, have labels."""
-    tools = [get_json_schema(tool) for tool in task.tools]
-    return [_example(one, tokenizer, tools) for one in task.demonstrations()]
-
-
-def _example(
-    demonstration: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]]
-) -> Example:
-    prompt, turns, answers = demonstration
-    ids = encode(prompt, tokenizer, tools=tools)
-    labels = [-100] * len(ids)
-    for turn, answer in zip_longest(turns, answers):
-        said = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
-        ids, labels = ids + said, labels + said
-        if answer is not None:
-            heard = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id, tools)
-            ids, labels = ids + heard, labels + [-100] * len(heard)
-    return {"input_ids": ids, "labels": labels}
+    encoded: list[Example] = []
+    for prompt, turns, answers in demonstrations:
+        ids = encode(prompt, tokenizer, tools=tools)
+        labels = [UNLABELLED] * len(ids)
+        for turn, answer in zip_longest(turns, answers):
+            said = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
+            ids, labels = ids + said, labels + said
+            if answer is not None:
+                heard = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id, tools)
+                ids, labels = ids + heard, labels + [UNLABELLED] * len(heard)
+        encoded.append({"input_ids": ids, "labels": labels})
+    return encoded
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ def build(
     args = args.located()
     check_precision(args.dtype)
     trainer.callbacks = checked(callbacks)
-    again = given_again(
-        *(args, peft_config, quantization_config, tools, environment_factory),
-        *(optimizers, trainer.value_model),
-    )
+    arguments = {"peft_config": peft_config, "quantization_config": quantization_config}
+    arguments |= {"tools": tools, "environment_factory": environment_factory}
+    arguments |= {"optimizers": optimizers, "value_model": trainer.value_model}
+    again = given_again(args, arguments)
     given = settled_inputs(
         *(args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory),
         trains=trainer.trains,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.plan import build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from tests.device.pretend.extension import ext

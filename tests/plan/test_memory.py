@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.plan import Memory, MetaModels, build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching, decode_attention

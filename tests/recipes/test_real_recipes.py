@@ -14,9 +14,10 @@ from rlhf_pg.cli import main
 from rlhf_pg.cli.recipes import find_recipe
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import parse
-from rlhf_pg.plan import Memory, build_meta_models, memory, predicted_memory
-from rlhf_pg.plan.footprint import Growth, of_update
+from rlhf_pg.plan import memory
+from rlhf_pg.plan.memory import Memory, build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
+from rlhf_pg.plan.token_budget import Growth, of_update
 from rlhf_pg.report.json_lines import read
 from tests.recipes import architectures
 

@@ -19,22 +19,22 @@ def two(tmp_path: Path) -> list[Path]:
 
 def test_tables_have_what_differs(two: list[Path]) -> None:
     results, config, versions = difference_tables(named_runs(two))
-    assert results.rows[0] == ["steps", "20", "30"]
-    assert config.head == ["key", "a", "b"]
-    assert config.rows == [
+    assert results["rows"][0] == ["steps", "20", "30"]
+    assert config["head"] == ["key", "a", "b"]
+    assert config["rows"] == [
         ["learning_rate", "1e-06", "3e-06"],
         ["new_key", "-", "true"],
         ["output_dir", "runs/synthetic", "runs/b"],  # a place: last, and dimmed
     ]
-    assert config.dimmed == 1
-    assert versions.rows == []
-    assert versions.note == "The same packages, device and number of processes."
+    assert config["dimmed"] == 1
+    assert versions["rows"] == []
+    assert versions["note"] == "The same packages, device and number of processes."
 
 
 def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
     (two[0] / "trace.jsonl").unlink()
     *_, versions = difference_tables(named_runs(two))
-    assert versions.note == "Not known of a."
+    assert versions["note"] == "Not known of a."
 
 
 def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) 
 def test_names_of_runs_differ() -> None:
     paths = [Path("/x/one/run"), Path("/x/two/run")]
     assert list(named_runs(paths)) == ["one/run", "two/run"]
-    assert list(named_runs([paths[0], paths[0]])) == ["1: /x/one/run", "2: /x/one/run"]
+    assert list(named_runs([paths[0], paths[0]])) == ["run"]

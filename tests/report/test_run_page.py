@@ -89,14 +89,14 @@ def test_packed_step_gives_tokens_back(run: Path) -> None:
     assert tokens is not None
     count = len(tokens.ids)
     assert header["columns"][0] == "advantage"
-    assert len(arrays) == count * (2 + 1 + 2 * len(header["columns"]))
-    entries = np.frombuffer(arrays[: 2 * count], np.uint8).reshape(2, count).T.copy().view("<u2")
+    assert len(arrays) == count * (4 + 1 + 2 * len(header["columns"]))
+    entries = np.frombuffer(arrays[: 4 * count], np.uint8).reshape(4, count).T.copy().view("<u4")
     texts = [header["vocabulary"]["texts"][entry] for entry in entries[:, 0]]
     assert texts == [visible(text) for text in tokens.texts]
     ids = [header["vocabulary"]["ids"][entry] for entry in entries[:, 0]]
     assert ids == tokens.ids.tolist()
-    assert list(arrays[2 * count : 3 * count]) == tokens.action.astype(int).tolist()
-    plane = np.frombuffer(arrays[3 * count : 5 * count], np.uint8).reshape(2, count)
+    assert list(arrays[4 * count : 5 * count]) == tokens.action.astype(int).tolist()
+    plane = np.frombuffer(arrays[5 * count : 7 * count], np.uint8).reshape(2, count)
     assert np.array_equal(
         plane.T.copy().view("<f2")[:, 0], tokens.numbers["advantage"].astype("<f2")
     )

@@ -19,6 +19,7 @@ from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.models import pretrained
 from rlhf_pg.rewards import RewardModel, train_reward_model
 from rlhf_pg.supervised.bradley_terry import (
+    Pair,
     PairScorer,
     _held_out,
     _load,
@@ -26,9 +27,9 @@ from rlhf_pg.supervised.bradley_terry import (
     calibration_error,
     centering_loss,
     collate,
+    load_pairs,
     pair_loss,
 )
-from rlhf_pg.supervised.pairs import Pair, load_pairs
 from tests.rewards.test_reward_model import TEMPLATE, by_hand, classifier, close, letters, says
 from tests.tiny import adapter, stir, tiny_model
 
@@ -278,7 +279,7 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     adapted = stir(get_peft_model(policy, adapter()))
     adapted.save_pretrained(tmp_path / "adapter")
     letters().save_pretrained(tmp_path / "adapter")
-    loaded = _load(tmp_path / "adapter", False, {})
+    loaded = _load(tmp_path / "adapter", config(tmp_path / "run"))
     whole = adapted.merge_and_unload()
     ids = torch.tensor([[5, 9, 4]])
     hidden = [m.base_model(ids).last_hidden_state for m in (loaded, whole, base)]
@@ -288,14 +289,14 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     train_reward_model(args, tmp_path / "adapter", None, pairs(), pairs(8))
     get_peft_model(classifier(), adapter(task_type="SEQ_CLS")).save_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="is of kind SEQ_CLS"):
-        _load(tmp_path / "x", False, {})
+        _load(tmp_path / "x", config(tmp_path / "run"))
 
 
 def test_options_of_loading_are_obeyed_or_refused(tmp_path):
     classifier().save_pretrained(tmp_path / "base")
     letters().save_pretrained(tmp_path / "base")
-    options = {"attention_dropout": 0.25, "attn_implementation": "eager"}
-    loaded = _load(tmp_path / "base", False, options)
+    options = {"model_init_kwargs": {"attention_dropout": 0.25}, "attn_implementation": "eager"}
+    loaded = _load(tmp_path / "base", config(tmp_path / "run", **options))
     assert loaded.config.attention_dropout == 0.25
     assert loaded.config._attn_implementation == "eager"
     args = config(tmp_path / "run", model_init_kwargs={"attention_dropuot": 0.25})

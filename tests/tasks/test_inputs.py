@@ -16,7 +16,7 @@ from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.files import located
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.tasks.inputs import given_again, names_of, settled_inputs
+from rlhf_pg.tasks.inputs import given_again, name_of, settled_inputs
 from rlhf_pg.trainers.evaluation import without_training
 
 REWARDS = """
@@ -153,12 +153,12 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
     monkeypatch.setattr(sys.modules["__main__"], "of_script", of_script, raising=False)
     (tmp_path / "mine.py").write_text(REWARDS)
     functions = [load(f"{tmp_path}/mine.py:even"), total, json.dumps, lambda **_: [], str, "a/b"]
-    assert names_of(functions) == (
+    assert tuple(map(name_of, functions)) == (
         *(f"{tmp_path}/mine.py:even", TOTAL, "json:dumps", "python:<lambda>"),
         *("python:str", "model:a/b"),
     )
     assert load(TOTAL) is total
-    assert names_of([of_script]) == ("python:of_script",)
+    assert name_of(of_script) == "python:of_script"
     args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
     with pytest.raises(
         ValueError, match="a reward that was given in Python and that no name finds"
@@ -169,13 +169,9 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("keys", "given", "message"),
     [
-        ({"dataset_name": "a/b"}, {}, "train_dataset and dataset_name"),
-        ({"task": "arithmetic"}, {}, "train_dataset and task"),
-        (
-            {"eval_dataset_name": "a/b"},
-            {"eval_dataset": ROWS},
-            "eval_dataset and eval_dataset_name",
-        ),
+        ({"dataset_name": "a/b"}, {}, "twice, as train_dataset and dataset_n"),
+        ({"task": "arithmetic"}, {}, "twice, as train_dataset and task"),
+        ({"eval_dataset_name": "a/b"}, {"eval_dataset": ROWS}, "twice, as eval_dataset"),
         ({}, {"train_dataset": [{"a": 1}, {"a": "b"}]}, "train_dataset: the list cannot become a"),
     ],
 )
@@ -230,9 +226,8 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
 
 
 def test_arguments_that_say_nothing_are_not_given():
-    given = (None, object(), [], {"a": list}, (None, None), "path")
-    names = ("quantization_config", "environment_factory", "value_model")
-    assert given_again(GRPOConfig(), *given) == names
+    given = {"a": None, "b": object(), "c": [], "d": {"e": 1}, "f": (None, None), "g": "path"}
+    assert given_again(GRPOConfig(), given) == ("b", "d", "g")
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from rlhf_pg.tasks.preference import (
     FOLLOWS,
     FOODS,
     KINDS,
+    NOISE_SCALE,
     ROOMS,
     VALENCES,
     draw_pairs,
     gold,
     gold_score,
-    preferred_probability,
 )
-from rlhf_pg.tasks.warm_start import _examples
+from rlhf_pg.tasks.warm_start import examples
 
 SOUP, TENT = "our soup here was ", "our tent here was "
 
@@ -116,7 +116,7 @@ def test_gold_is_reward_function_name(task):
 def test_tastes_differ_by_thing_and_every_word_has_kind():
     assert any(food * room < 0 for food, room in VALENCES.values())
     assert all(valence != 0 for both in VALENCES.values() for valence in both)
-    assert set(KINDS.values()) | {"start", "other"} == set(FOLLOWS)
+    assert set(KINDS.values()) | {"start", "other"} == set(FOLLOWS) | {"stop", "other"}
 
 
 # ------------------------------------------------------------------------------------------- data
@@ -172,19 +172,15 @@ def test_some_paired_reviews_are_malformed(pairs):
     assert any(" . ." in text for text in said)
 
 
-@pytest.mark.parametrize(
-    ("better", "worse", "expected"),
-    [(1, 1, 0.5), (0.35, 0, 1 / (1 + math.exp(-1))), (0, 0.7, 1 / (1 + math.exp(2)))],
-)
-def test_preferred_probability_is_sigmoid(better, worse, expected):
-    assert preferred_probability(better, worse) == pytest.approx(expected)
+def preferred_probability(gap: float) -> float:
+    return 1 / (1 + math.exp(-gap / NOISE_SCALE))
 
 
 def test_better_review_wins_with_formula_frequency(pairs):
     gaps = [better - worse for better, worse in map(scores, pairs[0])]
     for low, high in ((0.0, 0.2), (0.2, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 9.0)):
         near = [gap for gap in gaps if low < abs(gap) <= high]
-        expected = [preferred_probability(abs(gap), 0) for gap in near]
+        expected = [preferred_probability(abs(gap)) for gap in near]
         deviation = math.sqrt(sum(p * (1 - p) for p in expected))
         assert len(near) > 500
         assert abs(sum(gap > 0 for gap in near) - sum(expected)) < 4 * deviation
@@ -194,7 +190,7 @@ def test_better_review_wins_with_formula_frequency(pairs):
 def test_perfect_judge_has_90_percent_accuracy(pairs):
     for split in pairs:
         gaps = [better - worse for better, worse in map(scores, split)]
-        bayes = statistics.mean(preferred_probability(abs(gap), 0) for gap in gaps)
+        bayes = statistics.mean(preferred_probability(abs(gap)) for gap in gaps)
         assert 0.88 < bayes < 0.93
         assert statistics.mean(gap > 0 for gap in gaps) == pytest.approx(bayes, abs=0.04)
 
@@ -241,7 +237,7 @@ def test_every_pair_and_review_fits_model(task, pairs, tokenizer):
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
     longest = max(len(text.split()) for split in pairs for key in split[:] for text in split[key])
     assert 4 + longest < limit
-    example = _examples(task, tokenizer)[0]
+    example = examples(task.demonstrations(), tokenizer)[0]
     ids = torch.tensor([example["input_ids"]])
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
 

@@ -16,7 +16,7 @@ from rlhf_pg.supervised.sft import pad_examples
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
-from rlhf_pg.tasks.warm_start import _example, _examples, ensure_model, warm_start
+from rlhf_pg.tasks.warm_start import ensure_model, examples, warm_start
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
@@ -180,9 +180,9 @@ def test_every_problem_fits_model(task):
 
 
 def test_only_answer_and_eos_have_labels(task, tokenizer):
-    examples = _examples(task, tokenizer)
-    assert len(examples) == len(task.train_dataset)
-    rows = zip(task.train_dataset["prompt"], task.train_dataset["answer"], examples, strict=True)
+    encoded = examples(task.demonstrations(), tokenizer)
+    assert len(encoded) == len(task.train_dataset)
+    rows = zip(task.train_dataset["prompt"], task.train_dataset["answer"], encoded, strict=True)
     for prompt, answer, example in list(rows)[::97]:
         ids, labels = example["input_ids"], example["labels"]
         assert tokenizer.decode(ids) == f"{prompt}{answer}<eos>"
@@ -229,7 +229,7 @@ def test_two_step_warm_start_loads_with_lower_loss(tmp_path):
     assert not any(p.equal(q) for p, q in pairs)
 
     def loss(of):
-        rows = _examples(arithmetic(), tokenizer)[:64]
+        rows = examples(arithmetic().demonstrations(), tokenizer)[:64]
         return of.eval()(**pad_examples(rows, 0)).loss.item()
 
     assert loss(model) < loss(untrained) - 0.05
@@ -264,7 +264,7 @@ def test_only_demonstrated_turns_have_labels():
     task = guess()
     _, tokenizer = task.new_model()
     shown = Demonstration("1-9:", ["5", "12", "6"], [">", "<"])
-    example = _example(shown, tokenizer, [])
+    [example] = examples([shown], tokenizer)
     assert tokenizer.decode(example["input_ids"]) == "1-9:5<eos>>12<eos><6<eos>"
     learnt = [label for label in example["labels"] if label != -100]
     assert tokenizer.decode(learnt) == "5<eos>12<eos>6<eos>"
@@ -276,7 +276,7 @@ def test_chat_demonstration_is_rendered_as_in_play():
     _, tokenizer = task.new_model()
     answers = [[{"role": "tool", "content": "42"}]]
     shown = Demonstration([{"role": "user", "content": "6*7"}], ["<tool_call>", "42"], answers)
-    example = _example(shown, tokenizer, [get_json_schema(task.tools[0])])
+    [example] = examples([shown], tokenizer, [get_json_schema(task.tools[0])])
     row = "<tools>calculate<user>6*7<assistant><tool_call><eos><tool>42<assistant>42<eos>"
     assert tokenizer.decode(example["input_ids"]) == row
     learnt = [label for label in example["labels"] if label != -100]
@@ -302,5 +302,5 @@ def test_demonstrations_fit_model(name):
     assert all(len(turns) == len(answers) + 1 for _, turns, answers in shown)
     assert len({len(turns) for _, turns, _ in shown}) > 1
     tools = [get_json_schema(tool) for tool in task.tools]
-    longest = max(len(_example(one, tokenizer, tools)["input_ids"]) for one in shown[:500])
+    longest = max(len(x["input_ids"]) for x in examples(shown[:500], tokenizer, tools))
     assert longest <= 64

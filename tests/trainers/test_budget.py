@@ -12,7 +12,7 @@ from rlhf_pg import GRPOConfig, PPOTrainer
 from rlhf_pg.config.parse import parse
 from rlhf_pg.models import softmax
 from rlhf_pg.plan import token_budget
-from rlhf_pg.plan.footprint import blueprint, footprint, of_update, probe
+from rlhf_pg.plan.token_budget import blueprint, footprint, of_update, probe
 from rlhf_pg.trainers.learner import Learner
 
 

@@ -93,7 +93,7 @@ async function unpacked(bytes) {
   };
   step.numbers = {};
   if (step.vocabulary) {
-    step.entries = take(step.wide ? 4 : 2);
+    step.entries = take(4);
     step.action = take(1);
     for (const name of step.columns) step.numbers[name] = Float32Array.from(take(2), half);
   }

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.plan import build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from tests.gpu.check import Check, Result

@@ -6,8 +6,7 @@ import pytest
 
 from rlhf_pg.rollout import Observation
 from rlhf_pg.rollout.multi_turn.environment import check_observation, check_prompt
-from rlhf_pg.tasks.calculator import calculate, last_word
-from rlhf_pg.tasks.guess import Guess, found
+from rlhf_pg.tasks.multi_turn import Guess, calculate, found, last_word
 
 CHAT = [{"role": "user", "content": "q"}]
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Observation, SamplingParams, source_of
 from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
 from rlhf_pg.rollout.multi_turn.episodes import episode_counts
-from rlhf_pg.tasks.calculator import CHARACTERS
+from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
 
