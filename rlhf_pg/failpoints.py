@@ -1,8 +1,7 @@
 """Failpoints: places where a run can be made to fail, as machines do.
 
-`RLHF_PG_FAULT=<point>:<action>` fails when the point is passed for the first time, and
-`<point>:<action>@<n>` when it is passed for the n-th time; actions are kill, enospc and eio.
-Without the variable a failpoint does nothing.
+`RLHF_PG_FAULT=<point>:<action>` fails when the point is first passed, `<point>:<action>@<n>` when
+it is passed for the n-th time; actions are kill, enospc and eio.
 """
 
 import errno

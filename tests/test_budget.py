@@ -29,17 +29,17 @@ BUDGETS = {
 TODAY = {
     "config": 2453,
     "data": 1341,
-    "models": 2490,
-    "rollout": 3261,
+    "models": 2299,
+    "rollout": 3042,
     "rewards": 2049,
-    "supervised": 1017,
-    "trainers": 3419,
+    "supervised": 1012,
+    "trainers": 3417,
     "runtime": 1205,
     "checkpoint": 777,
     "report": 1649,
-    "plan": 452,
+    "plan": 451,
     "tasks": 949,
-    "boundary": 475,
+    "boundary": 436,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 

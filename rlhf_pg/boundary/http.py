@@ -32,12 +32,8 @@ class Client:
     A connection that fails, a late answer, one that cannot be read and the statuses 408, 429 and
     5xx lead to another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
 
-    Args:
-        url: the address, to which paths are appended.
-        timeout: seconds for one whole answer, from the name lookup to the last byte.
-        retries: further attempts after the first.
-        concurrency: requests at the same time, by this process.
-        key: sent as `Authorization: Bearer`; empty for none.
+    Paths are appended to `url`. The `timeout` in seconds is for one whole answer, and `concurrency`
+    bounds the requests at a time of this process. A `key` is sent as `Authorization: Bearer`.
     """
 
     def __init__(
@@ -55,15 +51,10 @@ class Client:
         )
 
     async def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        """Return what `read` makes of the answer.
+        """Return what `read` makes of the answer to a POST of a body as JSON, or to a GET.
 
-        Args:
-            body: posted as JSON; None makes it a GET.
-            read: raises ValueError, TypeError or LookupError if an answer is malformed.
-
-        Raises:
-            Refused: the server answered with a status from 300 to 499, except for `TEMPORARY`.
-            Unanswered: all attempts have failed.
+        `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
+        status is from 300 to 499, but for `TEMPORARY`; Unanswered if all attempts have failed.
         """
         content, failure = None if body is None else json.dumps(body, allow_nan=False), ""
         async with self._free:

@@ -15,13 +15,9 @@ def without_launcher() -> dict[str, str]:
 
 
 def check_precision(dtype: str) -> None:
-    """Refuse a launcher's mixed precision that is not what the config computes in.
+    """Refuse (ValueError) a launcher's mixed precision that is not what the config computes in.
 
-    The config alone decides on precision: a launcher's default file, which may be of another
-    project, must not change the numbers of a run.
-
-    Raises:
-        ValueError: `accelerate launch` was told another `--mixed_precision`.
+    A launcher's default file may be of another project, and must not change a run's numbers.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked == "no" or (asked == "bf16" and dtype == "bfloat16"):

@@ -46,11 +46,8 @@ def call_beside(
     """Call a function, plain or async, concurrently with all others.
 
     A plain one has its own thread, which is left behind if it is late, and does not keep the
-    process from ending. What can be awaited is cancelled if it is late, and not waited for.
-
-    Raises:
-        TimeoutError: from the future: it took longer than `timeout` seconds.
-        RuntimeError: from the future: it raised what would end the run.
+    process from ending. What can be awaited is cancelled if it is late. The future raises
+    TimeoutError after `timeout` seconds, and RuntimeError for what would end the run.
     """
     future: Future[Any] = Future()
 
@@ -101,11 +98,7 @@ def result_of(future: Future[T]) -> T:
 
 @contextmanager
 def foreign(who: str) -> Iterator[None]:
-    """Run users' code inside, and keep it from ending the process.
-
-    Raises:
-        RuntimeError: it called `sys.exit`.
-    """
+    """Run users' code inside; RuntimeError if it calls `sys.exit`."""
     try:
         yield
     except SystemExit as error:

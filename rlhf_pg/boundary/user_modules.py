@@ -27,16 +27,9 @@ OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that a trac
 def load(name: str) -> Any:
     """Import what a name means: `file.py:name`, `package.module:name` or `package.module.name`.
 
-    Args:
-        name: a file, by its path; or an installed module, or one of the working directory or, with
-            a directory in front (`directory/package.module:name`), of that one.
-
-    Returns:
-        The object of that name.
-
-    Raises:
-        ValueError: there is no such file or module, its import fails (the message has its own
-            traceback), it has no such name, or what has the name cannot be called.
+    A module is an installed one or one of the working directory, or of the directory in front of it
+    (`directory/package.module:name`). ValueError if there is no such file or module, its import
+    fails (the message has its traceback), or it has no function of that name.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if "://" in name or name.endswith(".py") or not place:
@@ -58,11 +51,8 @@ def load(name: str) -> Any:
         raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{said}") from None
     found = getattr(module, attribute, None)
     if found is None:
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and callable(value) and not inspect.isclass(value)
-        ]
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        functions = [k for k, v in public.items() if callable(v) and not inspect.isclass(v)]
         raise ValueError(
             f"{quoted(name)}: it has no function {quoted(attribute)}"
             f"{nearest(attribute, functions)}; functions in it: {', '.join(functions) or 'none'}"
@@ -75,13 +65,8 @@ def load(name: str) -> Any:
 
 
 def find_file(path: str, name: str) -> Path:
-    """Return the absolute path of a file; a relative one is in the working directory.
-
-    Args:
-        name: what the file is wanted for, in the error.
-
-    Raises:
-        ValueError: there is none.
+    """Return the absolute path of a file, which is in the working directory if it is relative;
+    ValueError, with the `name` that it is wanted for, if there is none.
     """
     file = Path(os.path.abspath(Path(path).expanduser()))
     if not file.is_file():
@@ -111,11 +96,8 @@ def import_file(file: Path) -> ModuleType:
 
 def loaded() -> dict[str, str]:
     """Return the file of each module that `import_file` has made, by the module's name."""
-    return {
-        name: str(module.__file__)
-        for name, module in list(sys.modules.items())
-        if name.startswith(PREFIX)
-    }
+    found = [name for name in sys.modules if name.startswith(PREFIX)]
+    return {name: str(sys.modules[name].__file__) for name in found}
 
 
 def _search(directory: Path) -> None:

@@ -7,21 +7,18 @@ weights are in memory once.
 import copy
 import difflib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
 import torch
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.pretrained import from_pretrained
+from rlhf_pg.config.inputs import AdapterConfig
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,14 +29,28 @@ LOADED = (PreTrainedModel, PeftModel)
 # in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
 MOST_LOST = 0.1
 
-# Keys in which the config of a restored adapter may differ: they change nothing that is computed.
-MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-
 
 def share_frozen(module: M) -> M:
     """Copy a module, except for its frozen parameters, which the copy shares."""
     frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
     return copy.deepcopy(module, frozen)
+
+
+def adapter_of(args: AdapterConfig, given: Any) -> Any:
+    """Return the adapter's config: the given one, or with `use_peft` that of LoRA (Hu et al. 2021),
+    by default on every linear layer but the head.
+    """
+    if not args.use_peft:
+        return given
+    if given is not None:
+        raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
+    return LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=list(args.lora_target_modules or ()) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
@@ -73,13 +84,10 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
 def _check_targets(model: nn.Module, config: Any) -> None:
     """Refuse a target that matches no module; peft accepts it if another target matches."""
     targets = getattr(config, "target_modules", None)
-    if targets is None or targets == "all-linear":
+    if targets is None or isinstance(targets, str):  # a regex, of which peft says it
         return
     names = [name for name, _ in model.named_modules()]
-    if isinstance(targets, str):
-        unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    else:
-        unmatched = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
+    unmatched = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
     if unmatched:
         ends = {name.rsplit(".", 1)[-1] for name in names}
         leaves = sorted(end for end in ends if end.isidentifier())
@@ -92,14 +100,12 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 def check_kind(model: PreTrainedModel) -> None:
     """Refuse several adapters, one not named "default", and a prompt, which cannot be trained."""
-    if not isinstance(model, PeftModel):
-        return
-    if list(model.peft_config) != ["default"]:
+    if isinstance(model, PeftModel) and list(model.peft_config) != ["default"]:
         raise ValueError(
             f"the model has the adapters {', '.join(model.peft_config)}: one adapter is trained "
             'and saved, under the name that peft gives it, "default"'
         )
-    if model.active_peft_config.is_prompt_learning:
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         kind = type(model.active_peft_config).__name__
         raise ValueError(f"peft_config is a {kind}, which has no weights to adapt: use LoraConfig")
 
@@ -167,6 +173,13 @@ def lost_in_merge(model: nn.Module) -> float:
     over all weights together: 1 where the adapter is too small to move any weight, and nearly 0 in
     float32. Layers are copied one at a time.
     """
+
+    def merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+        copied = copy.deepcopy(layer)
+        copied.get_base_layer().to(dtype)
+        copied.merge()
+        return copied.get_base_layer().weight  # type: ignore[no-any-return]
+
     error = change = 0.0
     for layer in model.modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -174,19 +187,10 @@ def lost_in_merge(model: nn.Module) -> float:
         base: Any = getattr(layer.get_base_layer(), "weight", None)
         if base is None or torch.promote_types(base.dtype, torch.float32) == base.dtype:
             continue
-        rounded, exact = (_merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
+        rounded, exact = (merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
         error += float((rounded.float() - exact).square().sum())
         change += float((exact - base.float()).square().sum())
     return math.sqrt(error / change) if change else 0.0
-
-
-def _merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a merged copy of the layer whose base is cast to `dtype` first."""
-    merged = copy.deepcopy(layer)
-    merged.get_base_layer().to(dtype)
-    merged.merge()
-    weight: Tensor = merged.get_base_layer().weight
-    return weight
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:
@@ -202,23 +206,3 @@ def _tied_layers(model: nn.Module) -> Iterator[Any]:
             base: Any = layer.get_base_layer()
             if owners[id(getattr(base, "weight", None))] > 1:
                 yield base
-
-
-def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter, unless
-    that lacks a tensor or has another config, such as a scale, which is no tensor (ValueError).
-    """
-    if isinstance(model, PeftModel):
-        saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
-        for key in saved.keys() & here.keys() - MAY_DIFFER:
-            if saved[key] != here[key]:
-                raise ValueError(
-                    f"the adapter in {path} has {key} {saved[key]!r}, and this one {here[key]!r}: "
-                    "resume with the same peft_config"
-                )
-        peft.set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
-    else:
-        saved = from_pretrained(
-            type(model), path, trust_remote_code=False, dtype=model.dtype, use_safetensors=True
-        )
-        model.load_state_dict(saved.state_dict())

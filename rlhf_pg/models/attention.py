@@ -128,9 +128,9 @@ def window(model: PreTrainedModel) -> float:
 def settle_positions(model: nn.Module, longest: int) -> None:
     """Make LongRoPE positions (Ding et al. 2024) turn at one speed, whatever a row's length.
 
-    Beyond its original length such a model changes the speed: for all rows of a batch once one of
-    them is that long, and in sampling from one token on, while earlier keys stay as they are.
-    Sampling and scoring would then disagree. Here the longest row of the run decides, as in vLLM.
+    Such a model changes the speed once a row of the batch is longer than its original length, and
+    in sampling from one token on, so sampling and scoring would disagree. Here the longest row of
+    the run decides, as in vLLM.
     """
     rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]
     for module in rotary:

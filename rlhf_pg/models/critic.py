@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import safetensors.torch as safetensors
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import (
@@ -21,16 +22,28 @@ from rlhf_pg.models.adapters import (
     add_adapter,
     freeze_all_but,
     freeze_unread,
-    load_weights,
     share_frozen,
     trunk,
 )
-from rlhf_pg.models.loading import ATTENTION, PLACES, load_model
-from rlhf_pg.models.modes import train_as_evaluated
+from rlhf_pg.models.loading import (
+    ATTENTION,
+    PLACES,
+    about,
+    check_vocabulary,
+    has_tokenizer,
+    load_model,
+    load_weights,
+    opening,
+    tokenizer_from_pretrained,
+)
+from rlhf_pg.models.modes import (
+    checkpoint_activations,
+    checkpoints,
+    disable_dropout,
+    train_as_evaluated,
+)
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.policy import Policy
-from rlhf_pg.models.pretrained import about, opening, tokenizer_from_pretrained
-from rlhf_pg.models.tokenizers import check_vocabulary, has_tokenizer
+from rlhf_pg.models.policy import Policy, Reference
 from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
@@ -92,8 +105,17 @@ class Critic(nn.Module):
         """Return the values before each token (B,T), and of the state after the last one (B,); a
         critic that shares the policy's trunk needs the `hidden_states` `of_policy`.
         """
-        if self.head is None:
-            values, states = self._given(batch)
+        if self.head is None:  # a module that computes the values itself
+            assert self.model is not None
+            inputs, states, _ = lay_out_padded(batch)
+            given: Tensor = self.model(**inputs)
+            values = given.squeeze(-1) if given.ndim == 3 else given
+            if values.shape != inputs["input_ids"].shape:
+                raise ValueError(
+                    "value_model must give one value per token, "
+                    f"{tuple(inputs['input_ids'].shape)}, got {tuple(given.shape)}"
+                )
+            values = widen(values).flatten()
         else:
             read = of_policy or hidden_states(trunk(self.model), batch, self.window)
             values, states = self.head(read.hidden), read.states
@@ -104,19 +126,6 @@ class Critic(nn.Module):
         before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
         ends = values.index_select(0, states.gather(1, end).squeeze(1))
         return torch.where(mask, before, 0.0), ends
-
-    def _given(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the values of a module that computes them itself, and the places of the states."""
-        assert self.model is not None
-        inputs, states, _ = lay_out_padded(batch)
-        given: Tensor = self.model(**inputs)
-        values = given.squeeze(-1) if given.ndim == 3 else given
-        if values.shape != inputs["input_ids"].shape:
-            raise ValueError(
-                f"value_model must give one value per token, {tuple(inputs['input_ids'].shape)}, "
-                f"got {tuple(given.shape)}"
-            )
-        return widen(values).flatten(), states
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
         """Save trunk or adapter as `from_pretrained` reads them, and the head beside them.
@@ -153,9 +162,8 @@ class Critic(nn.Module):
 class ActorCritic(nn.Module):
     """A policy and its critic as one module, wrapped once and trained by one optimizer.
 
-    `recompute` recomputes the activations of a separate critic in the backward pass. That reaches
-    the critic, which is forwarded first, when the policy's activations are gone: no more of them
-    live at a time than without a critic.
+    `recompute` recomputes the activations of a separate critic in the backward pass, which reaches
+    the critic when the policy's are gone: no more live at a time than without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
@@ -181,6 +189,44 @@ class ActorCritic(nn.Module):
         return scored._replace(values=values, end_values=end)
 
 
+class Models(NamedTuple):
+    """The models of a run: those that it trains, and the reference that it compares them with."""
+
+    policy: Policy
+    critic: Critic | None
+    reference: Reference | None
+    module: nn.Module  # the one that is trained: the policy, or policy and critic
+
+
+def assemble(
+    model: PreTrainedModel,
+    args: PolicyGradientConfig,
+    critic: Critic | None,
+    most_tokens: int,
+    chunk_size: int,
+) -> tuple[Policy, nn.Module]:
+    """Return the policy, and the module that is trained: the policy, or policy and critic."""
+    has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
+    balanced = args.router_aux_loss_coef > 0
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)
+    module: nn.Module = policy
+    if critic is not None:
+        # With adapters, activations take most of the memory. Checkpointing recomputes by itself.
+        recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
+        module = ActorCritic(policy, critic, recompute)
+    if args.disable_dropout:
+        disable_dropout(module)
+    else:
+        policy.keep_dropout()
+        if critic is not None:
+            critic.keep_dropout()
+    for part in (model, None if critic is None else critic.model):
+        # The user may have turned it on in the model itself, in another form than ours.
+        if part is not None and (args.gradient_checkpointing or checkpoints(part)):
+            checkpoint_activations(part, args.gradient_checkpointing == "offload")
+    return policy, module
+
+
 def new_critic(
     policy_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -196,15 +242,13 @@ def new_critic(
 
     Args:
         shared: put a head on the policy's own trunk.
-        value_model: a path, a Hub id or an object. The critic takes the trunk of any `transformers`
-            model (copied if it is an object); what an earlier run left in `critic/` also has its
-            head. Any other module computes the values itself (see `Critic`), and is trained in
-            place.
-        peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
-            one like the policy's own adapter, if it has one.
+        value_model: a path, a Hub id or an object. The trunk of a `transformers` model is taken
+            (copied if it is an object), from an earlier run's `critic/` with its head. Any other
+            module computes the values itself (see `Critic`), and is trained in place.
+        peft_config: an adapter to train on the trunk of `value_model`; by default one like the
+            policy's own, if it has one.
         random_seed: start from random weights with this seed, in the policy's architecture.
-        model_options: arguments of `from_pretrained` for a path, as in `load_model`; those that say
-            where the policy's files are do not count.
+        model_options: as in `load_model`, but for the places of the policy's files.
 
     Raises:
         ValueError: there is no such model, it has another vocabulary, it is the policy itself, or
@@ -228,7 +272,7 @@ def new_critic(
         adapted = isinstance(policy_model, PeftModel)
         copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
         return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
-    is_path = not isinstance(value_model, nn.Module)
+    path = None if isinstance(value_model, nn.Module) else value_model
     if isinstance(value_model, nn.Module):
         trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
         if any(id(p) in trained for p in value_model.parameters()):
@@ -240,26 +284,33 @@ def new_critic(
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
     given = (model_options or {}).items()
-    options = {k: v for k, v in given if k == ATTENTION or (is_path and k not in PLACES)}
+    options = {k: v for k, v in given if k == ATTENTION or (path and k not in PLACES)}
     with about(VALUE_MODEL):
         model = load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
     check_vocabulary(tokenizer, model, "value_model")
-    if not isinstance(value_model, nn.Module) and has_tokenizer(value_model):
+    if path is not None and has_tokenizer(path):
         with about(VALUE_MODEL):
-            own = tokenizer_from_pretrained(value_model, trust_remote_code=trust_remote_code)
+            own = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"value_model {value_model} has another vocabulary than the policy, whose tokens "
-                "the critic must read: start it from a model with the same tokenizer"
+                f"value_model {path} has another vocabulary than the policy, whose tokens the "
+                "critic must read: start it from a model with the same tokenizer"
             )
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
-    if not isinstance(value_model, nn.Module) and (Path(value_model) / HEAD_FILE).exists():
-        with about(VALUE_MODEL), opening("value head", value_model):
-            head.load_state_dict(safetensors.load_file(Path(value_model) / HEAD_FILE))
+    if path is not None and (file := Path(path) / HEAD_FILE).exists():
+        with about(VALUE_MODEL), opening("value head", path):
+            head.load_state_dict(safetensors.load_file(file))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):
-        model = add_adapter(model, _for_trunk(peft_config))
+        config = copy.deepcopy(peft_config)
+        config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
+        config.base_model_name_or_path = None
+        if isinstance(config.target_modules, set):
+            # A loaded adapter names every module by its path in the policy, perhaps of another
+            # depth.
+            config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
+        model = add_adapter(model, config)
     return Critic(_without_head(model), head)
 
 
@@ -274,14 +325,3 @@ def _head(model: PreTrainedModel, dtype: torch.dtype) -> ValueHead:
     config = model.config.get_text_config()
     # OPT may project its hidden states to another width.
     return ValueHead(getattr(config, "word_embed_proj_dim", config.hidden_size), dtype)
-
-
-def _for_trunk(peft_config: Any) -> Any:
-    """Return the same adapter config for a model without a head, perhaps of another depth."""
-    config = copy.deepcopy(peft_config)
-    config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
-    config.base_model_name_or_path = None
-    if isinstance(config.target_modules, set):
-        # A loaded adapter names every module by its path in the policy.
-        config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
-    return config

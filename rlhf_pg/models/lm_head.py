@@ -5,41 +5,120 @@ time and are turned into their own gradient in place. Where there are several ch
 computed again in the backward pass instead of being kept.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.logit_transform import NOTHING, LogitTransform, output_layer
-from rlhf_pg.models.softmax import TokenDistribution, token_scores
+from rlhf_pg.masking import widen
+from rlhf_pg.models.adapters import LOADED, trunk
+from rlhf_pg.models.modes import evaluating
 
-# Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 and
-# width 256 took, on one CPU core, 2.4 s with all logits kept, 2.7 s in chunks of this size or half
-# of it, which computes them twice, and 4.9 s with plain log_softmax.
+# Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 took
+# 2.7 s on a CPU core in such chunks, 2.4 s with all logits kept, 4.9 s with plain log_softmax.
 CHUNK_SIZE = 2**24
 # Bytes of GPU memory for each logit that lives, 2^29 in 80 GiB: a logit takes up to 14 bytes,
 # forward or backward, so a chunk is a tenth of the memory at most.
 MEMORY_PER_LOGIT = 160
+# Numbers per CPU core in one block: they stay in its cache, so further passes are nearly free.
+BLOCK = 2**17
+# exp of this is 0 in every dtype, and 0 times this is not NaN, as it is for -inf.
+IMPOSSIBLE = -1e4
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """A function that a model applies to the output x of its head: s x, or c tanh(s x / c)."""
+
+    scale: float = 1.0  # s
+    cap: float | None = None  # c
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the model's logits."""
+        scaled = x * self.scale
+        return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
+
+
+NOTHING = LogitTransform()
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """The mapping from the output of the head to the distribution of a token, and its gradient."""
+
+    temperature: float
+    transform: LogitTransform
+    entropy_gradient: bool
+
+    @property
+    def slope(self) -> float:
+        """The derivative of `logits` without a cap."""
+        return self.transform.scale / self.temperature
+
+    def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the argument of softmax, (n,V), and a cap's factor in the derivative."""
+        z, bend = widen(output[rows]), None
+        if self.transform.cap is not None:
+            bent = (z * (self.transform.scale / self.transform.cap)).tanh()
+            z, bend = bent * (self.transform.cap / self.temperature), 1 - bent**2
+        elif self.slope != 1:
+            z = z * self.slope
+        return z, bend
+
+    def scores(self, output: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, (N,)."""
+        logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
+        entropies = torch.empty_like(logprobs)
+        for rows in _blocks(output):
+            everywhere = self.logits(output, rows)[0].log_softmax(-1)
+            logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
+            everywhere.clamp_(min=IMPOSSIBLE)
+            entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
+        return logprobs, entropies
+
+    def to_gradient(
+        self,
+        output: Tensor,
+        tokens: Tensor,
+        entropies: Tensor,
+        to_logprobs: Tensor,
+        to_entropies: Tensor,
+    ) -> None:
+        """Overwrite the output with its gradient, given the gradients of the scores."""
+        to_logprobs = to_logprobs[:, None] * self.slope
+        to_entropies = to_entropies[:, None] * self.slope
+        for rows in _blocks(output):
+            z, bend = self.logits(output, rows)
+            if self.entropy_gradient:
+                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
+                p = everywhere.exp()
+                surprise = everywhere.add_(entropies[rows, None])
+                gradient = p.mul_(surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows]))
+            else:
+                gradient = z.softmax(-1).mul_(-to_logprobs[rows])
+            gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
+            output[rows] = gradient if bend is None else gradient.mul_(bend)
 
 
 @dataclass(frozen=True)
 class ChunkedLMHead:
     """The head of `model` and what follows it, as one function of hidden states.
 
-    It is no module: it owns nothing and calls the model's own layer, so adapters, tied weights and
-    the hooks that gather sharded weights keep working. A plain linear layer is called once and
-    computes the scores of all chunks meanwhile; any other layer is called for the logits of each
-    chunk.
+    It owns nothing and calls the model's own layer, so adapters, tied weights and the hooks that
+    gather sharded weights keep working. A plain linear layer is called once, for the scores of all
+    chunks; any other layer is called for the logits of each chunk.
     """
 
-    model: PreTrainedModel  # with an adapter or without; `logit_transform_of` has an answer for it
+    model: PreTrainedModel  # with an adapter or without; see `logit_transform_of`
     temperature: float  # divides every logit
     entropy_gradient: bool  # whether the entropy is part of the loss; otherwise it is detached
     # The same in every process whatever its rows, since each call of the layer may be a collective.
@@ -56,34 +135,25 @@ class ChunkedLMHead:
         assert layer is not None
         linear: Any = _plain(layer)
         if linear is not None and self.chunks > 1:
+            settings = self.temperature, self.transform, self.entropy_gradient
+            after: Any = (tokens, TokenDistribution(*settings), self.chunks)
             # A call of the layer computes something else, between the same hooks.
-            linear.forward = partial(self._scores, linear, tokens)
+            linear.forward = lambda x: _ChunkedScores.apply(x, linear.weight, linear.bias, *after)  # type: ignore[no-untyped-call]
             try:
                 scores: tuple[Tensor, Tensor] = layer(hidden)
             finally:
                 del linear.forward
             return scores
-        split = (x.tensor_split(self.chunks) for x in (hidden, tokens))
-        chunks = [self._chunk(layer, *chunk) for chunk in zip(*split, strict=True)]
-        logprobs, entropies = zip(*chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
-
-    def _scores(self, layer: nn.Linear, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        distribution = TokenDistribution(self.temperature, self.transform, self.entropy_gradient)
-        scores: Any = _ChunkedScores.apply
-        both: tuple[Tensor, Tensor] = scores(
-            hidden, layer.weight, layer.bias, tokens, distribution, self.chunks
-        )
-        return both
-
-    def _chunk(self, layer: nn.Module, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         # A linear layer keeps its input for the backward pass but not its output, so only the
         # output needs recomputing. With dropout the output would be another one.
         drops = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
-        again = partial(layer, hidden.detach()) if self.chunks > 1 and not drops else None
-        return token_scores(
-            layer(hidden), tokens, self.temperature, self.entropy_gradient, self.transform, again
-        )
+        parts = []
+        for x, y in zip(*(x.tensor_split(self.chunks) for x in (hidden, tokens)), strict=True):
+            again = partial(layer, x.detach()) if self.chunks > 1 and not drops else None
+            options = (self.temperature, self.entropy_gradient, self.transform, again)
+            parts.append(token_scores(layer(x), y, *options))
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -185,3 +255,119 @@ def chunk_size_for(memory: int | None) -> int:
 def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
     """Return how many chunks keep the logits of a full micro-batch within `chunk` numbers each."""
     return max(1, min(tokens, -(-tokens * vocabulary // chunk)))
+
+
+def token_scores(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    transform: LogitTransform = NOTHING,
+    again: Callable[[], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
+
+        d log p_y / dz_v = (1[v = y] - p_v) / temperature
+        dH / dz_v        = -p_v (log p_v + H) / temperature
+
+    Both are in at least float32, whatever the dtype of the logits; a token of probability 0 adds 0.
+
+    Args:
+        logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
+            an error if anything else needs them.
+        entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
+        again: recomputes the logits, which are then not kept for the backward pass.
+    """
+    distribution = TokenDistribution(temperature, transform, entropy_gradient)
+    scores: Any = _Scores.apply
+    logprobs, entropies = scores(logits, tokens, distribution, again)
+    return logprobs, entropies
+
+
+class _Scores(torch.autograd.Function):
+    """Scores of logits that are kept for the backward pass, or recomputed by `again`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        tokens: Tensor,
+        distribution: TokenDistribution,
+        again: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = distribution.scores(output, tokens)
+        ctx.save_for_backward(output if again is None else None, tokens, entropies)
+        ctx.distribution, ctx.again = distribution, again
+        if not distribution.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Any, ...]:
+        output, tokens, entropies = ctx.saved_tensors
+        if ctx.again is not None:
+            output = ctx.again()
+        ctx.distribution.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
+        return output, None, None, None
+
+
+def _blocks(output: Tensor) -> Iterator[slice]:
+    """Yield the rows in blocks that fit a CPU's caches; a GPU takes all rows at once."""
+    count, vocabulary = output.shape
+    block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
+    # Fake tensors only measure memory: one block tells for all, and there may be thousands.
+    end = min(count, block) if isinstance(output, FakeTensor) else count
+    for start in range(0, end, block):
+        yield slice(start, start + block)
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module | None:
+    """Return the head of the model below any adapter; it may itself be adapted."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    layer: nn.Module | None = bare.get_output_embeddings()
+    return layer
+
+
+@torch.no_grad()
+def logit_transform_of(model: nn.Module) -> LogitTransform | None:
+    """Measure what the model does after its head, by replacing the head's output by known numbers.
+
+    It runs the model, so call it while the weights are whole. None if `ChunkedLMHead` cannot take
+    the head's place: the module is of another kind, the head reads something else than the trunk's
+    last hidden states, or more follows it.
+    """
+    layer = output_layer(model) if isinstance(model, LOADED) else None
+    # A model that does not name its trunk, such as Llama4ForCausalLM, claims to be all trunk.
+    if layer is None or layer in trunk(model).modules():
+        return None
+    if next(model.parameters()).is_meta:  # without data there is nothing to measure
+        return NOTHING
+    read: list[Any] = []
+    shown: list[Tensor] = []
+
+    def exchange(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        # Numbers that no dtype rounds; tanh is linear at the first, and flat at the second.
+        x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
+        x[..., 0], x[..., 1] = 2.0**-20, 2.0**100
+        read.extend(inputs[:1])
+        shown.append(x.to(output.device))
+        return shown[-1]
+
+    ids = torch.tensor([[0, 1, 2]], device=next(model.parameters()).device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with evaluating(model):
+        hidden = trunk(model)(**inputs).last_hidden_state
+        hook = layer.register_forward_hook(exchange)
+        try:
+            made = model(**inputs).logits
+        finally:
+            hook.remove()
+    if len(shown) != 1 or len(read) != 1 or not torch.equal(read[0], hidden):
+        return None
+    x, made = shown[0], made.double()
+    if made.shape != x.shape:
+        return None
+    scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
+    transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
+    return transform if torch.allclose(transform(x), made, rtol=1e-6, atol=0) else None

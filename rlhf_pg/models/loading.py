@@ -1,21 +1,34 @@
-"""Loading of models by path, Hub id or object, with checks before anything is computed."""
+"""Loading of models and tokenizers by path, Hub id or object, with checks before a step is made."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from operator import itemgetter
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+import transformers
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import quoted, shown, told
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread
-from rlhf_pg.models.pretrained import check_directory, from_pretrained, is_adapter, opening, place
-from rlhf_pg.models.tokenizers import has_tokenizer
 
 POOLER = ("pooler.",)  # of an encoder; nothing here uses it
 ATTENTION = "attn_implementation"
@@ -25,10 +38,15 @@ READING = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
     *("use_kernels", "key_mapping"),
 }
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+# Keys in which the config of a restored adapter may differ: they change nothing that is computed.
+MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+
+logger = logging.getLogger(__name__)
 
 
 def load_policy(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | PathLike[str] | PreTrainedModel,
     dtype: torch.dtype,
     device: torch.device,
     peft_config: Any = None,
@@ -36,10 +54,11 @@ def load_policy(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load the model to train, perhaps with an adapter; ValueError if nothing can be trained."""
-    loaded = load_model(
-        model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
-    ).to(device)
+    """Load a model to train, perhaps with an adapter; ValueError if nothing can be trained."""
+    with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
+        loaded = load_model(
+            model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
+        ).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
     freeze_unread(loaded)
@@ -47,14 +66,33 @@ def load_policy(
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
         raise ValueError(
-            "every weight of the model is frozen, so there is nothing to train: load its adapter "
-            "with is_trainable=True, or give peft_config or use_peft"
+            "every weight of the model is frozen: load its adapter with is_trainable=True, or give "
+            "peft_config or use_peft"
         )
     return loaded
 
 
+def policy_of(
+    model: str | PathLike[str] | PreTrainedModel,
+    args: PolicyGradientConfig,
+    device: torch.device,
+    peft_config: Any,
+    quantization_config: Any,
+) -> PreTrainedModel:
+    """Load the model that a config and the arguments of a trainer ask for."""
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    if args.load_in_4bit and quantization_config is not None:
+        raise ValueError("give quantization_config or set load_in_4bit, not both")
+    bits = quantization(dtype) if args.load_in_4bit else quantization_config
+    code, options = args.trust_remote_code, init_options(args)
+    loaded = load_policy(model, dtype, device, peft_config, bits, code, options)
+    if args.save_merged and (bits or not isinstance(loaded, PeftModel)):
+        raise ValueError("save_merged is for a model with an adapter on unquantized weights")
+    return loaded
+
+
 def load_model(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | PathLike[str] | PreTrainedModel,
     dtype: torch.dtype,
     auto_class: Any = AutoModelForCausalLM,
     quantization_config: Any = None,
@@ -77,27 +115,57 @@ def load_model(
     """
     options = options or {}
     if quantization_config is not None:
-        if not isinstance(model, str | os.PathLike):
+        if not isinstance(model, str | PathLike):
             raise ValueError(
                 "quantization_config is for loading: give the model as a path or Hub id"
             )
         if not getattr(quantization_config, "load_in_4bit", False):
             raise ValueError(
                 "quantization_config must be a BitsAndBytesConfig with load_in_4bit: in 8 bits a "
-                "row's numbers depend on the other rows of its batch, and others are not supported"
+                "row's numbers depend on the other rows of its batch"
             )
         if dtype == torch.float64:
             raise ValueError("4-bit weights compute in float32 or bfloat16: change dtype")
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str | PathLike):
         check_kind(model)
         set_options(model, options)
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
+    how = (quantization_config, trust_remote_code, options)
     if is_adapter(name):
-        return _load_adapter(
-            name, dtype, auto_class, quantization_config, trust_remote_code, options
-        )
+        with opening("adapter", name):
+            config = PeftConfig.from_pretrained(name)
+        if config.task_type == "CAUSAL_LM":
+            auto_class = AutoModelForCausalLM
+        base = config.base_model_name_or_path
+        if not base:
+            raise ValueError(
+                f"the adapter {name} does not say what its base model is: set "
+                "base_model_name_or_path in adapter_config.json, or load both and give the object"
+            )
+        try:
+            whole = load_model(base, dtype, auto_class, *how)
+            adapted = PeftModel.from_pretrained(whole, name, is_trainable=True)
+            file = Path(name) / "adapter_model.safetensors"
+            if file.exists():  # not on the Hub, nor in an older format
+                saved = load_file(file)
+                if odd := sorted(saved.keys() ^ peft.get_peft_model_state_dict(adapted).keys()):
+                    raise ValueError(  # peft would make random tensors up
+                        f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}"
+                    )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # safetensors raises its own class
+            reason = " ".join(str(error).split("\n\t")[:2])  # torch would list every tensor
+            raise ValueError(
+                f"the adapter {name} does not fit its base model {base!r} "
+                f"(base_model_name_or_path in adapter_config.json): {reason}"
+            ) from error
+        check_kind(adapted)
+        if has_tokenizer(name):  # the base model's may lack, say, a chat template
+            adapted.name_or_path = name
+        return _cast(adapted, dtype)
     check_options(name, options, trust_remote_code)
     loaded = from_pretrained(
         auto_class,
@@ -114,6 +182,130 @@ def load_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return loaded
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast all weights to `dtype`, but trained adapters to at least float32."""
+    has_adapter = isinstance(model, PeftModel)
+    for parameter in model.parameters():
+        # model.to(dtype) would also round the rotary frequencies, which are buffers.
+        if parameter.is_floating_point():  # 4-bit weights are stored as bytes
+            wide = has_adapter and parameter.requires_grad
+            own = torch.promote_types(dtype, torch.float32) if wide else dtype
+            parameter.data = parameter.data.to(own)
+    return model
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter;
+    ValueError if it lacks a tensor, or if the adapter's config, such as its scale, has changed.
+    """
+    if isinstance(model, PeftModel):
+        saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
+        for key in saved.keys() & here.keys() - MAY_DIFFER:
+            if saved[key] != here[key]:
+                raise ValueError(
+                    f"the adapter in {path} has {key} {saved[key]!r}, and this one {here[key]!r}: "
+                    "resume with the same peft_config"
+                )
+        peft.set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+    else:
+        saved = from_pretrained(
+            type(model), path, trust_remote_code=False, dtype=model.dtype, use_safetensors=True
+        )
+        model.load_state_dict(saved.state_dict())
+
+
+def from_pretrained(
+    auto_class: Any,
+    path: str | PathLike[str],
+    new: tuple[str, ...] = (),
+    *,
+    trust_remote_code: bool,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model, and refuse a checkpoint that lacks tensors, which `transformers` would make up.
+
+    Only tensors whose names begin with one of `new`, those of a new head, may be missing;
+    ValueError if others are, or if nothing can be loaded. `auto_class` may be a model's own class.
+    """
+    model: PreTrainedModel
+    where = place(path)
+    if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # older ones always unpack
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with opening("model", path):
+        model, info = auto_class.from_pretrained(
+            **where, output_loading_info=True, trust_remote_code=trust_remote_code, **options
+        )
+    if "gguf_file" in where:
+        logger.info("%s: its GGUF weights are dequantized to %s", path, model.dtype)
+        if hasattr(model, "hf_quantizer"):
+            model.hf_quantizer.remove_quantization_config(model)
+        model.name_or_path = model.config.name_or_path = str(path)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
+    if missing:
+        raise ValueError(
+            f"the checkpoint {str(path)!r} lacks {len(missing)} tensors of a "
+            f"{type(model).__name__}, which would be random: {missing[0]} for example. Is it "
+            "whole, and of a model of this kind?"
+        )
+    return model
+
+
+def is_gguf(path: str | PathLike[str]) -> bool:
+    """Return whether a path is a GGUF file, which has model, config and tokenizer in it."""
+    return os.path.isfile(path) and str(path).endswith(".gguf")
+
+
+def place(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the arguments by which `from_pretrained` finds a directory, Hub id or GGUF file."""
+    if not is_gguf(path):
+        return {"pretrained_model_name_or_path": path}
+    directory, name = os.path.split(path)
+    return {"pretrained_model_name_or_path": directory or ".", "gguf_file": name}
+
+
+def is_adapter(path: str | PathLike[str]) -> bool:
+    """Return whether a directory or Hub id holds an adapter; ValueError if nobody can say."""
+    with opening("model", path):
+        return not is_gguf(path) and find_adapter_config_file(str(path)) is not None
+
+
+def check_directory(model: str | PathLike[str]) -> None:
+    """Refuse a path without a model directory (ValueError).
+
+    A name that cannot be a Hub id is a path, and so is one that begins with a directory here.
+    """
+    name = str(model)
+    first = name.partition("/")[0]
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    is_path = is_path or (first != name and os.path.isdir(first))
+    if is_path and not os.path.isdir(name) and not is_gguf(name):
+        raise ValueError(f"there is no model directory {quoted(name)}")
+
+
+@contextmanager
+def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
+    """Turn errors of reading a model's files into a ValueError with the path and a remedy."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the {what} {shown(str(path))} cannot be loaded ({told(error)}): give a directory as "
+            "save_pretrained leaves it, with its config.json, weights and tokenizer files, a GGUF "
+            "file (pip install gguf), or the id of one on the Hub"
+        ) from error
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Put the name of the setting in front of a `ValueError` that is raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def init_options(args: ModelConfig) -> dict[str, Any]:
@@ -134,20 +326,18 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
     with opening("model", path):
         config = AutoConfig.from_pretrained(trust_remote_code=trust_remote_code, **places)
     known = {*PLACES, *READING, *config.to_dict(), *config.attribute_map}
-    for key in sorted(fields):
-        if key not in known:
-            raise ValueError(
-                f"model_init_kwargs: {shown(key)} is neither an argument of from_pretrained nor a "
-                f"field of {type(config).__name__}{nearest(key, known)}"
-            )
+    for key in sorted(fields - known):
+        raise ValueError(
+            f"model_init_kwargs: {shown(key)} is neither an argument of from_pretrained nor a "
+            f"field of {type(config).__name__}{nearest(key, known)}"
+        )
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """Give an object its attention, and refuse (ValueError) options that are for loading."""
-    others = sorted(options.keys() - {ATTENTION})
-    if others:
+    for key in sorted(options.keys() - {ATTENTION}):
         raise ValueError(
-            f"model_init_kwargs ({others[0]}) is for loading: give the model as a path or Hub id"
+            f"model_init_kwargs ({key}) is for loading: give the model as a path or Hub id"
         )
     if ATTENTION in options:
         with opening("attention of the model", options[ATTENTION]):
@@ -161,61 +351,85 @@ def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def _load_adapter(
-    path: str,
-    dtype: torch.dtype,
-    auto_class: Any,
-    quantization_config: Any,
-    trust_remote_code: bool,
-    options: Mapping[str, Any],
-) -> PreTrainedModel:
-    with opening("adapter", path):
-        config = PeftConfig.from_pretrained(path)
-    if config.task_type == "CAUSAL_LM":
-        auto_class = AutoModelForCausalLM
-    base = config.base_model_name_or_path
-    if not base:
-        raise ValueError(
-            f"the adapter {path} does not say what its base model is: set base_model_name_or_path "
-            "in adapter_config.json, or load both and give the object"
-        )
-    try:
-        model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code, options)
-        model = PeftModel.from_pretrained(model, path, is_trainable=True)
-        file = Path(path) / "adapter_model.safetensors"
-        if file.exists():  # not on the Hub, nor in an older format
-            saved = load_file(file)
-            if odd := sorted(saved.keys() ^ get_peft_model_state_dict(model).keys()):
-                raise ValueError(  # peft would make random tensors up
-                    f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}"
-                )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # safetensors raises its own class
-        reason = " ".join(str(error).split("\n\t")[:2])  # torch would list every tensor
-        raise ValueError(
-            f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
-            f"adapter_config.json): {reason}"
-        ) from error
-    check_kind(model)
-    if has_tokenizer(path):
-        model.name_or_path = path  # the base model's tokenizer may lack, say, a chat template
-    return _cast(model, dtype)
-
-
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast all weights to `dtype`, but trained adapters to at least float32."""
-    has_adapter = isinstance(model, PeftModel)
-    for parameter in model.parameters():
-        # model.to(dtype) would also round the rotary frequencies, which are buffers.
-        if parameter.is_floating_point():  # 4-bit weights are stored as bytes
-            wide = has_adapter and parameter.requires_grad
-            own = torch.promote_types(dtype, torch.float32) if wide else dtype
-            parameter.data = parameter.data.to(own)
-    return model
-
-
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the longest sequence that the model has positions for; None if it sets no limit."""
     limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
+
+
+def load_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    pad_token: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Return the given tokenizer, or load the one saved beside the model.
+
+    Raises:
+        ValueError: there is no tokenizer that can be loaded, it has no EOS token, no pad token
+            (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
+    """
+    if tokenizer is None:
+        path = model.name_or_path
+        if not path or not has_tokenizer(path):
+            raise ValueError(
+                f"no tokenizer was saved with the model {path}: give it as processing_class"
+            )
+        with about("processing_class"):
+            tokenizer = tokenizer_from_pretrained(
+                path, trust_remote_code=trust_remote_code, revision=revision
+            )
+    if tokenizer.pad_token_id is None and pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"pad_token {pad_token!r} is not a token of the tokenizer")
+        tokenizer.pad_token = pad_token
+    eos, id_ = tokenizer.eos_token, tokenizer.eos_token_id
+    # A token that the tokenizer does not have gets the id of any unknown one.
+    if id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token):
+        raise ValueError(
+            f"the tokenizer has no EOS token{'' if eos is None else ' ' + shown(eos)}, so no "
+            "completion could end: set processing_class.eos_token to one of its tokens"
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
+            "(the EOS token will do: padding is masked by position, not by id)"
+        )
+    check_vocabulary(tokenizer, model, "processing_class")
+    return tokenizer
+
+
+def tokenizer_from_pretrained(
+    path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer saved at a path or Hub id; ValueError if that fails."""
+    with opening("tokenizer", path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
+    return tokenizer
+
+
+def has_tokenizer(path: str | PathLike[str]) -> bool:
+    """Return whether a tokenizer was saved at a path; a Hub id is assumed to have one."""
+    here = Path(path)  # without these files, `AutoTokenizer` may make up an empty one
+    return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
+    """Refuse a tokenizer with an id that has no embedding (ValueError)."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
+    if last >= rows:
+        raise ValueError(
+            f"{name}: the token {shown(token)} has the id {last} but the model has only {rows} "
+            "embedding rows: they do not belong together, or model.resize_token_embeddings is due"
+        )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    more = own if isinstance(own, list) else [] if own is None else [own]
+    return sorted({tokenizer.eos_token_id, *more})

@@ -1,7 +1,7 @@
 """Train and evaluation modes, activation checkpointing and dropout."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,38 @@ from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.attention import configs_of, replaced_attention
 
 
-def checkpoint_activations(model: nn.Module | None, offload: bool = False) -> None:
+def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     """Recompute activations in the backward pass; `offload` keeps inputs of layers on the host."""
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
+
+    def contexts(part: nn.Module) -> tuple[Any, Any]:
+        attention = configs[0]._attn_implementation  # which the recomputation has to use as well
+        return _as_forward(part, configs, attention), _as_forward(part, configs, attention)
+
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for part in model.modules():
         if getattr(part, "gradient_checkpointing", False):
-            contexts: Any = partial(_contexts, part, configs)
             part._gradient_checkpointing_func = partial(
-                _offloaded if offload else checkpoint, use_reentrant=False, context_fn=contexts
+                _offloaded if offload else checkpoint,
+                use_reentrant=False,
+                context_fn=partial(contexts, part),
             )
+
+
+@contextmanager
+def _as_forward(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
+    """Attend alike in the forward pass and its recomputation, and give a part the mode of its
+    children, since its own may only say that it recomputes.
+    """
+    own = part.training
+    part.training = all(child.training for child in part.children())
+    try:
+        with replaced_attention(configs, attention):
+            yield
+    finally:
+        part.training = own
 
 
 def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -40,34 +60,9 @@ def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         return checkpoint(layer, *inputs, **options)
 
 
-def _contexts(
-    part: nn.Module, configs: list[Any]
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward pass and its recomputation, which must attend alike."""
-    return _mode_of_children(part), _again(part, configs, configs[0]._attn_implementation)
-
-
-@contextmanager
-def _again(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
-    with _mode_of_children(part), replaced_attention(configs, attention):
-        yield
-
-
-@contextmanager
-def _mode_of_children(part: nn.Module) -> Iterator[None]:
-    """Give a part the mode of its children, since its own may only say that it recomputes."""
-    own = part.training
-    part.training = all(child.training for child in part.children())
-    try:
-        yield
-    finally:
-        part.training = own
-
-
-def checkpoints(model: nn.Module | None) -> bool:
+def checkpoints(model: nn.Module) -> bool:
     """Return whether any part of the model recomputes its activations."""
-    parts = () if model is None else model.modules()
-    return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 def offloads(model: nn.Module) -> bool:
@@ -79,9 +74,8 @@ def offloads(model: nn.Module) -> bool:
 def train_as_evaluated(model: nn.Module) -> None:
     """Train a model in evaluation mode, so that what is trained is what samples.
 
-    Train mode is more than dropout (jitter in routers, clipped coefficients), and a gradient is as
-    good without it. Only a part that recomputes its activations is in train mode, itself without
-    its children: in `transformers` that does nothing else.
+    Train mode is more than dropout (jitter in routers, clipped coefficients). Only a part that
+    recomputes its activations is in train mode, without its children: that does nothing else.
     """
     model.eval()
     for part in model.modules():

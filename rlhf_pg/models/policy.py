@@ -1,18 +1,83 @@
-"""The policy, which computes the log-probability and entropy of each action of a rollout."""
+"""The policy, which scores each action, its frozen reference, and the balance of its experts."""
 
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models.adapters import trunk
-from rlhf_pg.models.experts import Routed, balance_of
-from rlhf_pg.models.lm_head import CHUNK_SIZE, ChunkedLMHead, num_chunks
-from rlhf_pg.models.logit_transform import logit_transform_of
+from rlhf_pg.models.adapters import adds_nothing, share_frozen, trunk
+from rlhf_pg.models.lm_head import (
+    CHUNK_SIZE,
+    ChunkedLMHead,
+    logit_transform_of,
+    num_chunks,
+    token_scores,
+)
+from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.softmax import token_scores
+
+
+class Routed(NamedTuple):
+    """Sums over the tokens of a batch, (L,E), which add up over micro-batches and processes."""
+
+    chosen: Tensor  # tokens with the expert among their `top_k`; no gradient
+    probability: Tensor  # of the expert, by the router's softmax
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The router auxiliary loss (Fedus et al. 2021, Switch Transformers, equations 4 to 6), for L
+    layers with a router, E experts and N computed tokens.
+
+        1/L sum_l E sum_e f_le P_le
+
+    where f_le is the share of the tokens that chose expert e in layer l, and P_le its mean
+    probability. The loss is `top_k` where all experts are alike. `transformers` takes f and P over
+    all layers together, which lets every layer have its own favourite.
+
+    The tokens are those of all rows of an optimizer update, each prompt counted once per row. f has
+    no gradient, so given the f of the whole update the loss is a sum over micro-batches.
+    """
+
+    top_k: int
+
+    def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
+        """Sum what tokens chose by the (N,E) logits of each router, counted once per row (N,)."""
+        layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
+        wide = torch.promote_types(layers.dtype, torch.float32)
+        probability = layers.softmax(-1, dtype=wide)
+        favourites = probability.detach().topk(self.top_k).indices
+        chosen = torch.zeros_like(probability).scatter(-1, favourites, 1)
+        weights = rows[:, None].to(wide)
+        return Routed((chosen * weights).sum(1), (probability * weights).sum(1))
+
+    def loss(self, chosen: Tensor, probability: Tensor) -> Tensor:
+        """Return what the tokens of `probability` add to the loss, given all tokens' choices."""
+        tokens = (chosen.sum(1, keepdim=True) / self.top_k).clamp(min=1)
+        share = (chosen / tokens) * (probability / tokens)
+        return chosen.shape[1] * share.sum(1).mean()
+
+
+def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
+    """Return the balance of a mixture of experts that `transformers` has an auxiliary loss for, and
+    whose trunk computes hidden states and with them router logits; ValueError for any other model.
+    """
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
+    if top_k is None or not has_trunk or getattr(bare, "router_aux_loss_coef", None) is None:
+        raise ValueError(
+            "router_aux_loss_coef is for a mixture of experts with a loss for its routers, which "
+            f"{type(bare).__name__} is not (some are balanced by a bias): set it to 0"
+        )
+    return Balance(top_k)
 
 
 class PolicyOutput(NamedTuple):
@@ -124,3 +189,83 @@ def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
     spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]
     logprobs, entropy = spread
     return PolicyOutput(logprobs, entropy)
+
+
+class Reference(nn.Module):
+    """A frozen copy of a policy; `moves` says whether it is going to `follow` the policy.
+
+    It is copied from memory, so it is the model that training really started from. Frozen weights
+    are shared with the policy: with LoRA it costs an adapter at most, and nothing if that was fresh
+    and the reference does not move.
+    """
+
+    def __init__(self, policy: Policy, moves: bool = False) -> None:
+        super().__init__()
+        self.policy = share_frozen(policy).eval().requires_grad_(False)
+        self.policy.balance = None  # its routers' choices do not matter
+        self.moves = moves
+        if adds_nothing(policy.model) and not moves:
+            self.policy.model = self.policy.model.unload()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the log-probabilities of the action tokens, (B,T)."""
+        logprobs: Tensor = self.policy(batch).logprobs
+        return logprobs
+
+    @torch.no_grad()
+    def follow(
+        self,
+        policy: Policy,
+        alpha: float,
+        gathered: Callable[..., AbstractContextManager[Any]] = lambda *_, write: nullcontext(),
+    ) -> None:
+        """Move towards the policy, in place (TR-DPO; Gorbatovski et al. 2024).
+
+            ref <- alpha policy + (1 - alpha) ref
+
+        Buffers move too. With `alpha` 1 the reference becomes an exact copy. With a small `alpha`
+        at every step it is an exponential average, which bfloat16 rounds away once a move is below
+        the last bit of a weight. For LoRA the factors A and B are averaged, not their product.
+
+        `gathered(own, theirs, write=True)` is entered around each move, for sharded tensors.
+        """
+        pairs = zip(policy.parameters(), self.policy.parameters(), strict=True)
+        buffers = zip(policy.buffers(), self.policy.buffers(), strict=True)
+        for theirs, own in (*pairs, *buffers):
+            if own is theirs:  # frozen and shared
+                continue
+            with gathered(own, theirs, write=True):
+                if own.is_floating_point():
+                    own.lerp_(theirs, alpha)
+                else:
+                    own.copy_(theirs)
+
+    def save(self, path: Path) -> None:
+        """Save the weights or the adapter as `from_pretrained` reads them."""
+        self.policy.model.save_pretrained(path)
+
+    def restore(self, path: Path) -> None:
+        """Load in place what `save` wrote."""
+        load_weights(self.policy.model, path)
+
+    def train(self, mode: bool = True) -> "Reference":
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Hash the names and shapes of all tensors, and the values of frozen parameters but those of a
+    moving reference (SHA-256). A resumed run must find the same: what was not saved is then equal.
+    """
+    digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether the model is a mixture of experts."""
+    return any(".experts." in name for name, _ in model.named_parameters())

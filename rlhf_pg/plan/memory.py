@@ -17,8 +17,7 @@ from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import made_prompts
-from rlhf_pg.models import Critic, Policy
-from rlhf_pg.models.assemble import adapter_of, assembled
+from rlhf_pg.models import Critic, Policy, adapter_of, assemble
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.plan.sharding import Sharding, memory_by_part
 from rlhf_pg.plan.token_budget import SHARE, Growth, blueprint, most, of_update, reference_bytes
@@ -95,7 +94,7 @@ def build_meta_models(
             own = (args.critic == "shared", value_model, adapter, args.critic_seed)
             critic = models.new_critic(model, tokenizer, dtype, *own)
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
-        _, module = assembled(model, args, critic, tokens, chunk_size)
+        _, module = assemble(model, args, critic, tokens, chunk_size)
     meta: Any = blueprint(module, device)
     policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
     update = of_update(meta, args, prompt, torch.device(device))

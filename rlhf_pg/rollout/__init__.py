@@ -12,9 +12,9 @@ from rlhf_pg.rollout.multi_turn.environment import EnvironmentFactory as Environ
 from rlhf_pg.rollout.multi_turn.environment import Observation as Observation
 from rlhf_pg.rollout.multi_turn.episodes import Episode as Episode
 from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner as EpisodeRunner
-from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource as EnvironmentSource
-from rlhf_pg.rollout.multi_turn.sources import source_of as source_of
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource as EnvironmentSource
 from rlhf_pg.rollout.multi_turn.tools import Tool as Tool
 from rlhf_pg.rollout.multi_turn.tools import Toolbox as Toolbox
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment as ToolEnvironment
+from rlhf_pg.rollout.multi_turn.tools import source_of as source_of
 from rlhf_pg.rollout.native.engine import NativeEngine as NativeEngine

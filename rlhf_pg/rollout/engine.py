@@ -10,11 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters, with vLLM's names and meanings.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """The sampling parameters, with vLLM's names; ValueError if a number is out of range."""
 
     temperature: float = 1.0  # divides the logits; 0: greedy, log-probabilities at temperature 1
     top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
@@ -44,11 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion.
-
-    Raises:
-        FloatingPointError: a log-probability is NaN.
-    """
+    """One sampled completion; FloatingPointError if a log-probability is NaN."""
 
     tokens: list[int]  # sampled ids, including the EOS that ended the row
     logprobs: list[float]  # under the distribution that each token was really drawn from
@@ -68,11 +60,7 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A sequence of tokens to continue, once per sample.
-
-    Raises:
-        ValueError: max_tokens is below 1.
-    """
+    """A sequence of tokens to continue, once per sample; ValueError if max_tokens is below 1."""
 
     tokens: Sequence[int]  # of the prompt, or of a whole episode so far
     prompt_index: int  # the running number of the prompt, which keys its noise
@@ -101,11 +89,8 @@ class Session(Protocol):
     """A set of requests that are sampled together, each entering and leaving at its own time."""
 
     def add(self, request: Request) -> None:
-        """Ask for completions.
-
-        Raises:
-            ValueError: the request cannot be met; the message continues the name of its prompt ("is
-                empty: ...").
+        """Ask for completions; ValueError if they cannot be had, with a message that continues the
+        name of the prompt ("is empty: ...").
         """
         ...
 
@@ -154,13 +139,8 @@ class RolloutEngine(ABC):
     ) -> Iterator[tuple[int, Completion]]:
         """Yield each completion as soon as it is there, with its place, prompt * n + sample.
 
-        Args:
-            prompts: token ids.
-            prompt_ids: the prompt index of each, by default its place in the list.
-
-        Raises:
-            ValueError: n is below 1, there is not one prompt id per prompt, or a prompt is empty or
-                too long.
+        `prompt_ids` has the prompt index of each prompt, by default its place in the list.
+        ValueError if n is below 1, or a prompt is empty or too long.
         """
         indices = range(len(prompts)) if prompt_ids is None else prompt_ids
         if n < 1:

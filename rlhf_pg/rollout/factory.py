@@ -32,12 +32,7 @@ def installed() -> str | None:
 def unsuited(
     args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
 ) -> str | None:
-    """Return why vLLM in the process does not suit this run; None if it does.
-
-    Args:
-        kind: "cuda" or "cpu", of the run.
-        version: of the installed vLLM, if there is one.
-    """
+    """Return why the installed vLLM of a `version` does not suit a run on a device of a `kind`."""
     if kind != "cuda":
         return f"the device is {kind}"
     if version is None:
@@ -46,16 +41,13 @@ def unsuited(
         check_version(version, "the installed vLLM")
     except ValueError as error:
         return str(error)
+    is_cold = args.temperature < LEAST_TEMPERATURE
     reasons = {
         "the weights are quantized": getattr(model, "is_quantized", False),
         "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
-        "rollout_cache_tokens is set, which is of the native engine": (
-            args.rollout_cache_tokens is not None
-        ),
-        f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": (
-            args.temperature < LEAST_TEMPERATURE
-        ),
+        "rollout_cache_tokens is set": args.rollout_cache_tokens is not None,
+        f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -68,10 +60,9 @@ def new_engine(
     is_main: bool,
     longest: int = 1,
 ) -> RolloutEngine:
-    """Create the engine of a run, or this process's own.
+    """Create the engine that `args.rollout_engine` names, which is not auto.
 
     Args:
-        args: with a concrete engine in place of auto.
         model: the policy, which has its weights when the engine takes them over.
         is_main: whether this process is the one that hands weights to a server.
         longest: tokens of the longest prompt and completion.
@@ -121,11 +112,8 @@ def new_episode_runner(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> EpisodeRunner | None:
-    """Create the runner of episodes, for a run with tools or an environment.
-
-    Raises:
-        ValueError: there are both where that cannot be, a run without episodes has keys for them,
-            or the chat template does not know tools.
+    """Create the runner of episodes, for a run with tools or an environment; ValueError if they do
+    not fit together, or a run without episodes has keys for them.
     """
     has_episodes = bool(tools) or environments is not None
     needs = ("tools or environment_factory", has_episodes, "max_turns environment_timeout")

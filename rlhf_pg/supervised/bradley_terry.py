@@ -30,7 +30,6 @@ from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import with_system
-from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.rewards.reward_model import (
     encode_whole,
     score_tokenizer,
@@ -110,7 +109,7 @@ def train_reward_model(
     args = args.located()
     check_precision(args.dtype)
     set_seed(args.seed)
-    adapter = adapter_of(args, peft_config)
+    adapter = models.adapter_of(args, peft_config)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args)
     tokenizer = score_tokenizer(

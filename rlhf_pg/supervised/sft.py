@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import set_template_arguments
-from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.supervised.examples import (
     UNLABELLED,
     Example,
@@ -73,7 +71,7 @@ def train_sft(
     check_precision(args.dtype)
     set_seed(args.seed)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
-    peft_config, model = adapter_of(args, peft_config), model or args.model_name_or_path
+    peft_config, model = models.adapter_of(args, peft_config), model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     frozen = peft_config is not None
@@ -83,17 +81,15 @@ def train_sft(
     device = torch.device("cpu")
     if args.load_in_4bit and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    is_path = isinstance(model, str | os.PathLike)
-    with models.about("model_name_or_path") if is_path else nullcontext():
-        policy = models.load_policy(
-            model,
-            computes if frozen else torch.float32,  # bfloat16 would lose small updates
-            device,
-            peft_config,
-            models.quantization(computes) if args.load_in_4bit else None,
-            args.trust_remote_code,
-            models.init_options(args),
-        )
+    policy = models.load_policy(
+        model,
+        computes if frozen else torch.float32,  # bfloat16 would lose small updates
+        device,
+        peft_config,
+        models.quantization(computes) if args.load_in_4bit else None,
+        args.trust_remote_code,
+        models.init_options(args),
+    )
     revision = args.model_init_kwargs.get("revision")
     tokenizer = models.load_tokenizer(
         processing_class, policy, args.pad_token, args.trust_remote_code, revision

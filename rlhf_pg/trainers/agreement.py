@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
-from rlhf_pg.models.experts import has_experts
+from rlhf_pg.models.policy import has_experts
 from rlhf_pg.runtime import Runtime
 
 

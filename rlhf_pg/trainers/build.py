@@ -25,8 +25,7 @@ from rlhf_pg.config.files import absolute
 from rlhf_pg.data import PromptSampler
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.models import Reference
-from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
+from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
@@ -190,7 +189,7 @@ def build(
         tokens = most(runtime.device.type, prompts.longest + args.max_completion_length)
     else:
         tokens = args.token_budget
-    policy, module = assembled(trainer.model, args, trainer.critic, tokens, chunk_size(runtime))
+    policy, module = assemble(trainer.model, args, trainer.critic, tokens, chunk_size(runtime))
     module.to(runtime.loading_device).eval()
     if trainer.trains:
         token_budget = settled_budget(args, module, runtime, prompts.longest)

@@ -21,8 +21,7 @@ from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.models import Policy, PolicyOutput, evaluating, fingerprint
-from rlhf_pg.models.assemble import Models
+from rlhf_pg.models import Models, Policy, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.agreement import Agreement

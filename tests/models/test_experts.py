@@ -6,7 +6,7 @@ from peft import get_peft_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_pg.models import Policy
-from rlhf_pg.models.experts import Balance, balance_of
+from rlhf_pg.models.policy import Balance, balance_of
 from tests.models.test_packing import batch_of
 from tests.tiny import MIXTURES, adapter, tiny_model
 

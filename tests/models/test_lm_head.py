@@ -10,11 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.models import lm_head as module
-from rlhf_pg.models import softmax
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import ChunkedLMHead, chunk_size_for, num_chunks
-from rlhf_pg.models.logit_transform import LogitTransform
-from rlhf_pg.models.softmax import token_scores
+from rlhf_pg.models.lm_head import (
+    ChunkedLMHead,
+    LogitTransform,
+    chunk_size_for,
+    num_chunks,
+    token_scores,
+)
 from tests.tiny import adapter, stir, tiny_model
 
 N, V = 11, 40
@@ -67,7 +70,7 @@ def assert_same(found, expected, inputs, tolerances, entropy=True):
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature) -> None:
-    monkeypatch.setattr(softmax, "BLOCK", 2 * V + 1)  # two rows at a time
+    monkeypatch.setattr(module, "BLOCK", 2 * V + 1)  # two rows at a time
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
     found = ChunkedLMHead(model, temperature, entropy, parts)(hidden, tokens)
@@ -355,7 +358,7 @@ def peak(model, count, parts, entropy=True):
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_peak_memory_is_one_chunk(monkeypatch, at_once, entropy) -> None:
-    monkeypatch.setattr(softmax, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 2000)
     model, piece = tiny_model("llama", vocab_size=2000), 4 * 64 * 2000
     if not at_once:
         model.lm_head.register_forward_hook(lambda *_: None)
@@ -366,7 +369,7 @@ def test_peak_memory_is_one_chunk(monkeypatch, at_once, entropy) -> None:
 
 
 def test_frozen_head_accumulates_no_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(softmax, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 2000)
     model, weight = tiny_model("llama", vocab_size=2000), 4 * 32 * 2000
     trained = peak(model, 512, 64)
     model.lm_head.requires_grad_(False)
@@ -374,7 +377,7 @@ def test_frozen_head_accumulates_no_gradient(monkeypatch) -> None:
 
 
 def test_kept_logits_are_reused_for_their_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(softmax, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 2000)
     model, logits, weight = tiny_model("llama", vocab_size=2000), 4 * 512 * 2000, 4 * 32 * 2000
     assert logits < peak(model, 512, 1) < 1.1 * logits + 2 * weight
 

@@ -12,7 +12,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -20,10 +19,10 @@ from rlhf_pg.models import (
     disable_dropout,
     load_model,
     load_tokenizer,
+    load_weights,
     max_positions,
     stop_token_ids,
 )
-from rlhf_pg.models.adapters import load_weights
 from tests.tiny import ARCHS, tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
@@ -251,7 +250,7 @@ def test_tokenizer_is_read_from_model_directory(saved):
     [
         ({"pad_token": "<0>"}, None, "no EOS token.*processing_class.eos_token"),
         ({"eos_token": "<2>"}, None, "no pad token.*key pad_token"),
-        ({"eos_token": "<2>"}, "not in the vocabulary", "is no token of the tokenizer"),
+        ({"eos_token": "<2>"}, "not in the vocabulary", "pad_token .not in the vocabulary"),
         ({}, "<0>", "no EOS token"),
     ],
 )
@@ -273,7 +272,7 @@ def test_more_token_ids_than_embedding_rows_raise(size, fits):
     if fits:
         assert load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40)) is tokenizer
         return
-    with pytest.raises(ValueError, match="41 ids but the model only 40 embedding rows"):
+    with pytest.raises(ValueError, match="has the id 40 but the model has only 40 embedding rows"):
         load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40))
 
 
@@ -294,42 +293,11 @@ def test_token_id_beyond_embedding_rows_raises(token):
         load_tokenizer(beyond, tiny_model("gpt2", vocab_size=40))
 
 
-class InPython(PreTrainedTokenizer):
-    """Decodes the ids of its vocabulary, and has none of `missing`."""
-
-    def __init__(self, missing, **special):
-        self.known = {f"<{i}>": i for i in range(40) if i != missing}
-        super().__init__(**special)
-
-    vocab_size = 40
-
-    def get_vocab(self):
-        return self.known | self.added_tokens_encoder
-
-    def _convert_token_to_id(self, token):
-        return self.known.get(token)
-
-    def _convert_id_to_token(self, index):
-        return f"<{index}>" if f"<{index}>" in self.known else None
-
-
-@pytest.mark.parametrize(("missing", "rows"), [(17, 40), (None, 41), (None, 40)])
-def test_undecodable_id_raises(missing, rows):
-    tokenizer = InPython(missing, eos_token="<2>", pad_token="<0>")
-    model = tiny_model("gpt2", vocab_size=rows)
-    if (missing, rows) == (None, 40):
-        assert load_tokenizer(tokenizer, model) is tokenizer
-        return
-    said = rf"{rows} embedding rows and can sample the id {missing or 40}, .*cannot decode .TypeErr"
-    with pytest.raises(ValueError, match=said):
-        load_tokenizer(tokenizer, model)
-
-
 def test_unknown_token_as_eos_raises():
     tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
     tokenizer.backend_tokenizer.model = models.WordLevel(GAPS | {"<7>": 7}, unk_token="<7>")
     tokenizer.unk_token, tokenizer.eos_token = "<7>", "</s>"
-    with pytest.raises(ValueError, match="has no EOS token '</s>', and takes it for any unknown"):
+    with pytest.raises(ValueError, match=r"no EOS token '</s>', .*processing_class.eos_token"):
         load_tokenizer(tokenizer, tiny_model("gpt2"))
     tokenizer.eos_token = "<7>"  # as GPT-2 has it
     assert load_tokenizer(tokenizer, tiny_model("gpt2")).eos_token_id == 7
@@ -343,14 +311,6 @@ def test_eos_of_tokenizer_and_generation_config_stop(configured, stops):
     model.generation_config.eos_token_id = configured
     tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
     assert stop_token_ids(model, tokenizer) == stops
-
-
-@pytest.mark.parametrize("configured", ["</s>", [[2]], 2.0, True])
-def test_eos_that_is_no_id_is_an_error(configured):
-    model = tiny_model("gpt2")
-    model.generation_config.eos_token_id = configured
-    with pytest.raises(ValueError, match="eos_token_id"):
-        stop_token_ids(model, make_tokenizer(eos_token="<2>", pad_token="<0>"))
 
 
 def test_eos_ids_survive_save_and_load(tmp_path):

@@ -12,13 +12,11 @@ from rlhf_pg.models import (
     add_adapter,
     checkpoint_activations,
     disable_dropout,
-    gpu_attention,
+    packing,
 )
 from rlhf_pg.models.attention import attention_support, replaced_attention
 from rlhf_pg.models.critic import ValueHead
-from rlhf_pg.models.gpu_attention import OnGPU
-from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
-from rlhf_pg.models.shared_prefix import Family, SharedPrefix
+from rlhf_pg.models.packing import Family, SharedPrefix, lay_out_packed, lay_out_padded
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
@@ -212,9 +210,7 @@ def test_attention_matches_softmax_over_visible_tokens(way, heads, key_heads):
         torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way != "by_flex")
         for shape in shapes
     ]
-    on_cpu, on_gpu = (kind(FAMILIES, torch.device("cpu")) for kind in (SharedPrefix, OnGPU))
-    attend = on_cpu.by_blocks if way == "by_blocks" else getattr(on_gpu, way)
-    out = attend(*operands, 0.7)
+    out = getattr(SharedPrefix(FAMILIES, torch.device("cpu")), way)(*operands, 0.7)
     expected = explicit(*operands, 0.7)
     tolerance = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 1e-5}
     torch.testing.assert_close(out, expected, **tolerance)
@@ -315,8 +311,8 @@ def test_row_results_do_not_depend_on_other_rows():
 
 def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
     """A block counts if a token of it sees one of the other: itself, its row and its prompt."""
-    monkeypatch.setattr(gpu_attention, "STRIP", 256)
-    families = [(150, [300, 20]), (7, [90]), (130, [128, 1])]
+    monkeypatch.setattr(packing, "STRIP", 256)
+    families = [Family(150, [300, 20]), Family(7, [90]), Family(130, [128, 1])]
     rows = [
         (i, j)
         for i, (p, cs) in enumerate(families)
@@ -329,6 +325,6 @@ def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
         for k, other in enumerate(rows[: q + 1]):
             if other in {(family, row), (family, 0)}:
                 expected[q // 128, k // 128] = 1
-    mask = OnGPU(families, torch.device("cpu")).mask
+    mask = SharedPrefix(families, torch.device("cpu")).mask
     assert mask.to_dense()[0, 0].equal(expected)
     assert mask.shape[-2:] == (len(rows), len(rows))

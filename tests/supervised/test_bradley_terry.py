@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.models import pretrained
+from rlhf_pg.models import loading
 from rlhf_pg.rewards import RewardModel, train_reward_model
 from rlhf_pg.supervised.bradley_terry import (
     Pair,
@@ -309,13 +309,13 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
 def test_tokenizer_has_revision_of_model(tmp_path, monkeypatch):
     classifier().save_pretrained(tmp_path / "base")
     letters().save_pretrained(tmp_path / "base")
-    seen, load = [], pretrained.AutoTokenizer.from_pretrained
+    seen, load = [], loading.AutoTokenizer.from_pretrained
 
     def noted(**options):
         seen.append(options["revision"])
         return load(**options)
 
-    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", noted)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", noted)
     args = config(tmp_path / "run", max_steps=1, model_init_kwargs={"revision": "v2"})
     train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
     assert seen == ["v2"]

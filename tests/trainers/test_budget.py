@@ -10,7 +10,7 @@ import torch
 
 from rlhf_pg import GRPOConfig, PPOTrainer
 from rlhf_pg.config.parse import parse
-from rlhf_pg.models import softmax
+from rlhf_pg.models import lm_head
 from rlhf_pg.plan import token_budget
 from rlhf_pg.plan.token_budget import blueprint, footprint, of_update, probe
 from rlhf_pg.trainers.learner import Learner
@@ -106,8 +106,8 @@ def test_head_blocks_are_measured_once_without_data(make) -> None:
     learner = make().learner
     batch = probe(2, 4, 6, 6)
     with (
-        patch.object(softmax, "BLOCK", 1),
-        patch.object(softmax, "widen", wraps=softmax.widen) as blocks,
+        patch.object(lm_head, "BLOCK", 1),
+        patch.object(lm_head, "widen", wraps=lm_head.widen) as blocks,
     ):
         data = footprint(learner.module, batch)
         assert blocks.call_count > 2 * batch.action_mask.sum()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.models.experts import Balance
+from rlhf_pg.models.policy import Balance
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from tests.enumeration import flat_gradient

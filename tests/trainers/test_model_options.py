@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg import GRPOConfig, PPOTrainer
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.models import pretrained
+from rlhf_pg.models import loading
 from rlhf_pg.models.attention import configs_of
 from rlhf_pg.report.json_lines import read
 
@@ -156,12 +156,12 @@ def test_same_precision_of_launcher_is_taken(make, monkeypatch, asked, dtype):
 
 def test_revision_reaches_tokenizer(make, monkeypatch):
     seen = []
-    load = pretrained.AutoTokenizer.from_pretrained
+    load = loading.AutoTokenizer.from_pretrained
 
     def noted(**options):
         seen.append(options["revision"])
         return load(**options)
 
-    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", noted)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", noted)
     make(model_init_kwargs={"revision": "v2"})
     assert seen == ["v2"]

@@ -63,13 +63,8 @@ class SettlingEnvironment:
 
 
 def check_prompt(prompt: Any, given: Messages) -> Messages:
-    """Return what `reset` returned as a prompt.
-
-    Args:
-        given: the prompt of the dataset's row.
-
-    Raises:
-        ValueError: it is neither text nor chat messages.
+    """Return what `reset` returned as a prompt, like the one `given` by the dataset's row;
+    ValueError if it is neither text nor chat messages.
     """
     if isinstance(prompt, str):
         if isinstance(given, str):
@@ -82,11 +77,8 @@ def check_prompt(prompt: Any, given: Messages) -> Messages:
 
 
 def check_observation(answer: Any, prompt: Messages) -> Observation:
-    """Return what `step` returned as an `Observation`.
-
-    Raises:
-        ValueError: there are not three entries, the messages are of another kind than the prompt,
-            or the reward is not a finite number.
+    """Return what `step` returned as an `Observation`; ValueError if there are not three entries,
+    messages of another kind than the prompt, or a reward that is not a finite number.
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(
@@ -105,11 +97,7 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
 
 
 def check_reward(reward: Any, what: str) -> float | None:
-    """Return the reward of a turn or an episode as a float or None.
-
-    Raises:
-        ValueError: it is neither a finite number nor None.
-    """
+    """Return the reward of a turn or an episode, or None; ValueError if it is not a number."""
     number = finite(reward)
     if number is None and reward is not None:
         raise ValueError(

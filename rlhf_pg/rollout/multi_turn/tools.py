@@ -1,16 +1,18 @@
-"""Tools, which are plain functions that the policy calls through its chat template."""
+"""Tools, which the policy calls through its chat template, and the sources of environments."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import continues, encode, encode_answer
 from rlhf_pg.data.prompts import Schemas
@@ -31,11 +33,7 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Toolbox:
-    """Tools that the policy is shown.
-
-    Raises:
-        ValueError: the chat template cannot show them, or tell their results.
-    """
+    """Tools that the policy is shown; ValueError if its chat template cannot show them."""
 
     schemas: Schemas  # the descriptions that the chat template shows
     tokenizer: PreTrainedTokenizerBase  # of the policy; it may be able to parse calls
@@ -50,10 +48,8 @@ class Toolbox:
     def of(
         cls, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, timeout: float
     ) -> "Toolbox":
-        """Collect functions with type hints and a docstring in Google's style.
-
-        Raises:
-            ValueError: two have the same name, or one cannot be described; the message names it.
+        """Collect functions with type hints and a docstring in Google's style; ValueError if one
+        cannot be described, or two have the same name.
         """
         schemas: list[dict[str, Any]] = []
         for tool in tools:
@@ -149,6 +145,55 @@ class ToolEnvironment:
             error = told(caught)
         self.failures += 1
         return f"Error: {error}"
+
+
+class EnvironmentSource:
+    """The source of a run's environments.
+
+    Args:
+        factory: makes the environment of one episode; where there are schemas, it is given the
+            `Toolbox` that reads the policy's calls.
+        schemas: of tools that the environments call themselves.
+    """
+
+    pays = True  # whether "environment" is a source of reward
+
+    def __init__(self, factory: Callable[..., Any], schemas: Schemas = ()) -> None:
+        self.factory, self.schemas = factory, schemas
+
+    def runner_options(
+        self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
+    ) -> dict[str, Any]:
+        """Return `environment_factory`, `timeout` (seconds of a call) and `tools` (with the further
+        ones that are given) of an `EpisodeRunner`; ValueError if there can be no tools.
+        """
+        if tools:
+            raise ValueError(
+                "give tools or environment_factory, not both: an environment can call what it likes"
+            )
+        factory = self.factory
+        if self.schemas:
+            factory = partial(factory, Toolbox(schemas=self.schemas, tokenizer=tokenizer))
+        return {"environment_factory": factory, "timeout": timeout, "tools": self.schemas}
+
+    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
+        """Return the dataset with a column `prompt`, if environments bring the prompts themselves;
+        `rows` rows stand for a dataset that is missing.
+        """
+        return dataset
+
+
+def source_of(factory: Any) -> EnvironmentSource:
+    """Return the source of a run's environments; ValueError if the factory can make none."""
+    if isinstance(factory, EnvironmentSource):
+        return factory
+    if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "step")):
+        raise ValueError(
+            "environment_factory must make environments with reset(example) and step(completion), "
+            f"got {shown(factory)}; those of TRL's kind go into "
+            "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
+        )
+    return EnvironmentSource(factory)
 
 
 def reads_calls(tokenizer: PreTrainedTokenizerBase) -> bool:

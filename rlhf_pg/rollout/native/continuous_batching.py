@@ -48,6 +48,19 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
 
+    @property
+    def over(self) -> bool:
+        return self.stopped or len(self.tokens) >= self.prompt.limit
+
+    def append(self, token: int, logprob: float, stopping: Stopping) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.stopped = stopping.ends(self.tokens)
+
+    def finished(self) -> Finished:
+        completion = Completion(self.tokens, self.logprobs, "stop" if self.stopped else "length")
+        return Finished(self.prompt.request, self.sample, completion)
+
 
 @dataclass(frozen=True)
 class Places:
@@ -95,11 +108,7 @@ class BatchingSession:
         return not self.queue and not self.rows
 
     def step(self) -> list[Finished]:
-        """Admit waiting samples or draw tokens, and return the completions that have finished.
-
-        Raises:
-            FloatingPointError: the model's logits are NaN.
-        """
+        """Admit waiting samples or draw tokens, and return the completions that have finished."""
         with replaced_attention(self.configs):
             if not self._admit() and self.rows:
                 self._decode()
@@ -250,29 +259,16 @@ class BatchingSession:
         """Draw the next token of each row from (R,V)."""
         ids, logprobs = sample(logits, self.params, noise.to(logits.device))
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.stopped = self.stopping.ends(row.tokens)
+            row.append(token, logprob, self.stopping)
 
     # ----------------------------------------------------------------------------- leaving
 
     def _remove_finished(self) -> list[Finished]:
         """Remove the rows that have ended, and return their completions."""
-        done = [
-            i
-            for i, row in enumerate(self.rows)
-            if row.stopped or len(row.tokens) >= row.prompt.limit
-        ]
+        done = [i for i, row in enumerate(self.rows) if row.over]
         if not done:
             return []
-        finished = [
-            Finished(
-                row.prompt.request,
-                row.sample,
-                Completion(row.tokens, row.logprobs, "stop" if row.stopped else "length"),
-            )
-            for row in (self.rows[i] for i in done)
-        ]
+        finished = [self.rows[i].finished() for i in done]
         for prompt in [self.rows[i].prompt for i in done]:
             prompt.rows -= 1
             if not prompt.rows and not prompt.waiting:

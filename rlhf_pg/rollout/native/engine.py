@@ -1,14 +1,28 @@
-"""The engine that samples in this process, from the policy's own weights."""
+"""The engine that samples in this process, from the policy's own weights.
+
+Models whose attention cannot be replaced are sampled by `generate` of `transformers`, which is
+slower: every sample computes its prompt again, and all wait for the longest.
+"""
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.models import (
     MOST_LOST,
     evaluating,
@@ -19,9 +33,8 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
-from rlhf_pg.rollout.native.continuous_batching import BatchingSession
-from rlhf_pg.rollout.native.hf_generate import HFGenerateSession
-from rlhf_pg.rollout.token_sampling import Stopping
+from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
+from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform_at
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +79,8 @@ class NativeEngine(RolloutEngine):
     def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
         """Open a session on the weights as they are now.
 
-        Raises:
-            ValueError: `stop` is set without a tokenizer; from `add`: there are no tokens, or more
-                than the model has positions for.
-            FloatingPointError: from `step`: the model's logits are NaN.
+        ValueError if `stop` is set without a tokenizer, or a request has no tokens, or more than
+        the model has positions for.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
         with self.weights_synced(), evaluating(self.weights), torch.no_grad():
@@ -155,3 +166,75 @@ class _NativeSession:
 
     def step(self) -> list[Finished]:
         return [finished for session in self._sessions for finished in session.step()]
+
+
+class HFGenerateSession:
+    """A session that samples waiting requests by `generate`, at most MAX_ROWS rows at a time."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        seed: int,
+        stopping: Stopping,
+        pad_token_id: int,
+        cache_tokens: int | None = None,
+    ) -> None:
+        # Adapters work inside the base model; peft's `generate` would change the generation config.
+        self.model = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.params, self.seed, self.stopping = params, seed, stopping
+        self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
+        self.waiting: list[Row] = []
+
+    def add(self, request: Request) -> None:
+        prompt = Prompt(request, request.limit(self.params), deque())
+        samples = torch.tensor(request.samples, dtype=torch.int64)
+        keys = row_key(self.seed, torch.full_like(samples, request.prompt_index), samples)
+        pairs = zip(request.samples, keys.tolist(), strict=True)
+        self.waiting += [Row(prompt, number, key) for number, key in pairs]
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting
+
+    def step(self) -> list[Finished]:
+        """Sample the next batch of rows to their ends."""
+        if not self.waiting:
+            return []
+        count = MAX_ROWS
+        if self.cache_tokens is not None:
+            longest = max(row.prompt.length for row in self.waiting[:count])
+            count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1
+        rows, self.waiting = self.waiting[:count], self.waiting[count:]
+        device = self.model.device
+        numbers = [(row.key, row.prompt.request.position) for row in rows]
+        keys, positions = torch.tensor(numbers, device=device).T
+
+        def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
+            """Draw each token with its row's noise, and leave `generate` no other choice."""
+            position = positions + input_ids.shape[1] - prompts.shape[1]
+            ids, logprobs = sample(scores, self.params, uniform_at(keys, position))
+            for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+                if not row.over:
+                    row.append(token, logprob, self.stopping)
+            return torch.full_like(scores, -torch.inf).scatter(1, ids[:, None], 0.0)
+
+        def all_over(input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+            return torch.full((len(rows),), all(row.over for row in rows), device=device)
+
+        tokens = [row.prompt.request.tokens for row in rows]
+        prompts, mask = pad_rows(tokens, self.pad_token_id, left=True)
+        own = self.model.generation_config  # may ask for penalties, or another end
+        self.model.generation_config = GenerationConfig(pad_token_id=0)  # only follows an end
+        try:
+            self.model.generate(
+                input_ids=prompts.to(device),
+                attention_mask=mask.long().to(device),
+                logits_processor=LogitsProcessorList([draw]),
+                stopping_criteria=StoppingCriteriaList([all_over]),
+                max_new_tokens=max(row.prompt.limit for row in rows),
+                do_sample=False,
+            )
+        finally:
+            self.model.generation_config = own
+        return [row.finished() for row in rows]

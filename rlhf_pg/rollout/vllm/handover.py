@@ -43,22 +43,20 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     if not get_model_conversion_mapping(names, add_legacy=False):
         yield from weights
         return
-    for _, layer in groupby(weights, key=lambda pair: _layer(pair[0])):
+
+    def layer_of(pair: tuple[str, Tensor]) -> str:
+        found = re.match(r".*?\.\d+\.", pair[0])  # such as "model.layers.3."
+        return found[0] if found else pair[0]
+
+    for _, layer in groupby(weights, key=layer_of):
         yield from revert_weight_conversion(names, dict(layer)).items()
-
-
-def _layer(name: str) -> str:
-    """Return the prefix of a weight's layer, "model.layers.3." for one of layer 3."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and weights of `models.merged(model)` without a second copy of the model.
 
-    Buffers that are saved with the weights are included, such as a bias for choosing experts. The
-    layers that the adapter changes are copied one at a time, and each copy lives as long as the
-    caller keeps it. The others are the policy's own tensors, tied ones once.
+    Buffers that are saved with the weights are included. The layers that the adapter changes are
+    copied one at a time; the others are the policy's own tensors, tied ones once.
     """
     yield from _weights(bare(model), "", {id(p): False for p in model.parameters()})
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import MOST_LOST, lost_in_merge
-from rlhf_pg.models.experts import has_experts
+from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -31,7 +31,6 @@ from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 logger = logging.getLogger(__name__)
 
-# vLLM reads these when it is imported, or when an engine is made.
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over within the process
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -73,7 +72,14 @@ class VllmEngine(RolloutEngine):
         longest: int = 1,
     ) -> None:
         _prepare_environment()
-        check_version(_installed(), "the installed vLLM")
+        try:
+            import vllm
+        except ImportError as error:
+            raise ValueError(
+                f"rollout_engine vllm needs vLLM, which cannot be imported ({error}): pip install "
+                '"rlhf-pg[vllm]"'
+            ) from error
+        check_version(vllm.__version__, "the installed vLLM")
         if (lack := lacking(model)) is not None:
             raise ValueError(
                 f"{lack}, and would change the class that is trained: set rollout_engine to native "
@@ -99,9 +105,13 @@ class VllmEngine(RolloutEngine):
         self.numbers = itertools.count()  # of vLLM's requests
         self._has_warned = False
         with TemporaryDirectory() as directory:
-            _describe(model, directory)
+            config = copy.deepcopy(bare(model).config)
+            config.architectures = [type(bare(model)).__name__]  # by which vLLM finds its own
+            config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-            self.llm = _new_llm(
+            # Several processes exist already, and each is to have its own engine.
+            several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+            self.llm: Any = vllm.LLM(
                 model=directory,
                 # vLLM has no float64.
                 dtype=str(model.dtype).removeprefix("torch.").replace("float64", "float32"),
@@ -110,9 +120,17 @@ class VllmEngine(RolloutEngine):
                 enable_sleep_mode=sleeps,
                 enforce_eager=not torch.cuda.is_available(),
                 seed=seed % 2**32,
+                model_impl="vllm",  # that of transformers would change the trained class
+                load_format="dummy",
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",
+                disable_log_stats=True,
+                **({"distributed_executor_backend": "external_launcher"} if several else {}),
             )
-        core = self.llm.llm_engine.engine_core.engine_core
-        weakref.finalize(self, _free, core)
+        core = self.llm.llm_engine.engine_core
+        # Its finalizer would destroy the process groups, which training and other engines use.
+        core._finalizer.detach()
+        weakref.finalize(self, _free, core.engine_core)
         self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
         if longest > self.max_model_length:
             raise ValueError(
@@ -123,13 +141,7 @@ class VllmEngine(RolloutEngine):
         self._sleep()
 
     def session(self, params: SamplingParams, seed: int) -> closing["_InProcessSession"]:
-        """Open a session on vLLM.
-
-        Raises:
-            ValueError: vLLM would change the temperature.
-            RolloutError: vLLM gave up a request.
-            FloatingPointError: the model's log-probabilities are NaN.
-        """
+        """Open a session on vLLM, which raises RolloutError if vLLM gives a request up."""
         return closing(_InProcessSession(self, params, seed))
 
     @contextmanager
@@ -146,28 +158,20 @@ class VllmEngine(RolloutEngine):
             self._sleep()
 
     def _load(self, policy: PreTrainedModel) -> None:
-        """Copy the weights into place, layer by layer.
-
-        vLLM collects the weights of a layer until it has all of them, casts and fuses them, and
-        lets them go.
-        """
-        self._warn_of_rounding(policy)
+        """Copy the weights into place; vLLM casts and fuses them layer by layer."""
+        if not self._has_warned and (lost := lost_in_merge(policy)) > MOST_LOST:
+            self._has_warned = True
+            logger.warning(
+                "rollout_engine vllm merges the adapter, of which rounding to %s takes %.0f %%: "
+                "native and vllm_server sample with it unmerged",
+                policy.dtype,
+                100 * lost,
+            )
         weights = {"weights_iterator": published_weights(policy)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
-
-    def _warn_of_rounding(self, policy: PreTrainedModel) -> None:
-        if self._has_warned or (lost := lost_in_merge(policy)) <= MOST_LOST:
-            return
-        self._has_warned = True
-        logger.warning(
-            "rollout_engine vllm merges the adapter, of which rounding to %s takes %.0f %%: native "
-            "and vllm_server sample with it unmerged",
-            policy.dtype,
-            100 * lost,
-        )
 
     def _sleep(self) -> None:
         if self.sleeps:
@@ -201,11 +205,18 @@ class _InProcessSession:
             self._asked[name] = request, sample
 
     def step(self) -> list[Finished]:
-        return [
-            Finished(*self._asked.pop(output.request_id), _completion(output.outputs[0]))
-            for output in self._engine.llm.llm_engine.step()
-            if output.finished
-        ]
+        finished = []
+        for output in self._engine.llm.llm_engine.step():
+            if not output.finished:
+                continue
+            [one] = output.outputs
+            if one.finish_reason not in ("stop", "length"):
+                raise RolloutError(f"vLLM gave a request up ({one.finish_reason}): see its log")
+            tokens = list(one.token_ids)
+            logprobs = [at[token].logprob for token, at in zip(tokens, one.logprobs, strict=True)]
+            completion = Completion(tokens, logprobs, one.finish_reason)
+            finished.append(Finished(*self._asked.pop(output.request_id), completion))
+        return finished
 
     @property
     def idle(self) -> bool:
@@ -232,40 +243,10 @@ def lacking(model: PreTrainedModel) -> str | None:
 
 
 def _prepare_environment() -> None:
+    """Set what vLLM reads when it is imported, or when an engine is made."""
     os.environ.update(NEEDED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
-
-
-def _installed() -> str:
-    try:
-        import vllm
-    except ImportError as error:
-        raise ValueError(
-            f"rollout_engine vllm needs vLLM, which cannot be imported ({error}): pip install "
-            '"rlhf-pg[vllm]"'
-        ) from error
-    version: str = vllm.__version__
-    return version
-
-
-def _new_llm(**arguments: Any) -> Any:
-    from vllm import LLM
-
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # The processes exist already, and each is to have its own engine.
-        arguments["distributed_executor_backend"] = "external_launcher"
-    llm = LLM(
-        **arguments,
-        model_impl="vllm",  # that of transformers would change the trained class
-        load_format="dummy",
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        disable_log_stats=True,
-    )
-    # Its finalizer would destroy the process groups, which training or another engine still uses.
-    llm.llm_engine.engine_core._finalizer.detach()
-    return llm
 
 
 def _free(core: Any) -> None:
@@ -276,30 +257,8 @@ def _free(core: Any) -> None:
     gc.collect()
 
 
-def _describe(model: PreTrainedModel, directory: str) -> None:
-    """Save the config with the name of the model's class, by which vLLM finds its own class."""
-    base = bare(model)
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
-    config.save_pretrained(directory)
-
-
 def _repack_head(model: nn.Module) -> None:
     """Pack a tied head again, which vLLM forgets on a CPU, where it packs a copy of each matrix."""
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
-
-
-def _completion(output: Any) -> Completion:
-    """Convert a completion of vLLM's.
-
-    Raises:
-        RolloutError: vLLM gave it up.
-        FloatingPointError: log-probabilities are NaN.
-    """
-    tokens = list(output.token_ids)
-    logprobs = [at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True)]
-    if output.finish_reason not in ("stop", "length"):
-        raise RolloutError(f"vLLM gave a request up ({output.finish_reason}): its log says why")
-    return Completion(tokens, logprobs, output.finish_reason)

@@ -12,11 +12,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and thi
 
 
 def check_version(version: str, what: str) -> None:
-    """Refuse a vLLM version that was never tested.
-
-    Raises:
-        ValueError: the version is outside the range.
-    """
+    """Refuse a vLLM version outside the tested range (ValueError)."""
     oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
     if not OLDEST <= tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2])) < TOO_NEW:
         raise ValueError(f'{what} is version {quoted(version)}: use "vllm>={oldest},<{too_new}"')
@@ -25,8 +21,7 @@ def check_version(version: str, what: str) -> None:
 def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """Translate the sampling parameters for vLLM; none is left to the model's defaults.
 
-    Raises:
-        ValueError: vLLM would change the temperature.
+    ValueError if vLLM would change the temperature.
     """
     if 0 < params.temperature < LEAST_TEMPERATURE:
         raise ValueError(
@@ -49,11 +44,7 @@ def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, A
 
 
 def room(request: Request, params: SamplingParams, limit: int) -> int:
-    """Return how many tokens may be sampled; beyond its limit vLLM would cut silently.
-
-    Raises:
-        ValueError: there are no tokens, or too many for the limit.
-    """
+    """Return how many tokens may be sampled; ValueError beyond the limit, where vLLM would cut."""
     wanted = request.limit(params)
     if not len(request.tokens):
         raise ValueError("is empty: a model needs at least one token to continue")

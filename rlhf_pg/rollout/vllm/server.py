@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.boundary import http
 from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import begin, result_of
-from rlhf_pg.models.experts import has_experts
+from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -81,10 +81,17 @@ class VllmServerEngine(RolloutEngine):
         self.model, self.eos_token_ids = model, list(eos_token_ids)
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.directory, self.is_main = directory.absolute(), is_main
-        check_version(self._version(), f"the server at {url}")
+        try:
+            version = str(self.ask("/version", None, lambda answer: answer)["version"])
+        except (Refused, TypeError, LookupError) as error:
+            raise ValueError(
+                f"vllm_server_base_url: no vLLM server at {self.client.url} ({told(error)})"
+            ) from error
+        check_version(version, f"the server at {url}")
         # The first model is the server's own.
-        self.served, self.max_model_length = self._get(
+        self.served, self.max_model_length = self.ask(
             "/v1/models",
+            None,
             lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
         )
         self.name = self.served  # of the weights to sample from
@@ -93,16 +100,8 @@ class VllmServerEngine(RolloutEngine):
             self._check_replaceable(model)
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
-        """Open a session on the server.
-
-        Raises:
-            ValueError: vLLM would change the temperature.
-            RolloutError: the server fails.
-            FloatingPointError: the model's log-probabilities are NaN.
-        """
+        """Open a session on the server, which raises RolloutError if the server fails."""
         return closing(_ServerSession(self, params, seed))
-
-    # ------------------------------------------------------------------------------- the weights
 
     @contextmanager
     def _load_weights(self) -> Iterator[None]:
@@ -119,17 +118,19 @@ class VllmServerEngine(RolloutEngine):
         place = self._saved(model, name)
         if name not in self._models():
             try:
-                self._load(name, place)
+                self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
             except RolloutError as error:
-                raise RolloutError(
-                    f"{error}. The server needs --enable-lora, a --max-lora-rank that is not below "
-                    f"lora_r, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and to see "
-                    f"{place} (vllm_sync_directory)"
-                ) from error
+                # If its first answer was lost, it refuses the repeated request, which it has done.
+                if not (isinstance(error, Refused) and name in self._models()):
+                    raise RolloutError(
+                        f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
+                        "below lora_r, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and "
+                        f"to see {place} (vllm_sync_directory)"
+                    ) from error
         if self.name != self.served:
             # Unloading only saves memory, and a server that has lost the old one need not.
             with suppress(Refused):
-                self._do("/v1/unload_lora_adapter", {"lora_name": self.name})
+                self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
             shutil.rmtree(self._own / self.name, ignore_errors=True)
 
     @cached_property
@@ -142,11 +143,7 @@ class VllmServerEngine(RolloutEngine):
         return own
 
     def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
-        """Save weights under a path for the server, and return it.
-
-        Raises:
-            RolloutError: they cannot be written.
-        """
+        """Save weights under a path for the server, and return it."""
         try:
             place = self._own / name
             model.save_pretrained(place)
@@ -157,19 +154,11 @@ class VllmServerEngine(RolloutEngine):
             ) from error
         return place
 
-    def _load(self, name: str, place: Path) -> None:
-        try:
-            self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
-        except Refused:
-            # If its first answer was lost, it refuses the repeated request, which it has done.
-            if name not in self._models():
-                raise
-
     def _replace_weights(self) -> None:
         place = self._saved(self.model, "policy")
         try:
             arguments = {"weights_path": str(place)}
-            self._do("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+            self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         except RolloutError as error:
             raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
         shutil.rmtree(place)
@@ -179,18 +168,12 @@ class VllmServerEngine(RolloutEngine):
                 "is at work for others: it has to be for this run alone"
             )
 
-    # ---------------------------------------------------------------------------------- requests
-
-    def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
+    def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
         """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
         return result_of(self.begin(path, body, read))
 
     def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":
-        """Send a request; see `http.Client.ask`.
-
-        Raises:
-            RolloutError: from the future: there is no answer.
-        """
+        """Send a request (`http.Client.ask`); the future raises RolloutError without an answer."""
 
         async def asked() -> T:
             try:
@@ -202,50 +185,36 @@ class VllmServerEngine(RolloutEngine):
 
         return begin(asked, loop="vllm")  # which no function of users holds up
 
-    # ------------------------------------------------------------------------------------ checks
-
-    def _version(self) -> str:
-        try:
-            return str(self._get("/version", lambda answer: answer)["version"])
-        except (Refused, TypeError, LookupError) as error:
-            raise ValueError(
-                f"vllm_server_base_url: at {self.client.url} is no vLLM ({told(error)})"
-            ) from error
-
-    def _get(self, path: str, read: Callable[[Any], T]) -> T:
-        return self.ask(path, None, read)
-
-    def _do(self, path: str, body: dict[str, Any]) -> None:
-        """Send a request whose answer holds nothing of use."""
-        self.ask(path, body, lambda answer: None)
-
     def _models(self) -> list[str]:
-        return self._get("/v1/models", lambda answer: [str(one["id"]) for one in answer["data"]])
+        def read(answer: Any) -> list[str]:
+            return [str(one["id"]) for one in answer["data"]]
+
+        return self.ask("/v1/models", None, read)  # type: ignore[no-any-return]
 
     def _check_logprobs(self) -> None:
         """Refuse raw log-probabilities, which do not depend on the temperature (up to 2)."""
-        cold, hot = (self._likeliest(temperature) for temperature in (0.1, 2.0))
+
+        def read(answer: Any) -> float:
+            [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
+            return float(max(token.values()))
+
+        body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
+        body |= {"logprobs": 1}
+        cold, hot = (
+            self.ask("/v1/completions", body | {"temperature": temperature}, read)
+            for temperature in (0.1, 2.0)
+        )
         if abs(cold - hot) < 1e-3:
             raise ValueError(
                 f"the server at {self.client.url} gives raw log-probabilities, not those of the "
                 "distribution sampled from: start it with --logprobs-mode processed_logprobs"
             )
 
-    def _likeliest(self, temperature: float) -> float:
-        """Return the log-probability of the likeliest token after an arbitrary one."""
-        body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
-        body |= {"temperature": temperature, "logprobs": 1}
-
-        def read(answer: Any) -> float:
-            [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
-            return float(max(token.values()))
-
-        return self.ask("/v1/completions", body, read)
-
     def _check_replaceable(self, model: PreTrainedModel) -> None:
         try:
-            on_cpu = self._get(
+            on_cpu = self.ask(
                 "/server_info?config_format=json",
+                None,
                 lambda answer: "cpu" in str(answer["vllm_config"]["device_config"]),
             )
         except Refused as error:
@@ -281,8 +250,19 @@ class _ServerSession:
 
     def add(self, request: Request) -> None:
         max_tokens = room(request, self._params, self._engine.max_model_length)
+        by_string = bool(self._params.stop_strings)
+
+        def read(sample: int, answer: Any) -> Finished:
+            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, by_string)
+            return Finished(request, sample, completion)
+
         for sample in request.samples:
-            future = self._begin(request, sample, max_tokens)
+            body = self._options | {
+                "prompt": list(request.tokens),
+                "max_tokens": max_tokens,
+                "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
+            }
+            future = self._engine.begin("/v1/completions", body, partial(read, sample))
             self._asked.add(future)
             future.add_done_callback(self._answers.put)
 
@@ -304,39 +284,19 @@ class _ServerSession:
         for future in self._asked:
             future.cancel()
 
-    def _begin(self, request: Request, sample: int, max_tokens: int) -> "Future[Finished]":
-        body = self._options | {
-            "prompt": list(request.tokens),
-            "max_tokens": max_tokens,
-            "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
-        }
-        by_string = bool(self._params.stop_strings)
-
-        def read(answer: Any) -> Finished:
-            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, by_string)
-            return Finished(request, sample, completion)
-
-        return self._engine.begin("/v1/completions", body, read)
-
 
 def _completion(
     answer: Any, max_tokens: int, eos_token_ids: Sequence[int], by_string: bool
 ) -> Completion:
-    """Read the only choice of an answer.
+    """Read the only choice of an answer, which with `by_string` may end with any token.
 
-    Args:
-        by_string: a stop string, which may end with any token, can end it too.
-
-    Raises:
-        ValueError, LookupError, TypeError: something is missing or impossible.
+    ValueError, LookupError or TypeError if something is missing or impossible.
     """
     [choice] = answer["choices"]
     tokens, reason = choice["token_ids"], choice["finish_reason"]
     logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
-    if len(tokens) != len(logprobs) or not tokens:
-        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
-    if len(tokens) > max_tokens:
-        raise ValueError(f"{len(tokens)} tokens, and at most {max_tokens} were asked for")
+    if not 0 < len(tokens) == len(logprobs) <= max_tokens:
+        raise ValueError(f"{len(tokens)} of {max_tokens} tokens, {len(logprobs)} log-probabilities")
     if min(logprobs) <= LEAST:
         raise ValueError(f"{min(logprobs)} is no log-probability of what was sampled")
     ended = [token in eos_token_ids for token in tokens]

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.native import continuous_batching, hf_generate
+from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native import engine as native_engine
 from tests.rollout.native.test_engine import (
     EOS,
     PAD,
@@ -310,7 +311,7 @@ def test_request_without_samples_is_done_immediately():
 def test_generate_fallback_splits_batch_at_max_rows(monkeypatch):
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
-    monkeypatch.setattr(hf_generate, "MAX_ROWS", 4)
+    monkeypatch.setattr(native_engine, "MAX_ROWS", 4)
     assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
 
 

@@ -220,7 +220,7 @@ def test_untested_vllm_version_raises(fake, tmp_path, version):
 @pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, b"<html>"), (200, {})])
 def test_non_vllm_server_raises(fake, tmp_path, answer):
     fake.answers["/version"] = lambda body: answer
-    with pytest.raises(ValueError, match=f"vllm_server_base_url: at {fake.url} is no vLLM"):
+    with pytest.raises(ValueError, match=f"vllm_server_base_url: no vLLM server at {fake.url}"):
         engine_of(fake, tmp_path)
 
 
@@ -280,11 +280,11 @@ FAULTS = {
     "an answer that cannot be used": (200, b"{}}"),
     "KeyError": (200, {"id": "cmpl-1"}),
     "not enough values": (200, {"choices": []}),
-    "5 tokens with 6 log-prob": (200, short(token_ids=[5] * 5)),
+    "5 of 6 tokens, 6 log-prob": (200, short(token_ids=[5] * 5)),
     "4 of 6 tokens, and no stop": (200, short(**logprobs(*[-1.0] * 4))),
     "NoneType": (200, short(logprobs=None)),
     "finish_reason 'abort'": (200, short(finish_reason="abort")),
-    "7 tokens, and at most 6": (200, short(**logprobs(*[-1.0] * 7))),
+    "7 of 6 tokens, 7 log-prob": (200, short(**logprobs(*[-1.0] * 7))),
     "after EOS, which is the one at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
     "'length' with 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
     "'stop' with 5": (200, short(finish_reason="stop")),

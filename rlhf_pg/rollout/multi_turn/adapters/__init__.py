@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
-from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
 VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
 

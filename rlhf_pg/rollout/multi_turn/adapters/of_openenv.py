@@ -14,8 +14,7 @@ from rlhf_pg.boundary.user_code import begin, call_beside, result_of
 from rlhf_pg.config.fields import config
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
-from rlhf_pg.rollout.multi_turn.tools import ToolCall
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, ToolCall
 
 PATIENCE = 10.0  # seconds that the server may take to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
@@ -47,8 +46,9 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
     total = own.episodes + own.eval_episodes
     prompt = [{"role": "user", "content": own.prompt}]
     rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]
-    train, held_out = rows[: own.episodes], rows[own.episodes :]
-    return Dataset.from_list(train), Dataset.from_list(held_out) if held_out else None, source
+    held_out = rows[own.episodes :]
+    train = Dataset.from_list(rows[: own.episodes])
+    return train, Dataset.from_list(held_out) if held_out else None, source
 
 
 async def _look(url: str, options: Options) -> EnvironmentSource:

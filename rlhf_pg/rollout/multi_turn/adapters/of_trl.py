@@ -11,8 +11,7 @@ from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import call_beside, result_of
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.rollout.multi_turn.environment import Messages, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
-from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
 
 COLUMN = "environment"  # names the factory of a row, where there are several
 PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt where an environment has its own

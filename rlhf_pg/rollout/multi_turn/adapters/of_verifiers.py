@@ -17,8 +17,9 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.sources import EnvironmentSource
-from rlhf_pg.rollout.multi_turn.tools import TAGGED, Toolbox
+from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
+
+SHOWN = {"name", "description", "parameters"}  # of a tool, to the policy
 
 
 def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
@@ -30,12 +31,12 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
         raise ValueError(f"environment {quoted(name)} cannot be loaded: {told(error)}") from error
     if environment.rubric.has_group_rewards:
         raise ValueError(
-            f"the rubric of {quoted(name)} compares the completions of a group, which is done "
-            "here by the algorithm: give each completion a reward of its own"
+            f"the rubric of {quoted(name)} compares completions: give each a reward of its own"
         )
-    keys = {"name", "description", "parameters"}
-    tools = [tool.model_dump(include=keys) for tool in environment.tool_defs or ()]
-    schemas = [{"type": "function", "function": tool} for tool in tools]
+    schemas = [
+        {"type": "function", "function": tool.model_dump(include=SHOWN)}
+        for tool in environment.tool_defs or ()
+    ]
     source = EnvironmentSource(partial(VerifiersEnvironment, environment), schemas)
     return evaluation if train is None else train, evaluation, source
 
@@ -58,7 +59,20 @@ class VerifiersEnvironment(SettlingEnvironment):
 
     async def step(self, completion: str) -> Observation:
         """Hand a turn to the rollout, and return what it adds before the next, if there is one."""
-        self.client.turn.set_result(self._response(completion))
+        asked = []
+        for i, call in enumerate(self.box.parse(completion, self.prompt) if self.box else ()):
+            arguments = call.error or json.dumps(call.arguments)
+            asked.append(
+                ToolCall(id=f"call_{i}", name=call.name or "unreadable", arguments=arguments)
+            )
+        message = ResponseMessage(
+            content=TAGGED.sub("", completion).strip() if asked else completion,
+            tool_calls=asked or None,
+            finish_reason="tool_calls" if asked else "stop",
+            is_truncated=False,
+        )
+        response = Response(id="turn", created=0, model="policy", message=message)
+        self.client.turn.set_result(response)
         before, now = self.messages, await self._next_request()
         if now is None:
             return Observation(done=True)
@@ -91,24 +105,6 @@ class VerifiersEnvironment(SettlingEnvironment):
         request.cancel()
         await self.rollout  # type: ignore[misc]  # raises what it raised
         return None
-
-    def _response(self, completion: str) -> Response:
-        calls = [] if self.box is None else self.box.parse(completion, self.prompt)
-        asked = [
-            ToolCall(
-                id=f"call_{i}",
-                name=call.name or "unreadable",
-                arguments=call.error or json.dumps(call.arguments),
-            )
-            for i, call in enumerate(calls)
-        ]
-        message = ResponseMessage(
-            content=TAGGED.sub("", completion).strip() if calls else completion,
-            tool_calls=asked or None,
-            finish_reason="tool_calls" if calls else "stop",
-            is_truncated=False,
-        )
-        return Response(id="turn", created=0, model="policy", message=message)
 
 
 class PolicyClient(Client):  # type: ignore[misc]
