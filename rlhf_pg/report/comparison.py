@@ -39,11 +39,13 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
 
 def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     """Return runs by names that differ: as much of the end of each path as that takes."""
-    paths = list(dict.fromkeys(directory.absolute() for directory in directories))
+    paths = [directory.absolute() for directory in directories]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
+    else:
+        names = [f"{i + 1}: {path}" for i, path in enumerate(paths)]  # one run twice
     return {name: RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 

@@ -316,8 +316,7 @@ def test_changed_tokenizer_on_resume_is_refused(output, change) -> None:
 def test_changed_algorithm_on_resume_is_refused(output) -> None:
     trainer = build(str(output), **OPTIONS)
     assert trainer.algorithm == "GRPO"
-    trainer.config_type = PPOConfig
-    trainer.checkpointer = trainer._new_checkpointer()
+    trainer.checkpointer.config["algorithm"] = "PPO"
     with pytest.raises(ValueError, match="algorithm was 'GRPO' and is 'PPO'"):
         trainer.checkpointer.resume("latest", trainer.runtime)
 

@@ -49,4 +49,4 @@ def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) 
 def test_names_of_runs_differ() -> None:
     paths = [Path("/x/one/run"), Path("/x/two/run")]
     assert list(named_runs(paths)) == ["one/run", "two/run"]
-    assert list(named_runs([paths[0], paths[0]])) == ["run"]
+    assert list(named_runs([paths[0], paths[0]])) == ["1: /x/one/run", "2: /x/one/run"]
