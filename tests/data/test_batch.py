@@ -305,3 +305,22 @@ def test_column_that_a_part_lacks_is_none_in_its_rows():
 
     parts = [part(2, a=[1, 2]), part(1, b=[3]), part(0)]
     assert Batch.concat(parts, PAD).columns == {"a": [1, 2, None], "b": [None, None, 3]}
+
+
+def test_tokens_are_counted_and_listed_without_padding():
+    batch = rollout()
+    assert batch.num_tokens == 1 + 3 + 2 + 2 + 1 + 3
+    assert batch.token_lists() == [[7, 8], [1], [2, 3, 4]]
+
+
+def test_pick_keeps_texts_columns_and_scores_of_rows():
+    batch = rollout().with_columns(
+        prompts=["a", "b", "c"], columns={"x": [1, 2, 3]}, scores=torch.arange(18.0).view(3, 3, 2)
+    )
+    picked = batch.pick([2, 1], groups=torch.tensor([0, 1]))
+    assert picked.prompts == ["c", "b"]
+    assert picked.columns == {"x": [3, 2]}
+    assert picked.groups.tolist() == [0, 1]
+    assert picked.completion_ids.tolist() == [[2, 3, 4], [1, PAD, PAD]]
+    assert picked.scores.equal(batch.scores[[2, 1]])
+    assert picked.completions == ()
