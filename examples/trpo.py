@@ -72,36 +72,36 @@ class TRPOTrainer(ReinforceTrainer):
     config_type = TRPOConfig
     args: TRPOConfig
 
-    def update(self, experience: Batch, meter: Meter) -> dict[str, float]:
+    def update(self, batch: Batch, meter: Meter) -> dict[str, float]:
         """One step of length sqrt(2 max_kl / d'Fd) along d = F^-1 g, halved until it is good."""
         if self.runtime.kind != "DDP":
             raise ValueError("this example moves whole weights itself: launch it with DDP")
-        self.learner.accumulate(experience, meter)
+        self.learner.accumulate(batch, meter)
         ascent = -torch.cat([p.grad.flatten() for p in self.parameters])
         self.learner.optimizer.zero_grad()
 
         def fisher(vector: Tensor) -> Tensor:
-            return self.fisher_product(experience, vector)
+            return self.fisher_product(batch, vector)
 
         direction = conjugate_gradients(fisher, ascent, self.args.cg_iterations)
         curvature = direction @ fisher(direction)
         step = (2 * self.args.max_kl / curvature).sqrt() * direction
-        share, kl = self.line_search(experience, step)
+        share, kl = self.line_search(batch, step)
         self.learner.optimizer.step()  # without gradients: only the schedule counts it
         return {"grad_norm": ascent.norm().item(), "learning_rate": share, "trpo/kl": kl}
 
-    def line_search(self, experience: Batch, step: Tensor) -> tuple[float, float]:
+    def line_search(self, batch: Batch, step: Tensor) -> tuple[float, float]:
         """Take the largest share 1, 1/2, 1/4 ... of the step that is good, or none.
 
         Returns:
             The share, and the mean KL(old || new) that it made.
         """
         start = parameters_to_vector(self.parameters).detach().clone()
-        old = [distributions.detach() for _, distributions in self.forward(experience)]
+        old = [distributions.detach() for _, distributions in self.forward(batch)]
         self.learner.updates_begun = 1  # a checkpoint saved after an error says so
         for halvings in range(self.args.backtracks):
             vector_to_parameters(start + 0.5**halvings * step, self.parameters)
-            gain, kl = self.compare(experience, old)
+            gain, kl = self.compare(batch, old)
             if gain > 0 and kl <= self.args.max_kl:
                 return 0.5**halvings, kl
         vector_to_parameters(start, self.parameters)
@@ -113,42 +113,42 @@ class TRPOTrainer(ReinforceTrainer):
         """What is trained."""
         return [p for p in self.learner.module.parameters() if p.requires_grad]
 
-    def forward(self, experience: Batch) -> Iterator[tuple[Batch, Tensor]]:
+    def forward(self, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
-        for rows in experience.micro_batches(self.learner.token_budget, window=0):
-            batch = experience.select(rows)
-            logits = self.learner.policy.logits(batch)
-            yield batch, (logits / self.args.temperature).log_softmax(dim=-1)
+        for rows in batch.micro_batches(self.learner.token_budget, window=0):
+            part = batch.select(rows)
+            logits = self.learner.policy.logits(part)
+            yield part, (logits / self.args.temperature).log_softmax(dim=-1)
 
-    def mean(self, total: Tensor, experience: Batch) -> Tensor:
+    def mean(self, total: Tensor, batch: Batch) -> Tensor:
         """A sum over the action tokens of this process as the mean over those of all."""
         return self.runtime.all_reduce_sum(total) / self.runtime.all_reduce_sum(
-            experience.action_mask.sum()
+            batch.action_mask.sum()
         )
 
     @torch.no_grad()
-    def compare(self, experience: Batch, old: list[Tensor]) -> tuple[float, float]:
+    def compare(self, batch: Batch, old: list[Tensor]) -> tuple[float, float]:
         """By how much the surrogate E[rho_t A_t] has risen, and the mean KL(old || new)."""
         sums = torch.zeros(2, device=self.runtime.device)
-        for (batch, new), before in zip(self.forward(experience), old, strict=True):
-            chosen = batch.completion_ids[:, :, None]
+        for (part, new), before in zip(self.forward(batch), old, strict=True):
+            chosen = part.completion_ids[:, :, None]
             ratio = (new - before).gather(2, chosen).squeeze(2).exp()
             kl = (before.exp() * (before - new)).sum(dim=-1)
-            for i, numbers in enumerate(((ratio - 1) * batch.advantages, kl)):
-                sums[i] += numbers[batch.action_mask].sum()
-        gain, kl = self.mean(sums, experience).tolist()
+            for i, numbers in enumerate(((ratio - 1) * part.advantages, kl)):
+                sums[i] += numbers[part.action_mask].sum()
+        gain, kl = self.mean(sums, batch).tolist()
         return gain, kl
 
-    def fisher_product(self, experience: Batch, vector: Tensor) -> Tensor:
+    def fisher_product(self, batch: Batch, vector: Tensor) -> Tensor:
         """(F + damping) v, with F the Hessian of the mean KL(old || new) where new = old."""
         total = torch.zeros_like(vector)
         with sdpa_kernel(SDPBackend.MATH):  # the kernel that can be differentiated twice
-            for batch, new in self.forward(experience):
+            for part, new in self.forward(batch):
                 old = new.detach()
-                kl = (old.exp() * (old - new)).sum(dim=-1)[batch.action_mask].sum()
+                kl = (old.exp() * (old - new)).sum(dim=-1)[part.action_mask].sum()
                 first = self.flat_gradient(kl, create_graph=True)
                 total += self.flat_gradient(first @ vector)
-        return self.mean(total, experience) + self.args.damping * vector
+        return self.mean(total, batch) + self.args.damping * vector
 
     def flat_gradient(self, of: Tensor, create_graph: bool = False) -> Tensor:
         """Of a number, by all that is trained."""

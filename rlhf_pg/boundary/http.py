@@ -32,8 +32,9 @@ class Client:
     A connection that fails, a late answer, one that cannot be read and the statuses 408, 429 and
     5xx lead to another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
 
-    Paths are appended to `url`. The `timeout` in seconds is for one whole answer, and `concurrency`
-    bounds the requests at a time of this process. A `key` is sent as `Authorization: Bearer`.
+    Paths are appended to `url`. There are `retries` attempts after the first. The `timeout` in
+    seconds is for one whole answer, and `concurrency` bounds the requests at a time of this
+    process. A `key` is sent as `Authorization: Bearer`.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def load(name: str) -> Any:
 
     A module is an installed one or one of the working directory, or of the directory in front of it
     (`directory/package.module:name`). ValueError if there is no such file or module, its import
-    fails (the message has its traceback), or it has no function of that name.
+    fails (the message has its traceback), or what has that name is no function: a class, say.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if "://" in name or name.endswith(".py") or not place:
@@ -96,8 +96,8 @@ def import_file(file: Path) -> ModuleType:
 
 def loaded() -> dict[str, str]:
     """Return the file of each module that `import_file` has made, by the module's name."""
-    found = [name for name in sys.modules if name.startswith(PREFIX)]
-    return {name: str(sys.modules[name].__file__) for name in found}
+    here = list(sys.modules.items())  # other threads may import meanwhile
+    return {name: str(module.__file__) for name, module in here if name.startswith(PREFIX)}
 
 
 def _search(directory: Path) -> None:

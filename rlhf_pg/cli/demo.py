@@ -52,7 +52,7 @@ def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
     prompts = next(iter(trainer.eval_sets.values()))
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     ids = [-1 - row for row in rows]
-    samples = trainer.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
+    samples = trainer.sampler.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
     asked = map(_text, prompts.rows[list(rows)]["prompt"])
     return dict(zip(asked, map(_text, samples.completions), strict=True))
 

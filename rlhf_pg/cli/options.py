@@ -78,12 +78,13 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _number(kind: type[float], least: float, most: float = 1e9) -> Callable[[str], float]:
+def _number(kind: type[float], least: float, most: float = float("inf")) -> Callable[[str], float]:
     """Return the parser of a number that must be within a range."""
 
     def number(text: str) -> float:
         if not least <= (value := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"must be {least:g} to {most:g}, got {text}")
+            limits = f"at least {least:g}" + (f" and at most {most:g}" if most < 2 else "")
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
         return value
 
     return number
@@ -94,4 +95,6 @@ def _device(text: str) -> float:
     try:
         return float(GPUS.get(text.lower()) or text) * 2**30
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be in {[*GPUS]} or GiB, got {text}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be GiB or one of {', '.join(GPUS)}, got {text}"
+        ) from None

@@ -86,7 +86,7 @@ def of_names(args: Any) -> Iterator[str]:
 
 
 def of_samples(args: Any) -> Iterator[str]:
-    """Completions and their scores."""
+    """Yield what is wrong with the keys of completions and of their scores."""
     if "" in (args.stop or ()):
         yield "stop must not hold an empty string, which would end every completion at once"
     for key, everything in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
@@ -137,7 +137,7 @@ def of_estimator(args: Any) -> Iterator[str]:
 
 
 def of_updates(args: Any) -> Iterator[str]:
-    """The number of updates per rollout, ranges that depend on other keys, and the KL."""
+    """Yield what is wrong with the number of updates, ranges by other keys, and the KL."""
     prompts, batches = args.prompts_per_step, args.num_mini_batches
     if batches > prompts:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
@@ -157,13 +157,16 @@ def of_updates(args: Any) -> Iterator[str]:
     if args.entropy_target is not None:
         low, most, given = args.entropy_coef_min, args.entropy_coef_max, args.entropy_coef
         if not low <= given <= most:
-            yield f"entropy_coef must be between its _min and _max, {low} and {most}, got {given}"
+            yield (
+                f"entropy_coef must be between entropy_coef_min ({low}) and entropy_coef_max "
+                f"({most}), got {given}"
+            )
     if args.sampler_clip_min is not None and args.sampler_clip_min >= args.sampler_clip_max:
         yield f"sampler_clip_min must be below sampler_clip_max, got {args.sampler_clip_min}"
     if args.beta > 0:
         fifth, horizon = prompts * args.num_generations / 5, args.kl_horizon
         if args.kl_controller == "adaptive" and horizon <= fifth:  # beta could become negative
-            yield f"kl_horizon must be above a fifth of a step's completions, got {horizon}"
+            yield f"kl_horizon must be above {fifth:g}, a step's completions / 5, got {horizon}"
         if args.kl_placement == "loss" and args.kl_estimator == "k1":
             yield 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go"'
         if args.kl_placement == "reward" and args.kl_estimator not in ("k1", "k2", "k3"):
@@ -171,7 +174,7 @@ def of_updates(args: Any) -> Iterator[str]:
 
 
 def of_use(args: Any) -> Iterator[str]:
-    """Keys that would be ignored."""
+    """Yield the keys that would be ignored."""
     engine, given = args.rollout_engine, vars(args).get
     in_process = "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_max_model_length"
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
@@ -203,6 +206,8 @@ def of_use(args: Any) -> Iterator[str]:
         ("value_init pretrained", given("value_init") != "random", "value_model_name_or_path"),
         ("vf_coef", given("vf_coef") != 0, of_critic),
     )
+    if given("value_init") == "random" and args.use_peft:
+        yield "value_init random has no weights worth an adapter: leave out use_peft"
     for choice in ("advantage_estimator", "policy_loss"):
         name, functions = getattr(args, choice), registry(choice)
         options = set().union(*map(parameters, functions.values()))

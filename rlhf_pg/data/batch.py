@@ -355,14 +355,15 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
 
 def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
     """Split rows into batches in which prompts, and completions, are padded to the longest."""
-    batches: list[list[int]] = [[]]
+    batches: list[list[int]] = []
+    prompt = completion = 0  # the longest of the last batch
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
-        own = [rows[place] for place in (*batches[-1], i)]
-        width = max(row.prompt for row in own) + max(row.completion for row in own)
-        if len(own) > 1 and len(own) * width > max_tokens:
+        prompt, completion = max(prompt, rows[i].prompt), max(completion, rows[i].completion)
+        if not batches or (len(batches[-1]) + 1) * (prompt + completion) > max_tokens:
             batches.append([])
+            prompt, completion = rows[i].prompt, rows[i].completion
         batches[-1].append(i)
-    return batches if rows else []
+    return batches
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:

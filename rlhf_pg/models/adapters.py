@@ -7,6 +7,7 @@ weights are in memory once.
 import copy
 import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -84,10 +85,13 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
 def _check_targets(model: nn.Module, config: Any) -> None:
     """Refuse a target that matches no module; peft accepts it if another target matches."""
     targets = getattr(config, "target_modules", None)
-    if targets is None or isinstance(targets, str):  # a regex, of which peft says it
+    if targets is None or targets == "all-linear":
         return
     names = [name for name, _ in model.named_modules()]
-    unmatched = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
+    if isinstance(targets, str):
+        unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unmatched = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
     if unmatched:
         ends = {name.rsplit(".", 1)[-1] for name in names}
         leaves = sorted(end for end in ends if end.isidentifier())

@@ -71,11 +71,13 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 @contextmanager
-def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[None]:
-    """Use the attention of this file in the whole model inside the block, then restore its own."""
+def replaced_attention(
+    configs: Sequence[Any], names: Sequence[str] | None = None
+) -> Iterator[None]:
+    """Use the attention of this file, or of these names, inside the block, then restore its own."""
     own = [config._attn_implementation for config in configs]
     try:
-        for config in configs:
+        for config, name in zip(configs, names or [NAME] * len(configs), strict=True):
             config._attn_implementation = name
         yield
     finally:

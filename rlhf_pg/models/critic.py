@@ -307,8 +307,7 @@ def new_critic(
         config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
         config.base_model_name_or_path = None
         if isinstance(config.target_modules, set):
-            # A loaded adapter names every module by its path in the policy, perhaps of another
-            # depth.
+            # A loaded adapter names modules by their paths in the policy, whose depth may differ.
             config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         model = add_adapter(model, config)
     return Critic(_without_head(model), head)

@@ -334,7 +334,7 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     """Measure what the model does after its head, by replacing the head's output by known numbers.
 
     It runs the model, so call it while the weights are whole. None if `ChunkedLMHead` cannot take
-    the head's place: the module is of another kind, the head reads something else than the trunk's
+    the head's place: the module is of another kind, the head reads something other than the trunk's
     last hidden states, or more follows it.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None

@@ -279,9 +279,10 @@ def check_directory(model: str | PathLike[str]) -> None:
     name = str(model)
     first = name.partition("/")[0]
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    is_path = is_path or (first != name and os.path.isdir(first))
-    if is_path and not os.path.isdir(name) and not is_gguf(name):
-        raise ValueError(f"there is no model directory {quoted(name)}")
+    is_here = not is_path and first != name and os.path.isdir(first)
+    if (is_path or is_here) and not os.path.isdir(name) and not is_gguf(name):
+        of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
+        raise ValueError(f"there is no model directory {quoted(name)}{of_hub}")
 
 
 @contextmanager
@@ -326,7 +327,8 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
     with opening("model", path):
         config = AutoConfig.from_pretrained(trust_remote_code=trust_remote_code, **places)
     known = {*PLACES, *READING, *config.to_dict(), *config.attribute_map}
-    for key in sorted(fields - known):
+    if strange := sorted(fields - known):
+        key = strange[0]
         raise ValueError(
             f"model_init_kwargs: {shown(key)} is neither an argument of from_pretrained nor a "
             f"field of {type(config).__name__}{nearest(key, known)}"
@@ -335,9 +337,9 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """Give an object its attention, and refuse (ValueError) options that are for loading."""
-    for key in sorted(options.keys() - {ATTENTION}):
+    if others := sorted(options.keys() - {ATTENTION}):
         raise ValueError(
-            f"model_init_kwargs ({key}) is for loading: give the model as a path or Hub id"
+            f"model_init_kwargs ({others[0]}) is for loading: give the model as a path or Hub id"
         )
     if ATTENTION in options:
         with opening("attention of the model", options[ATTENTION]):
@@ -368,13 +370,15 @@ def load_tokenizer(
 
     Raises:
         ValueError: there is no tokenizer that can be loaded, it has no EOS token, no pad token
-            (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
+            (`pad_token` is missing or unknown), ids beyond the model's embedding rows, or it
+            cannot decode one of the model's.
     """
     if tokenizer is None:
         path = model.name_or_path
         if not path or not has_tokenizer(path):
+            where = f" in {path}" if path else ""
             raise ValueError(
-                f"no tokenizer was saved with the model {path}: give it as processing_class"
+                f"no tokenizer was saved with the model{where}: give it as processing_class"
             )
         with about("processing_class"):
             tokenizer = tokenizer_from_pretrained(
@@ -397,6 +401,17 @@ def load_tokenizer(
             "(the EOS token will do: padding is masked by position, not by id)"
         )
     check_vocabulary(tokenizer, model, "processing_class")
+    # Rewards read the text of every id that the model can sample.
+    rows = model.get_input_embeddings().weight.shape[0]
+    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
+        try:
+            tokenizer.decode([id_])
+        except Exception as error:
+            raise ValueError(
+                f"processing_class: the model has {rows} embedding rows and can sample the id "
+                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
+                "ids, or resize the embeddings (model.resize_token_embeddings)"
+            ) from error
     return tokenizer
 
 
@@ -429,7 +444,16 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's.
+
+    Raises:
+        ValueError: `eos_token_id` of the generation config is neither an id nor a list of ids.
+    """
     own = getattr(model.generation_config, "eos_token_id", None)
     more = own if isinstance(own, list) else [] if own is None else [own]
+    if not all(type(one) is int for one in more):
+        raise ValueError(
+            "eos_token_id in the model's generation_config must be an id or a list of ids, got "
+            f"{shown(own)}"
+        )
     return sorted({tokenizer.eos_token_id, *more})

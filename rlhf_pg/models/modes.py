@@ -21,8 +21,8 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     configs = configs_of(model)
 
     def contexts(part: nn.Module) -> tuple[Any, Any]:
-        attention = configs[0]._attn_implementation  # which the recomputation has to use as well
-        return _as_forward(part, configs, attention), _as_forward(part, configs, attention)
+        names = [config._attn_implementation for config in configs]  # for the recomputation too
+        return _as_forward(part, configs, names), _as_forward(part, configs, names)
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for part in model.modules():
@@ -35,14 +35,14 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
 
 
 @contextmanager
-def _as_forward(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
+def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterator[None]:
     """Attend alike in the forward pass and its recomputation, and give a part the mode of its
     children, since its own may only say that it recomputes.
     """
     own = part.training
     part.training = all(child.training for child in part.children())
     try:
-        with replaced_attention(configs, attention):
+        with replaced_attention(configs, names):
             yield
     finally:
         part.training = own

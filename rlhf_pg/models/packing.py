@@ -62,10 +62,10 @@ class DecoderInput(NamedTuple):
 class Hidden(NamedTuple):
     """The output of a trunk for a batch."""
 
-    hidden: Tensor  # (N,H) last hidden states
+    hidden: Tensor  # (N,width) last hidden states
     states: Tensor  # as in `DecoderInput`
     rows: Tensor  # as in `DecoderInput`
-    router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, if they are asked for
+    router_logits: tuple[Tensor, ...] = ()  # (N,experts) per layer, if they are asked for
 
 
 def hidden_states(trunk: nn.Module, batch: Batch, window: float, routes: bool = False) -> Hidden:

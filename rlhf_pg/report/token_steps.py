@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.run_files import RunFiles, half, tokens_file
 from rlhf_pg.report.troubles import is_number
 
@@ -179,14 +178,19 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 def _turns(said: Any) -> list[list[str]]:
     """Return the roles and texts of a chat; of a plain text one pair without a role.
 
-    Calls of tools, and all else that a message has, follow its text.
+    Parts that are no text, calls of tools and all else that a message has are shown as JSON.
     """
     turns = []
     for one in said if isinstance(said, list) else [said] if said else []:
         turn = one if isinstance(one, dict) else {"content": one}
-        others = {k: v for k, v in turn.items() if k not in ("role", "content") and v}
-        text = "\n".join([text_of(turn), *([_string(others)] if others else [])])
-        turns.append([visible(str(turn.get("role", ""))), _text(text)])
+        content = turn.get("content") or []
+        said = []
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            said.append(text if isinstance(text, str) else _string(part))
+        if others := {k: v for k, v in turn.items() if k not in ("role", "content") and v}:
+            said.append(_string(others))
+        turns.append([visible(str(turn.get("role", ""))), _text("\n".join(said))])
     return turns
 
 

@@ -128,7 +128,9 @@ class Answer:
         if len(values) != self.count:
             got = f"{len(values)} values for {self.count} completions"
             raise ValueError(f"log_extra: column {column!r} has {got}")
-        text = json.dumps(values, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+        text = json.dumps(
+            values, default=lambda x: x.tolist() if hasattr(x, "tolist") else shown(x)
+        )
         self.extra[column] = json.loads(text)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -137,7 +139,11 @@ class Answer:
 
 
 def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
-    """Call a plain function, and wait if it returns an awaitable; see `read_scores`."""
+    """Call a plain function, and wait if it returns an awaitable.
+
+    Raises:
+        CallFailed: it raised, or did not return one score per completion.
+    """
     try:
         returned = function(**arguments)
         returned = wait_for(returned) if inspect.isawaitable(returned) else returned

@@ -50,14 +50,16 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
     kind, _, own = name.partition(":")
     if name in VERIFIERS:
         return make_verifier(name, options)
-    if kind == "model" and own and not options:
+    if kind == "model":
+        if options or not own:
+            raise ValueError(f"write model:PATH_OR_HUB_ID, without options, got {quoted(name)}")
         return own
     if name.startswith(PYTHON):
         raise ValueError(
             f"reward_funcs has {quoted(name)}, a reward that was given in Python and that no name "
             "finds: give it to the trainer, or name a function in a file (file.py:NAME)"
         )
-    if kind == "model" or not {".", ":"} & set(name):
+    if not {".", ":"} & set(name):
         raise ValueError(
             f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
             f"{', '.join(VERIFIERS)}"

@@ -207,7 +207,9 @@ class Rewards:
         pending: dict[int, PendingCalls] = dict(begun or {})
         try:
             parts = [(own, inputs.select(own), group) for group, own in rows_of.items()]
-            pending |= {group: self.begin(part) for _, part, group in parts if group not in pending}
+            for _, part, group in parts:
+                if group not in pending:
+                    pending[group] = self.begin(part)
             whole = [(rows, inputs.select(rows), -1)] if rows else []
             for k, source in enumerate(self.sources):
                 # A call that holds up the event loop is not late until somebody looks.

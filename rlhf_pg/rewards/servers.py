@@ -175,7 +175,7 @@ class Judge:
 
 def as_text(value: Any) -> str:
     """Return a prompt, a completion or a column as text; a chat turn by turn, with its roles."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
+    if not value or not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         return str(value)
     turns = (f"[{m.get('role', '?')}]\n{text_of(m)}{m.get('tool_calls') or ''}" for m in value)
     return "\n\n".join(turns)
@@ -186,7 +186,12 @@ def _digest(value: Any) -> str:
 
 
 def key_for(url: str, variable: str | None) -> str:
-    """Return the key in an environment variable, empty if none is named, and check the address."""
+    """Return the key in an environment variable, empty if none is named, and check the address.
+
+    Raises:
+        ValueError: the address is not http(s) or holds what would be saved with the config, or the
+            variable is not set.
+    """
     parts = httpx2.URL(url)
     secret = parts.userinfo or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.host or secret:

@@ -45,18 +45,18 @@ class Shaping:
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
         self._bounds: tuple[Tensor, Tensor]  # of a step, (functions,) each
 
-    def penalized(self, scores: Tensor, rollout: Batch) -> Tensor:
+    def penalized(self, scores: Tensor, batch: Batch) -> Tensor:
         """Append the penalties, as sources of their own: (B,T,functions) -> (B,T,K)."""
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
-            added.append(-args.missing_eos_penalty * rollout.truncated.double())
+            added.append(-args.missing_eos_penalty * batch.truncated.double())
         if args.overlong_buffer is not None:
-            lengths, longest = rollout.completion_mask.sum(1), args.max_completion_length
+            lengths, longest = batch.completion_mask.sum(1), args.max_completion_length
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
         # A row in which the policy chose no token has no penalty.
-        silent = ~rollout.action_mask.any(1)
+        silent = ~batch.action_mask.any(1)
         for penalty in added:
-            column = at_end(penalty.masked_fill(silent, torch.nan), rollout.action_mask)
+            column = at_end(penalty.masked_fill(silent, torch.nan), batch.action_mask)
             scores = torch.cat([scores, column[:, :, None].to(scores)], dim=2)
         return scores
 
@@ -82,7 +82,7 @@ class Shaping:
                 mean, var = valid.mean().item(), valid.var(correction=0).item()
                 moments.update(len(valid), mean, var)
 
-    def __call__(self, scores: Tensor, rollout: Batch, normalize: bool = True) -> Tensor:
+    def __call__(self, scores: Tensor, batch: Batch, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
         own, penalties = self._clipped(scores), scores[:, :, self.functions :]
         if self.args.reward_squash == "sigmoid":
@@ -96,7 +96,7 @@ class Shaping:
         scores = scores * self.weights.to(scores)
         if self.args.missing_eos_mode == "replace":
             source = self.names.index("missing_eos_penalty")
-            return replaced(scores, rollout.truncated, rollout.action_mask, source)
+            return replaced(scores, batch.truncated, batch.action_mask, source)
         return scores
 
     def judged(self, scores: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -127,7 +127,7 @@ class RolloutEngine(ABC):
     ) -> list[Completion]:
         """Sample `n` completions of every prompt, in the order prompt * n + sample (`stream`)."""
         found = dict(self.stream(prompts, n, params, seed, prompt_ids))
-        return [found[place] for place in sorted(found)]
+        return [found[place] for place in range(len(prompts) * n)]
 
     def stream(
         self,
@@ -136,8 +136,10 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         seed: int,
         prompt_ids: Sequence[int] | None = None,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion]]:
         """Yield each completion as soon as it is there, with its place, prompt * n + sample.
+
+        Whoever stops before the end closes it, since a session is open between two completions.
 
         `prompt_ids` has the prompt index of each prompt, by default its place in the list.
         ValueError if n is below 1, or a prompt is empty or too long.

@@ -32,7 +32,7 @@ def installed() -> str | None:
 def unsuited(
     args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
 ) -> str | None:
-    """Return why the installed vLLM of a `version` does not suit a run on a device of a `kind`."""
+    """Return why this version of vLLM does not suit a run on this kind of device, or None."""
     if kind != "cuda":
         return f"the device is {kind}"
     if version is None:

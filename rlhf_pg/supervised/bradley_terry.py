@@ -113,8 +113,12 @@ def train_reward_model(
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args)
     tokenizer = score_tokenizer(
-        *(processing_class, scorer, "the reward model", args.trust_remote_code),
-        *(args.pad_token, args.model_init_kwargs.get("revision")),
+        processing_class,
+        scorer,
+        "the reward model",
+        args.trust_remote_code,
+        pad_token=args.pad_token,
+        revision=args.model_init_kwargs.get("revision"),
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(scorer, args.max_length)
@@ -191,12 +195,12 @@ def load_pairs(
         pairs = []
         for row, texts in enumerate(dataset):
             pair = _tokenize_pair(texts, args, tokenizer, row)
-            longest = max(len(pair.chosen), len(pair.rejected))
-            if limit is None or longest <= limit:
+            size = max(len(pair.chosen), len(pair.rejected))
+            if limit is None or size <= limit:
                 pairs.append(pair)
             elif args.long_examples == "error":
                 raise ValueError(
-                    f"a text in row {row} has {longest} tokens, more than the {limit} that "
+                    f"a text in row {row} has {size} tokens, more than the {limit} that "
                     "max_length or the model's positions allow: set long_examples to drop, or "
                     "shorten them"
                 )

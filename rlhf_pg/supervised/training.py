@@ -157,10 +157,12 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
         for path, number in numbers.items()
         if number.isdecimal() and (path / "trainer_state.json").exists()
     }
+    if not whole and latest:
+        raise ValueError(f"resume_from_checkpoint: {args.output_dir} has no checkpoint to resume")
     if not whole:
         raise ValueError(
-            f"resume_from_checkpoint: {args.output_dir if latest else choice} holds no whole "
-            "checkpoint: take latest, or a directory checkpoint-N of an output_dir"
+            f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a "
+            "directory checkpoint-N of an output_dir"
         )
     return whole[max(whole)]
 

@@ -91,7 +91,7 @@ def build(
     changes = {"output_dir": os.path.abspath(args.output_dir)}
     if isinstance(given.model, str | PathLike):
         name = os.fspath(given.model)
-        changes["model_name_or_path"] = absolute(name, None) or name
+        changes["model_name_or_path"] = absolute(name, None)
     trainer.runtime = runtime = Runtime(args.ddp_timeout)
     args = dataclasses.replace(args, **changes)
     trainer.args = args = args.on(runtime.device.type)
@@ -102,9 +102,8 @@ def build(
     trainer.state = TrainState()
 
     # Rewards.
-    environments = (
-        None if given.environment_factory is None else source_of(given.environment_factory)
-    )
+    factory = given.environment_factory
+    environments = None if factory is None else source_of(factory)
     trainer.rewards = Rewards(
         given.reward_funcs,
         args.reward_weights,
@@ -176,6 +175,7 @@ def build(
     trainer.critic = trainer.new_critic()
 
     # The learner: policy, critic and reference, optimizer, and how many tokens fit.
+    chosen = choose_engine(args, trainer.model, runtime)  # by a class that sharding renames
     limits = [models.max_positions(trainer.model)]
     if args.micro_batch_tokens != "auto":  # what auto finds must not change the samples
         limits.append(args.token_budget)
@@ -220,7 +220,7 @@ def build(
         make_engine, args, trainer.learner, stops, tokenizer, trainer.longest_row
     )
     engine, trainer.engine_name, trainer.why_engine = start_engine(
-        args, *choose_engine(args, trainer.model, runtime), runtime, trainer.make_engine
+        args, *chosen, runtime, trainer.make_engine
     )
     trainer.sampler = Sampler(
         engine=engine,

@@ -125,13 +125,9 @@ class Learner:
                 values, end_values = self.trained(part, values_alone=True)
                 return {"values": values, "end_values": end_values}
             out: PolicyOutput = self.trained(part)
-            if out.values is None or out.end_values is None:
-                return {"old_logprobs": out.logprobs}
-            return {
-                "old_logprobs": out.logprobs,
-                "values": out.values,
-                "end_values": out.end_values,
-            }
+            found = {"values": out.values, "end_values": out.end_values}
+            there = {name: column for name, column in found.items() if column is not None}
+            return {"old_logprobs": out.logprobs, **there}
 
         self.agreement.begin(waits=not needs_old and not self.policy.drops)
         if needs_old or self.critic is not None:

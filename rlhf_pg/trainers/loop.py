@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerState
 
@@ -46,6 +46,7 @@ class TrainingLoop(ABC):
     A subclass sets the attributes and implements the abstract methods.
     """
 
+    config_type: ClassVar[type[PolicyGradientConfig]]
     args: PolicyGradientConfig
     runtime: Runtime
     state: TrainState
@@ -338,7 +339,7 @@ class TrainingLoop(ABC):
     @property
     def algorithm(self) -> str:
         """The name of the algorithm, for example "GRPO"."""
-        return type(self.args).__name__.removesuffix("Config")
+        return self.config_type.__name__.removesuffix("Config")
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

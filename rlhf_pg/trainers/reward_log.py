@@ -68,6 +68,9 @@ class RewardLog:
                 failed episodes are wrong answers.
         """
         logged = _means(self._logged, runtime)
+        if not (self.tolerant or self.has_episodes):  # as on all processes
+            self.clear()
+            return {}, logged
         counts = runtime.all_reduce_sum(self._counts.to(runtime.device))
         *calls, episodes = counts.tolist()
         all_calls = counts[:-1].sum(0).tolist()
@@ -81,9 +84,10 @@ class RewardLog:
         if self.has_episodes and not evaluates:
             ends.append(("episode", episodes, self._first_episode))
         for what, (asked, failed), first in ends:
-            with runtime.raise_together(ValueError):
-                if failed and failed == asked and first:
-                    raise ValueError(f"every {what} of the batch failed, the first: {first}")
+            if failed and failed == asked:
+                with runtime.raise_together(ValueError):
+                    if first:
+                        raise ValueError(f"every {what} of the batch failed, the first: {first}")
         self.clear()
         return metrics, logged
 

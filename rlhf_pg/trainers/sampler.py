@@ -4,7 +4,7 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,9 @@ class Sampler:
     progress: Callable[[], TrainerState]  # for reward functions that ask how far the run is
     episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
     reward_log: RewardLog = field(init=False)
-    begun: dict[int, PendingCalls] = field(default_factory=dict)  # calls of rewards, by group
+    # Calls of rewards that have begun, by group, and the batch that they are about.
+    begun: dict[int, PendingCalls] = field(default_factory=dict)
+    about: Batch | None = None
 
     def __post_init__(self) -> None:
         self.reward_log = RewardLog(
@@ -135,7 +137,7 @@ class Sampler:
         Args:
             prompt_indices: one number per row, which keys its noise and names its group.
         """
-        args, runner = self.args, self.episode_runner
+        args, runner, device = self.args, self.episode_runner, self.runtime.device
         params = SamplingParams(
             temperature=temperature,
             top_k=args.top_k,
@@ -144,28 +146,35 @@ class Sampler:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        tokens, given = prompts.encoded(rows), (params, args.seed)
+        tokens = prompts.encoded(rows)
         give_up(self.begun.values())  # about completions that nobody has had scored
-        self.begun = {}
+        self.begun, self.about = {}, None
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
                 examples = prompts.examples(rows)
-                said = runner.play(self.engine, examples, tokens, prompt_indices, n, *given)
-                return self._batch(prompts, rows, prompt_indices, said)
+                said = runner.play(
+                    self.engine, examples, tokens, prompt_indices, n, params, args.seed
+                )
+                return self._batch(prompts, rows, prompt_indices, said, device)
             groups: list[dict[int, Completion]] = [{} for _ in rows]
             try:
-                for place, completion in self.engine.stream(tokens, n, *given, prompt_indices):
-                    i = place // n
-                    groups[i][place % n] = completion
-                    if self.rewards.run_beside and len(groups[i]) == n:
-                        index, own = prompt_indices[i], [groups[i][k] for k in range(n)]
-                        one = self._batch(prompts, [rows[i]], [index], own)
-                        self.begun[index] = self.rewards.begin(self._inputs(one))
+                with closing(
+                    self.engine.stream(tokens, n, params, args.seed, prompt_indices)
+                ) as stream:
+                    for place, completion in stream:
+                        i = place // n
+                        groups[i][place % n] = completion
+                        if self.rewards.run_beside and len(groups[i]) == n:
+                            index, own = prompt_indices[i], [groups[i][k] for k in range(n)]
+                            # On the CPU: no GPU is waited for between two tokens of others.
+                            one = self._batch(prompts, [rows[i]], [index], own, torch.device("cpu"))
+                            self.begun[index] = self.rewards.begin(self._inputs(one))
             except BaseException:
                 give_up(self.begun.values())
                 raise
             turns = [group[k] for group in groups for k in range(n)]
-            return self._batch(prompts, rows, prompt_indices, turns)
+            self.about = self._batch(prompts, rows, prompt_indices, turns, device)
+            return self.about
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -186,6 +195,7 @@ class Sampler:
         rows: Sequence[int],
         prompt_indices: Sequence[int],
         said: Sequence[Any],  # completions of one turn, or episodes
+        device: torch.device,
     ) -> Batch:
         """Return completions, equally many of each row, as a batch."""
         n = len(said) // max(1, len(rows))
@@ -213,7 +223,7 @@ class Sampler:
             groups=[index for index in prompt_indices for _ in range(n)],
             pad_token_id=self.tokenizer.pad_token_id,
             dtype=torch.promote_types(getattr(torch, self.args.dtype), torch.float32),
-            device=self.runtime.device,
+            device=device,
             **fields,
         )
         return batch.with_columns(
@@ -238,7 +248,9 @@ class Sampler:
         with self.runtime.raise_together(ValueError):
             has_environment = self.rewards.has_environment
             paid = environment_rewards(batch.episodes) if has_environment else None
-            begun, self.begun = self.begun, {}
+            begun = {}
+            if batch is self.about:
+                begun, self.begun, self.about = self.begun, {}, None
             judgement = self.rewards.judge(
                 self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
             )

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, ClassVar, Self, final
 
@@ -91,7 +90,6 @@ class PolicyGradientTrainer(TrainingLoop):
         ValueError: whatever is wrong with the input, by name, before anything is computed.
     """
 
-    config_type: ClassVar[type[PolicyGradientConfig]]
     trains: ClassVar[bool] = True  # an evaluation does not
     value_model: Any = None  # an argument of PPO's
     shaping: Shaping
@@ -323,23 +321,6 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.sampler.roll_out(prompt_indices)
 
     @final
-    def sample(
-        self,
-        prompts: Prompts,
-        rows: Sequence[int],
-        prompt_indices: Sequence[int],
-        n: int,
-        temperature: float,
-    ) -> Batch:
-        """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
-        return self.sampler.sample(prompts, rows, prompt_indices, n, temperature)
-
-    @final
-    def sampling(self) -> AbstractContextManager[None]:
-        """Hand the weights to the engine once for all calls of `sample` inside."""
-        return self.sampler.sampling()
-
-    @final
     def reward(self, batch: Batch) -> Batch:
         """Add raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
         return self.sampler.scored(batch)
@@ -433,5 +414,5 @@ class PolicyGradientTrainer(TrainingLoop):
         if temperature is None:
             temperatures["greedy_"] = 0.0
         answer = answer or stripped_text
-        with self.sampling():
+        with self.sampler.sampling():
             return evaluate_sets(self.sampler, sets, temperatures, metric_key_prefix, answer)

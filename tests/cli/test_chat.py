@@ -94,7 +94,7 @@ def test_control_characters_of_model_are_escaped(capsys) -> None:
         (["{model}", "--system_prompt", "x"], "no chat template"),
         (["{model}", "--top_p", "0"], "--top_p"),
         (["no/such/model"], "no model directory"),
-        (["runs/gpro"], "no model directory runs/gpro"),
+        (["runs/gpro"], "no model directory runs/gpro; a model of the Hub"),
     ],
 )
 def test_wrong_usage_is_one_message(

@@ -185,7 +185,7 @@ def run_updates(out: Path, resume: str | None = None) -> None:
 
 def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
-    with trainer.sampling():
+    with trainer.sampler.sampling():
         batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     experience, _ = trainer.estimate(batch, Meter())
     learner, rank = trainer.learner, trainer.runtime.rank

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.advantages import process_group_normalized
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rewards import Rewards
 from tests.examples import load
 from tests.rewards.test_reward_model import letters
@@ -124,6 +125,34 @@ def test_invalid_bytes_are_decoded_in_linear_time():
     ids = counting.tokenizer("\u20ac")["input_ids"][:1] * 300
     assert len(judge(policy_tokenizer=counting).steps(ids)) == 1
     assert counting.tokens < 12 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("labels", "completion", "ids", "key"),
+    [
+        (3, "a.", "a.", "num_labels"),
+        (2, [{"role": "assistant", "content": "a."}] * 2, "a.", "tools"),
+        (2, "abcdef" * 20, "abcdef" * 20, "max_position_embeddings"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(labels, completion, ids, key):
+    with pytest.raises(ValueError, match=key):
+        judge(labels)(["hi"], [completion], [ids_of(ids)])
+
+
+def test_script_trains_with_two_tokenizers(model_path, tmp_path):
+    """The classifier's own reads the steps, the policy's finds them in its completions."""
+    kind = AutoModelForTokenClassification
+    tiny_model("llama", vocab_size=256, kind=kind).save_pretrained(tmp_path / "judge")
+    bytewise().save_pretrained(tmp_path / "judge")
+    flags = ["--task", "arithmetic", "--model_name_or_path", model_path]
+    flags += ["--prompts_per_step", "2", "--max_completion_length", "4", "--max_steps", "1"]
+    trainer = EXAMPLE.new_trainer(tmp_path / "judge", [*flags, "--output_dir", str(tmp_path)])
+    reward = trainer.rewards.sources[0].function
+    assert reward.policy_tokenizer is trainer.processing_class is not reward.tokenizer
+    trainer.train()
+    [line] = read(tmp_path / "metrics.jsonl")
+    assert 0 < line["reward"] < 1
 
 
 def test_step_scores_reach_process_estimator():

@@ -180,7 +180,10 @@ def test_callback_error_does_not_exit_process(make, moment):  # noqa: F811
 def test_exit_in_evaluation_answer_raises(make):  # noqa: F811
     data = Dataset.from_list([{"prompt": "1+1="}])
     trainer = make(eval_dataset=data, num_generations_eval=2)
-    with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
+    with (
+        pytest.raises(RuntimeError, match="answer raised SystemExit: 0"),
+        trainer.sampler.sampling(),
+    ):
         evaluate(trainer.sampler, trainer.eval_sets[""], 1.0, lambda _: sys.exit(0))
 
 

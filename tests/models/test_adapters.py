@@ -120,6 +120,7 @@ def test_base_weights_are_in_memory_once():
         ("llama", ["q_pro", "v_proj"], "q_pro", "q_proj"),
         ("llama", ["q_proj", "v_prj"], "v_prj", "v_proj"),
         ("llama", ["self_attn.q_proj", "mlp.o_proj"], "mlp.o_proj", "o_proj"),
+        ("llama", r".*\.attention\.(q|k)", r".*\.attention\.(q|k)", "q_proj"),
         ("gpt2", ["c_atn"], "c_atn", "c_attn"),
         ("gpt2", ["q_proj", "c_attn"], "q_proj", "c_proj"),
         ("opt", ["fc3"], "fc3", "fc2, fc1"),

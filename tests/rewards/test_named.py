@@ -151,8 +151,8 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (["http://h/s"], {"http://h/s": {"key": 1}}, "unknown key 'key'"),
         (["http://h/s"], {"http://h/s": {"concurrency": 2.5}}, "concurrency must be"),
         (["http://h/s"], {"http://h/s": {"retries": -1}}, "retries must be"),
-        (["model:"], {}, "model:PATH"),
-        (["model:a"], {"model:a": {"dtype": "x"}}, "no options"),
+        (["model:"], {}, "write model:PATH_OR_HUB_ID, without options"),
+        (["model:a"], {"model:a": {"dtype": "x"}}, "without options, got model:a"),
         (
             ["mine.py:brevity"],
             {"mine.py:brevity": {"limt": 1}},

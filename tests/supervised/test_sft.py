@@ -253,7 +253,7 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
         train(tmp_path, data=upper(23), **options | latest)
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         train(tmp_path, **options | {"resume_from_checkpoint": str(tmp_path / "final")})
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume"):
         train(tmp_path / "new", **options | latest)
 
 

@@ -41,7 +41,7 @@ def test_server_answers_turns_and_pays_each(servers, play) -> None:
     with servers.served(servers.higher_lower()) as url:
         task = load_task(f"openenv:{url}", {"episodes": 10})
         trainer = play(task, ("7", "1", "3"), ("x",), ("3",))
-        samples = trainer.sample(trainer.train_prompts, [3], [0], 3, 1.0)
+        samples = trainer.sampler.sample(trainer.train_prompts, [3], [0], 3, 1.0)
     assert samples.prompts[0] == [{"role": "user", "content": "0 to 9?"}]
     said = [message["content"] for message in samples.completions[0]]
     assert said == ["7", "lower", "1", "higher", "3"]
@@ -66,7 +66,7 @@ def test_sessions_are_given_back(servers, play) -> None:
     with servers.served(servers.higher_lower(sessions=2)) as url:
         trainer = play(load_task(f"openenv:{url}"), ("x",), ("3", "3"), max_turns=1)
         for _ in range(3):
-            samples = trainer.sample(trainer.train_prompts, [3], [0], 2, 1.0)
+            samples = trainer.sampler.sample(trainer.train_prompts, [3], [0], 2, 1.0)
             assert samples.episodes[1].error is None
             time.sleep(0.2)  # that of a failed episode ends behind the batch
 

@@ -324,5 +324,5 @@ def test_engine_merges_adapter_once_per_rollout(make) -> None:
     """The planted faults above replace `_load_weights`, which every rollout calls."""
     trainer = make(**LORA)
     assert isinstance(trainer.engine, NativeEngine)
-    with trainer.sampling():
+    with trainer.sampler.sampling():
         assert trainer.engine.weights is not trainer.model

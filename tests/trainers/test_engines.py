@@ -1,6 +1,7 @@
 """`rollout_engine: auto`: what is chosen, said, saved and kept, with an engine in place of vLLM."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,17 @@ def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
     engine, name, why = engines.start_engine(GRPOConfig(), "vllm", "", there, str.upper)
     assert (engine, name) == ("NATIVE", "native")
     assert "rank 1: out of memory" in why
+
+
+def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
+    module, order = sys.modules["rlhf_pg.trainers.build"], []
+    for name in ("choose_engine", "Learner"):
+        made = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, n=name, f=made: (order.append(n), f(*given))[1]
+        )
+    make()
+    assert order == ["choose_engine", "Learner"]
 
 
 # ------------------------------------------------------------------------------------ on resuming

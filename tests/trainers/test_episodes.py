@@ -439,8 +439,8 @@ def test_failed_evaluation_episodes_count_as_wrong(make) -> None:
 
 def test_episodes_do_not_depend_on_other_prompts(make) -> None:
     trainer = player(make)
-    together = trainer.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
-    alone = trainer.sample(trainer.train_prompts, [8], [11], 4, 1.0)
+    together = trainer.sampler.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
+    alone = trainer.sampler.sample(trainer.train_prompts, [8], [11], 4, 1.0)
     assert together.token_lists()[4:8] == alone.token_lists()
     assert len(set(map(tuple, alone.token_lists()))) == 4
 

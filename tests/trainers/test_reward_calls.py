@@ -66,6 +66,38 @@ def test_rewards_begin_while_others_are_sampled(make, monkeypatch):
     assert len(finished_rows) == 16
 
 
+def test_error_while_others_are_sampled_closes_the_session(make, monkeypatch):
+    """Even while somebody still holds the error, as an interactive interpreter does."""
+
+    async def notes(completions):
+        return digits(completions)
+
+    def fails(inputs):
+        raise KeyError("begin")
+
+    trainer = make(reward_funcs=notes)
+    monkeypatch.setattr(trainer.rewards, "begin", fails)
+    with pytest.raises(KeyError) as held:
+        trainer.sampler.next_batch(0, Meter())
+    assert torch.is_grad_enabled()
+    assert trainer.engine._users == 0
+    assert held.value
+
+
+def test_calls_about_other_completions_of_a_prompt_are_not_mixed_up(make):
+    """Two batches of one prompt: the calls that the second has begun are not the first's."""
+
+    async def sizes(completions):
+        return [float(len(text)) for text in completions]
+
+    sampler = make(reward_funcs=sizes).sampler
+    first, second = (sampler.sample(sampler.prompts, [0], [0], 4, heat) for heat in (1.0, 0.2))
+    assert first.completions != second.completions
+    for batch in (first, second):
+        scores = sampler.scored(batch).scores.nansum((1, 2)).tolist()
+        assert scores == [len(text) for text in batch.completions]
+
+
 def test_what_functions_log_is_in_both_files(make):
     def logging(completions, prompts, log_extra, log_metric, **_):
         log_extra("shouted", [text.upper() for text in prompts])

@@ -413,7 +413,9 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
     moments.update(10, 0.0, 1e6)
     result = trainer.evaluate(temperature=1.0)
     assert moments.count == 10  # held-out scores are not taken in
-    samples = trainer.sample(trainer.eval_sets[""], range(12), [-1 - i for i in range(12)], 1, 1.0)
+    samples = trainer.sampler.sample(
+        trainer.eval_sets[""], range(12), [-1 - i for i in range(12)], 1, 1.0
+    )
     cut = samples.truncated.tolist()
     raw = reward(samples.completions)
     worth = [-100 if off else min(max(x, 0), 4) for x, off in zip(raw, cut, strict=True)]

@@ -246,7 +246,7 @@ def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> No
     options = {"max_steps": 1, "num_generations": 2, "beta": 0.0, **REMAX}
     trainer = make(ReinforceTrainer, reward_funcs=watched, **options)
     rows = forwarded(trainer)
-    expected = trainer.sample(
+    expected = trainer.sampler.sample(
         trainer.train_prompts, trainer.prompt_order.rows(range(4)), [0, 1, 2, 3], 1, 0.0
     )
     trainer.train()

@@ -23,7 +23,7 @@ def test_top_k_applies_to_sampled_but_not_greedy_evaluation(make) -> None:
 
 def test_stop_string_ends_completion_and_is_kept(make) -> None:
     trainer = make(stop="1", max_completion_length=12)
-    rollout = trainer.sample(trainer.train_prompts, [0, 1, 2], [0, 1, 2], 8, 1.0)
+    rollout = trainer.sampler.sample(trainer.train_prompts, [0, 1, 2], [0, 1, 2], 8, 1.0)
     texts = rollout.completions
     stopped = [text for text in texts if "1" in text]
     assert len(stopped) > 4

@@ -75,17 +75,17 @@ def cases_in(truth: Any) -> list[str | tuple[str, str]]:
     except ValueError:
         return [truth]
     match truth:
+        case {"fn_name": str(name)} if name:
+            raise Unreadable(f"calls of {shown(name)} are not run: write assertions")
         case [*parts]:
             return [case for part in parts for case in cases_in(part)]
         case {"input": str(given), "output": str(expected)}:
             return [(given, expected)]
         case {"inputs": [*given], "outputs": [*expected]} if len(given) == len(expected):
-            if not truth.get("fn_name"):
-                pairs = zip(given, expected, strict=True)
-                return cases_in([{"input": one, "output": other} for one, other in pairs])
+            pairs = zip(given, expected, strict=True)
+            return cases_in([{"input": one, "output": other} for one, other in pairs])
     raise Unreadable(
-        f"{shown(truth)} is neither Python statements nor inputs with outputs, as text; for calls "
-        "of a function write assertions"
+        f"{shown(truth)} is neither Python statements nor inputs with outputs, as text"
     )
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rlhf_pg.data import chat
+
 logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -49,10 +51,7 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     turns = [message for message in completion if message.get("role") == "assistant"]
-    content = turns[-1].get("content") if turns else None
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or [])
+    return chat.text_of(turns[-1]) if turns else ""
 
 
 def answer_of(text: str) -> str:

@@ -164,8 +164,8 @@ class EnvironmentSource:
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return `environment_factory`, `timeout` (seconds of a call) and `tools` (with the further
-        ones that are given) of an `EpisodeRunner`; ValueError if there can be no tools.
+        """Return the options of an `EpisodeRunner`: `environment_factory`, `timeout` (seconds of a
+        call) and `tools` (schemas); ValueError if there are tools where there can be none.
         """
         if tools:
             raise ValueError(

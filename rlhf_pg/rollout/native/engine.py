@@ -169,7 +169,7 @@ class _NativeSession:
 
 
 class HFGenerateSession:
-    """A session that samples waiting requests by `generate`, at most MAX_ROWS rows at a time."""
+    """A session that samples waiting requests by `generate`, as many rows as fit the cache."""
 
     def __init__(
         self,

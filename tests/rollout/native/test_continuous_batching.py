@@ -309,10 +309,15 @@ def test_request_without_samples_is_done_immediately():
 
 
 def test_generate_fallback_splits_batch_at_max_rows(monkeypatch):
-    engine = NativeEngine(tiny_model("llama"), EOS, PAD)
+    model, shapes = tiny_model("llama"), []
+    engine = NativeEngine(model, EOS, PAD)
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     monkeypatch.setattr(native_engine, "MAX_ROWS", 4)
     assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
+    assert max(shapes) == 4
 
 
 def test_cache_size_stays_near_limit(monkeypatch):
