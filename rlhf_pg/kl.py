@@ -169,3 +169,27 @@ class PenaltyKLController:
             self.coef /= 2
         elif kl > self.target * 1.5:
             self.coef *= 2
+
+
+@dataclass
+class KLAdaptiveRate:
+    """Scale the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
+
+        coef <- max(coef / 1.5, 0.1)  if kl > 2 target
+        coef <- min(coef * 1.5, 10)   if kl < target / 2
+
+    `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
+    rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
+
+    Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
+    model bears.
+    """
+
+    target: float
+    coef: float = 1.0
+
+    def update(self, kl: float) -> None:
+        if kl > 2 * self.target:
+            self.coef = max(self.coef / 1.5, 0.1)
+        elif kl < self.target / 2:
+            self.coef = min(self.coef * 1.5, 10.0)

@@ -131,7 +131,7 @@ def make_trainer(
         processing_class=tokenizer(),
         **(inputs or {}),
     )
-    trainer.engine = ListedEngine(trainer.model)
+    trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
     critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
     with torch.no_grad():
@@ -166,10 +166,10 @@ def outcomes(
 
 def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]]) -> Tensor:
     """The gradient of one update on the given completions, by the trainer's own steps."""
-    assert isinstance(trainer.engine, ListedEngine)
-    trainer.engine.says = says
+    assert isinstance(trainer.sampler.engine, ListedEngine)
+    trainer.sampler.engine.says = says
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    batch, _ = trainer.estimate(batch, Meter())
+    batch, _ = trainer.estimate(trainer.learner.score(batch), Meter())
     trainer.learner.module.zero_grad()
     trainer.learner.accumulate(trainer.without_truncated(batch), Meter())
     return flat_gradient(trainer)

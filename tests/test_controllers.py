@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlhf_pg import kl as kl_module
-from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController
-from rlhf_pg.trainers.controllers import EntropyController, KLAdaptiveRate
+from rlhf_pg.kl import AdaptiveKLController, KLAdaptiveRate, PenaltyKLController
+from rlhf_pg.trainers.controllers import EntropyController
 
 NAN, INF = float("nan"), float("inf")
 
@@ -85,7 +85,7 @@ def test_entropy_controller_stops_at_off_step_bounds():
     assert controller.coef == 0.1
 
 
-@pytest.mark.proves("rlhf_pg.trainers.controllers.KLAdaptiveRate")
+@pytest.mark.proves("rlhf_pg.kl.KLAdaptiveRate")
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [

@@ -178,7 +178,7 @@ def checked_options(function: Callable[..., Any], options: Any) -> dict[str, Any
     return checked
 
 
-def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+def bound(function: Callable[..., V], config: Any) -> partial[V]:
     """Bind every parameter of the function that is a key of the config."""
     names = parameters(function) & {field.name for field in dataclasses.fields(config)}
     return partial(function, **{name: getattr(config, name) for name in names})

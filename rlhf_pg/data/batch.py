@@ -132,6 +132,8 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
+        if "action_mask" in columns:  # rows then have other lengths
+            columns["host_rows"] = None
         return dataclasses.replace(self, **columns)
 
     @property

@@ -9,19 +9,19 @@ Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, a
 gradient. Masked slots may hold anything, NaN included, and are 0 in the output.
 """
 
-from rlhf_pg.losses.clipped import cispo as cispo
-from rlhf_pg.losses.clipped import clipped_surrogate as clipped_surrogate
-from rlhf_pg.losses.clipped import sapo as sapo
 from rlhf_pg.losses.likelihood import positive_nll as positive_nll
 from rlhf_pg.losses.off_policy import SAMPLER_CORRECTIONS as SAMPLER_CORRECTIONS
 from rlhf_pg.losses.off_policy import sampler_weights as sampler_weights
-from rlhf_pg.losses.ratio import MAX_LOG_RATIO as MAX_LOG_RATIO
-from rlhf_pg.losses.ratio import SAMPLING_LEVELS as SAMPLING_LEVELS
-from rlhf_pg.losses.ratio import Loss as Loss
-from rlhf_pg.losses.registry import POLICY_LOSSES as POLICY_LOSSES
-from rlhf_pg.losses.unclipped import kl_penalty as kl_penalty
-from rlhf_pg.losses.unclipped import surrogate as surrogate
-from rlhf_pg.losses.unclipped import vanilla as vanilla
+from rlhf_pg.losses.policy import MAX_LOG_RATIO as MAX_LOG_RATIO
+from rlhf_pg.losses.policy import POLICY_LOSSES as POLICY_LOSSES
+from rlhf_pg.losses.policy import SAMPLING_LEVELS as SAMPLING_LEVELS
+from rlhf_pg.losses.policy import Loss as Loss
+from rlhf_pg.losses.policy import cispo as cispo
+from rlhf_pg.losses.policy import clipped_surrogate as clipped_surrogate
+from rlhf_pg.losses.policy import kl_penalty as kl_penalty
+from rlhf_pg.losses.policy import sapo as sapo
+from rlhf_pg.losses.policy import surrogate as surrogate
+from rlhf_pg.losses.policy import vanilla as vanilla
 from rlhf_pg.losses.value import value_loss as value_loss
 from rlhf_pg.losses.weights import AGGREGATIONS as AGGREGATIONS
 from rlhf_pg.losses.weights import token_weights as token_weights

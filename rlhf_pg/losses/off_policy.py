@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_pg.losses.ratio import MAX_LOG_RATIO
+from rlhf_pg.losses.policy import MAX_LOG_RATIO
 from rlhf_pg.masking import widen
 
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_pg.losses.ratio import Loss
+from rlhf_pg.losses.policy import Loss
 
 
 def value_loss(

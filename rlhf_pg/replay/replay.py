@@ -83,15 +83,16 @@ class Replay:
                 batch = trainer.sampler.next_batch(trainer.state.prompt_index, meter)
         else:
             batch = self.batch(step)
-        batch, metrics = self._second_half(batch, meter)
-        record = trainer.recorder.record(step, batch, 0)
-        metrics = trainer.finish_step(batch, metrics, meter)
-        weights = trainer.weights() if step in self.run.weights else {}
+        records: list[StepRecord] = []
+        trainer.observers = [lambda seen: records.append(trainer.recorder.record(step, seen, 0))]
+        metrics = trainer.learn(batch, meter)
+        trainer.observers, [record] = (), records
+        weights = trainer.recorder.fingerprints(trained=True) if step in self.run.weights else {}
         recorded = self.run.tokens(step)
         differs: list[Place] = []
         if record.tokens is not None and recorded is not None:
             line = next((one for one in self.run.metrics if one["step"] == step), {})
-            differs += compare_tokens(recorded, record.tokens, trainer.reward_names)
+            differs += compare_tokens(recorded, record.tokens, trainer.shaping.names)
             differs += compare_metrics(line, metrics)
             # Fingerprints of shards depend on how they were split.
             start, runtime = self.run.starts[-1], trainer.runtime
@@ -99,14 +100,6 @@ class Replay:
             if alike and start.backend == runtime.kind:
                 differs += compare_weights(self.run.weights.get(step, {}), weights)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
-
-    def _second_half(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, Any]]:
-        """Estimate advantages and make the updates of a step."""
-        with meter.time("score"):
-            batch, metrics = self.trainer.estimate(batch, meter)
-        with meter.time("update"):
-            metrics |= self.trainer.update(self.trainer.without_truncated(batch), meter)
-        return batch, metrics
 
     def go_to(self, step: int) -> None:
         """Bring the trainer to where it was after a step."""
@@ -131,9 +124,7 @@ class Replay:
                 f"step {step + 1}: put one back"
             )
         while trainer.state.step < step:
-            meter = Meter()
-            batch, metrics = self._second_half(self.batch(trainer.state.step + 1), meter)
-            trainer.finish_step(batch, metrics, meter)
+            trainer.learn(self.batch(trainer.state.step + 1), Meter())
 
     def batch(self, step: int) -> Batch:
         """Return this rank's completions of a step with their scores; ValueError without record."""

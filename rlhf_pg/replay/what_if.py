@@ -141,7 +141,7 @@ def _changes(
 def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     """Estimate advantages, and compute the gradient of the whole step at the present weights."""
     meter, learner = Meter(), trainer.learner
-    batch, metrics = trainer.estimate(batch, meter)
+    batch, metrics = trainer.estimate(learner.score(batch), meter)
     learner.module.train()
     try:
         learner.accumulate(trainer.without_truncated(batch), meter)
@@ -154,7 +154,7 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     assert batch.advantages is not None
     totals = sum_step_scores(batch.scores).T.tolist()
     return Side(
-        rewards=dict(zip(trainer.reward_names, totals, strict=True)),
+        rewards=dict(zip(trainer.shaping.names, totals, strict=True)),
         advantages=batch.advantages.detach(),
         gradient=gradient,
         metrics=metrics | meter.means(meter.sums()),

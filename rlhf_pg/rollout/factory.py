@@ -1,10 +1,12 @@
-"""Construction of the engine that `rollout_engine` names, and of what plays episodes on it."""
+"""The engine that samples, chosen for `rollout_engine: auto`, and what plays episodes on it."""
 
+import dataclasses
+import gc
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,11 +16,16 @@ from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, Too
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.rollout.vllm.handover import parts_tied_weights
-from rlhf_pg.rollout.vllm.in_process import VllmEngine
+from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
+from rlhf_pg.runtime import Runtime
 
+C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
+
+# What a vLLM that was chosen takes from the config, and a native engine that was chosen does not.
+OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
 def installed() -> str | None:
@@ -50,6 +57,54 @@ def unsuited(
         f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def choose_engine(
+    args: PolicyGradientConfig, model: PreTrainedModel, runtime: Runtime
+) -> tuple[str, str]:
+    """Return the name of the engine that samples, and why; collective."""
+    if args.rollout_engine != "auto":
+        return args.rollout_engine, "as the config says"
+    why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
+    why = runtime.first_error(why)
+    return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
+
+
+def with_engine(args: C, engine: str) -> C:
+    """Return the config with the chosen engine; vLLM sleeps, so that updates have its memory."""
+    if args.rollout_engine != "auto":
+        return args
+    if engine == "vllm":
+        return dataclasses.replace(args, rollout_engine="vllm", vllm_enable_sleep_mode=True)
+    defaults = {f.name: f.default for f in dataclasses.fields(args) if f.name in OF_VLLM}
+    return dataclasses.replace(args, rollout_engine="native", **defaults)  # type: ignore[arg-type]
+
+
+def start_engine(
+    args: PolicyGradientConfig,
+    name: str,
+    why: str,
+    runtime: Runtime,
+    make: Callable[[str], RolloutEngine],
+) -> tuple[RolloutEngine, str, str]:
+    """Start the chosen engine; return it with its name and why it is this one. Collective.
+
+    A vLLM that `auto` has chosen starts on every process or on none; else the native one samples.
+    """
+    if args.rollout_engine != "auto" or name != "vllm":
+        return make(name), name, why
+    failure = None
+    try:
+        engine = make(name)
+    except Exception as error:  # out of memory, a graph that cannot be recorded, ...
+        failure = f"{type(error).__name__}: {error}"
+    if (failure := runtime.first_error(failure)) is None:
+        return engine, name, why
+    gc.collect()  # what has begun holds memory
+    why = f"vLLM cannot start ({failure})"
+    if runtime.is_main:
+        logger.warning("rollout_engine auto: %s, so the native engine samples", why)
+    return make("native"), "native", f"auto: {why}"
 
 
 def new_engine(

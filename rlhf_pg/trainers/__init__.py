@@ -1,8 +1,8 @@
-"""The algorithms, one file each, and the training step that they share."""
+"""The algorithms, and the training step that they share."""
 
+from rlhf_pg.trainers.algorithms import GRPOTrainer as GRPOTrainer
+from rlhf_pg.trainers.algorithms import PPOTrainer as PPOTrainer
+from rlhf_pg.trainers.algorithms import ReinforceTrainer as ReinforceTrainer
+from rlhf_pg.trainers.algorithms import RLOOTrainer as RLOOTrainer
 from rlhf_pg.trainers.callbacks import Callback as Callback
-from rlhf_pg.trainers.grpo import GRPOTrainer as GRPOTrainer
-from rlhf_pg.trainers.ppo import PPOTrainer as PPOTrainer
-from rlhf_pg.trainers.reinforce import ReinforceTrainer as ReinforceTrainer
-from rlhf_pg.trainers.rloo import RLOOTrainer as RLOOTrainer
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer

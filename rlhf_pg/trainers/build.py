@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound
@@ -31,14 +30,19 @@ from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool, source_of
-from rlhf_pg.rollout.factory import new_episode_runner
+from rlhf_pg.rollout.factory import (
+    choose_engine,
+    new_engine,
+    new_episode_runner,
+    start_engine,
+    with_engine,
+)
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.tasks.inputs import given_again, settled_inputs
-from rlhf_pg.trainers.callbacks import Callback, checked
+from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
-from rlhf_pg.trainers.engines import choose_engine, make_engine, start_engine
-from rlhf_pg.trainers.learner import Learner, Untrained
+from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
@@ -72,17 +76,29 @@ def build(
     # What the run is given, in Python or by the config, which never changes from here on.
     args = args.located()
     check_precision(args.dtype)
-    trainer.callbacks = checked(callbacks)
-    arguments = {"peft_config": peft_config, "quantization_config": quantization_config}
-    arguments |= {"tools": tools, "environment_factory": environment_factory}
-    arguments |= {"optimizers": optimizers, "value_model": trainer.value_model}
+    for callback in callbacks or ():
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"callbacks must be objects of rlhf_pg.Callback, got {shown(callback)}: make an "
+                "object of a class; write a transformers callback's on_step_end as "
+                "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
+            )
+    trainer.callbacks = list(callbacks or ())
+    arguments: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
+    arguments["quantization_config"] = quantization_config
+    if trainer.trains:
+        arguments |= {"peft_config": peft_config, "optimizers": optimizers}
+        arguments["value_model"] = trainer.value_model
+    else:  # of what only training takes nothing is left to give
+        kept = tuple(name for name in args.given_in_python if name in arguments)
+        args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
     again = given_again(args, arguments)
     given = settled_inputs(
         *(args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory),
         trains=trainer.trains,
     )
     trainer.described, trainer.recorded = given.said, given.recorded | {"given_in_python": again}
-    if args.eval_steps and not given.eval_datasets:
+    if trainer.trains and args.eval_steps and not given.eval_datasets:
         raise ValueError(
             "eval_steps needs an eval_dataset, or dataset_test_split or eval_dataset_name"
         )
@@ -122,7 +138,7 @@ def build(
     # The policy and its tokenizer.
     set_seed(args.seed)
     trainer.dtype = getattr(torch, args.dtype)
-    trainer.peft_config = adapter_of(args, peft_config)
+    trainer.peft_config = adapter_of(args, peft_config) if trainer.trains else None
     trainer.model = policy_of(
         given.model, args, runtime.loading_device, trainer.peft_config, quantization_config
     )
@@ -148,20 +164,21 @@ def build(
         eval_datasets = {
             name: environments.prompted(data, rows) for name, data in eval_datasets.items()
         }
-    trainer.eval_sets = trainer.eval_prompts(eval_datasets)
+    trainer.eval_sets = eval_sets = trainer.eval_prompts(eval_datasets)
     if trainer.trains:
         prompts = trainer.prompts_of(train_dataset, "train_dataset")
     else:
-        prompts = next(iter(trainer.eval_sets.values()))
+        prompts = next(iter(eval_sets.values()))
     wanted = args.dataset_fingerprint
-    if wanted is not None and wanted != prompts.fingerprint:
+    if trainer.trains and wanted not in (None, prompts.fingerprint):
         raise ValueError(
             f"the training data have the fingerprint {prompts.fingerprint}, and "
             f"dataset_fingerprint is {wanted}: they are not the data of that run, or its "
             "tokenizer or prompt keys have changed; leave dataset_fingerprint out to train on them"
         )
     trainer.train_prompts, trainer.total_steps = prompts, args.total_steps(len(prompts))
-    trainer.prompt_order = PromptSampler(len(prompts), args.seed, args.shuffle_dataset)
+    longest_prompt = max(one.longest for one in (prompts, *eval_sets.values()))
+    longest_row = longest_prompt + args.max_completion_length
 
     # The method: what the config names, and what changes during the run.
     trainer.estimator = bound(ADVANTAGES[args.advantage_estimator], args)
@@ -180,35 +197,34 @@ def build(
     if args.micro_batch_tokens != "auto":  # what auto finds must not change the samples
         limits.append(args.token_budget)
     limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
-    longest = max(trainer.longest_row, limit or 0) if environments else trainer.longest_row
+    longest = max(longest_row, limit or 0) if environments else longest_row
     for module in filter(None, (trainer.model, trainer.critic)):
         models.settle_positions(module, longest)  # one set for rows of all lengths
     if not trainer.trains:
-        tokens = most(runtime.device.type, trainer.longest_row)
+        tokens = most(runtime.device.type, longest_row)
     elif args.micro_batch_tokens == "auto":
         tokens = most(runtime.device.type, prompts.longest + args.max_completion_length)
     else:
         tokens = args.token_budget
     policy, module = assemble(trainer.model, args, trainer.critic, tokens, chunk_size(runtime))
     module.to(runtime.loading_device).eval()
+    reference = optimizer = scheduler = None
     if trainer.trains:
-        token_budget = settled_budget(args, module, runtime, prompts.longest)
+        tokens = settled_budget(args, module, runtime, prompts.longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, trainer.critic, args, trainer.total_steps, optimizers
         )
-        trainer.learner = Learner(
-            Models(policy, trainer.critic, reference, module),
-            optimizer,
-            scheduler,
-            trainer.loss,
-            runtime,
-            args,
-            token_budget,
-            trainer.state,
-        )
-    else:
-        trainer.learner = Untrained(policy, runtime, args, tokens)
+    trainer.learner = Learner(
+        Models(policy, trainer.critic, reference, module),
+        optimizer,
+        scheduler,
+        trainer.loss,
+        runtime,
+        args,
+        tokens,
+        trainer.state,
+    )
 
     # The sampler and its engine; a prompt that is not the dataset's must leave room.
     runner = trainer.episode_runner
@@ -216,8 +232,9 @@ def build(
         room = None if limit is None else limit - args.max_completion_length
         runner = dataclasses.replace(runner, longest_prompt=room)
     stops = models.stop_token_ids(trainer.model, tokenizer)
-    trainer.make_engine = partial(
-        make_engine, args, trainer.learner, stops, tokenizer, trainer.longest_row
+    weights = trainer.learner.full_policy.module
+    trainer.make_engine = lambda name: new_engine(
+        with_engine(args, name), weights, stops, tokenizer, runtime.is_main, longest_row
     )
     engine, trainer.engine_name, trainer.why_engine = start_engine(
         args, *chosen, runtime, trainer.make_engine
@@ -225,7 +242,7 @@ def build(
     trainer.sampler = Sampler(
         engine=engine,
         prompts=prompts,
-        order=trainer.prompt_order,
+        order=PromptSampler(len(prompts), args.seed, args.shuffle_dataset),
         rewards=trainer.rewards,
         shaping=trainer.shaping,
         runtime=runtime,

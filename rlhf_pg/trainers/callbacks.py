@@ -1,13 +1,7 @@
 """Callbacks, which observe a run."""
 
-import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainerCallback
-
-from rlhf_pg.boundary.quoted import quoted, shown
 
 
 class Callback:
@@ -39,26 +33,3 @@ class Callback:
 
     def on_end(self, trainer: Any) -> None:
         """Called after the last step, when `final/` has been written."""
-
-
-def checked(callbacks: Sequence[Callback] | None) -> list[Callback]:
-    """Return the callbacks as a list.
-
-    Raises:
-        ValueError: one is a class, of transformers or no callback.
-    """
-    for callback in callbacks or ():
-        if inspect.isclass(callback):
-            name = quoted(callback.__name__)
-            raise ValueError(f"callbacks must be objects, got the class {name}: write {name}()")
-        if isinstance(callback, TrainerCallback):
-            raise ValueError(
-                f"callbacks must derive from rlhf_pg.Callback, got {shown(callback)} of "
-                "transformers: write its on_step_end as on_step(trainer, metrics), its on_evaluate "
-                "as on_evaluate(trainer, metrics), and trainer.stop() for should_training_stop"
-            )
-        if not isinstance(callback, Callback):
-            raise ValueError(
-                f"callbacks must be objects of rlhf_pg.Callback, got {shown(callback)}"
-            )
-    return list(callbacks or ())

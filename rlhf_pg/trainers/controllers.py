@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController
+from rlhf_pg.kl import AdaptiveKLController, KLAdaptiveRate, PenaltyKLController
 
 
 @dataclass
@@ -36,30 +36,6 @@ class EntropyController:
     def update(self, entropy: float) -> None:
         step = self.delta * ((entropy < self.target) - (entropy > self.target))
         self.coef = min(max(self.coef + step, self.minimum), self.maximum)
-
-
-@dataclass
-class KLAdaptiveRate:
-    """Scale the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
-
-        coef <- max(coef / 1.5, 0.1)  if kl > 2 target
-        coef <- min(coef * 1.5, 10)   if kl < target / 2
-
-    `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
-    rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
-
-    Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
-    model bears.
-    """
-
-    target: float
-    coef: float = 1.0
-
-    def update(self, kl: float) -> None:
-        if kl > 2 * self.target:
-            self.coef = max(self.coef / 1.5, 0.1)
-        elif kl < self.target / 2:
-            self.coef = min(self.coef * 1.5, 10.0)
 
 
 # The metric that each one follows.
@@ -101,14 +77,9 @@ class Controllers:
             self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
 
     def __getitem__(self, key: str) -> float:
-        """Return the coefficient with the name of this config key."""
+        """Return the coefficient of this name; a scale that nothing moves is 1."""
         mover = self.controllers.get(key)
-        return float(getattr(self.args, key) if mover is None else mover.coef)
-
-    @property
-    def learning_rate_scale(self) -> float:
-        mover = self.controllers.get("learning_rate_scale")
-        return 1.0 if mover is None else float(mover.coef)
+        return float(getattr(self.args, key, 1.0) if mover is None else mover.coef)
 
     def metrics(self) -> dict[str, float]:
         """Return entropy_coef and the coefficients that move, as the next step will use them."""

@@ -1,18 +1,9 @@
 """Evaluation without training: a model, prompts, rewards and an engine, and nothing that learns."""
 
-import dataclasses
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.inputs import AdapterConfig
 from rlhf_pg.trainers.step import PolicyGradientTrainer
-
-C = TypeVar("C", bound=PolicyGradientConfig)
-
-# Keys that say how a run is trained and logged, which an evaluation does not do.
-IDLE = ("eval_steps", "report_to", "resume_from_checkpoint", "dataset_fingerprint")
-# Arguments in Python of which nothing is left to give, once a model is trained.
-TRAINED = ("peft_config", "optimizers", "value_model")
 
 
 class Evaluation(PolicyGradientTrainer):
@@ -22,7 +13,7 @@ class Evaluation(PolicyGradientTrainer):
     reference is.
 
     Args:
-        args: a config of any algorithm; keys of training are not used.
+        args: a config of any algorithm; keys of training are not used, and no adapter is added.
         eval_dataset: see `PolicyGradientTrainer`; by default what the config holds out, or else all
             that it names. The other arguments are those of the trainer, too.
 
@@ -41,13 +32,7 @@ class Evaluation(PolicyGradientTrainer):
         eval_dataset: Any = None,
         **others: Any,
     ) -> None:
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=without_training(args),
-            eval_dataset=eval_dataset,
-            **others,
-        )
+        super().__init__(model, reward_funcs, args, eval_dataset=eval_dataset, **others)
 
     def describe(self) -> str:
         """Describe in one line what is evaluated and how."""
@@ -58,21 +43,5 @@ class Evaluation(PolicyGradientTrainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> NoReturn:
-        """Refuse to train.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse to train (ValueError)."""
         raise ValueError("an Evaluation trains nothing: make the trainer of an algorithm")
-
-
-def without_training(args: C) -> C:
-    """Return the config without keys that would train or log, or add a new adapter to a model."""
-    kept = {"load_in_4bit"}
-    of_adapters = {field.name for field in dataclasses.fields(AdapterConfig)} - kept
-    changed = of_adapters.union(IDLE)
-    values: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(args) if field.name in changed
-    }
-    again = tuple(name for name in args.given_in_python if name not in TRAINED)
-    return dataclasses.replace(args, **values, given_in_python=again)

@@ -1,7 +1,7 @@
 """Evaluation: completions of held-out prompts are sampled and scored."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -85,34 +85,6 @@ def evaluate(
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
     own, logged = sampler.reward_log.settle(runtime, evaluates=True)
     return with_logged(metrics | own | sampler.episode_metrics(parts), logged)
-
-
-def evaluate_sets(
-    sampler: Sampler,
-    sets: Mapping[str, Prompts],
-    temperatures: Mapping[str, float],
-    prefix: str,
-    answer: Answer = stripped_text,
-) -> dict[str, float]:
-    """Evaluate every set at every temperature, and add the mean reward of named sets.
-
-    Args:
-        sets: by name; one without a name has "".
-        temperatures: by what stands in front of their metrics' names.
-        prefix: what stands in front of all names.
-    """
-    metrics = {
-        f"{prefix}_{name}{'_' * bool(name)}{mode}{key}": value
-        for name, prompts in sets.items()
-        for mode, heat in temperatures.items()
-        for key, value in evaluate(sampler, prompts, heat, answer).items()
-    }
-    for mode in temperatures if "" not in sets else ():
-        rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]
-        metrics[f"{prefix}_{mode}reward"] = sum(rewards) / len(rewards)
-        errors = [metrics[f"{prefix}_{name}_{mode}reward_stderr"] for name in sets]
-        metrics[f"{prefix}_{mode}reward_stderr"] = math.hypot(*errors) / len(errors)
-    return metrics
 
 
 def standard_error(values: Tensor, owners: Tensor) -> float:

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.models import Models, Policy, PolicyOutput, evaluating, fingerprint
+from rlhf_pg.models import Models, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.agreement import Agreement
@@ -37,7 +37,8 @@ class Learner:
 
     Args:
         models: the models, not yet sharded.
-        optimizer, scheduler: of all trained parameters.
+        optimizer, scheduler: of all trained parameters; None where nothing is trained, as in an
+            evaluation. The policy is then placed as a reference is.
         loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
         state: the counters of the run, among them steps in a row without an update.
@@ -50,8 +51,8 @@ class Learner:
     def __init__(
         self,
         models: Models,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
         loss: Callable[[PolicyOutput, Batch], Loss],
         runtime: Runtime,
         args: PolicyGradientConfig,
@@ -59,26 +60,16 @@ class Learner:
         state: TrainState,
     ) -> None:
         self.policy, self.critic, self.reference, self.module = models
-        self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
+        self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
+        self.runtime, self.args = runtime, args
         self.token_budget, self.state = token_budget, state
+        self.needs_old_logprobs, self.follows_old_kl = args.needs_old_logprobs, args.follows_old_kl
+        self.compares_with_old = args.compares_with_old
+        self.passes = args.num_iterations + args.critic_only_iterations
+        self.frozen_until = args.policy_frozen_until
         self.updates_begun = 0
         self.size = self._size()
-        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
-        if self.critic is not None:
-            self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
-        self._shard(optimizer)
-        self.agreement = Agreement(
-            getattr(torch, args.dtype),
-            runtime,
-            self.policy,
-            self._score_evaluating,
-            refuses=args.truncated_sampling == "refuse"
-            and args.sampler_correction in ("auto", "none"),
-        )
-
-    def _shard(self, optimizer: Optimizer) -> None:
-        """Shard the models; whatever needs whole weights runs before."""
-        args, runtime = self.args, self.runtime
+        # The models are sharded; whatever needs whole weights runs before.
         parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch)
@@ -88,14 +79,35 @@ class Learner:
         self.full_policy = self.parts["model"]
         if runtime.splits:
             _ = self.fingerprints  # computed now and kept: they need whole weights
+        if optimizer is None:
+            runtime.place(self.policy)
+            self.trained = cast(Any, partial(runtime.output, self.policy))
+            return
+        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
+        if self.critic is not None:
+            self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
         self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
         if self.reference is not None:
             runtime.place(self.reference)
 
+        def score(batch: Batch) -> Tensor:
+            with evaluating(self.module):
+                logprobs: Tensor = self.trained(batch).logprobs
+            return logprobs
+
+        self.agreement = Agreement(
+            getattr(torch, args.dtype),
+            runtime,
+            self.policy,
+            score,
+            refuses=args.truncated_sampling == "refuse"
+            and args.sampler_correction in ("auto", "none"),
+        )
+
     @property
     def optimizer(self) -> Optimizer:
         """The `torch` optimizer, which holds the learning rates."""
-        return self.trained.optimizer
+        return cast(Optimizer, self.trained.optimizer)
 
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
@@ -118,7 +130,7 @@ class Learner:
         The policy's log-probabilities are left out where nothing needs them
         (`needs_old_logprobs`), the reference's without a KL.
         """
-        columns, needs_old = Columns(), self.args.needs_old_logprobs
+        columns, needs_old = Columns(), self.needs_old_logprobs
 
         def own(part: Batch) -> Columns:
             if not needs_old:
@@ -138,11 +150,6 @@ class Learner:
             ask = partial(self.runtime.output, self.reference)
             columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
         return batch.with_columns(**columns)
-
-    def _score_evaluating(self, batch: Batch) -> Tensor:
-        with evaluating(self.module):
-            logprobs: Tensor = self.trained(batch).logprobs
-        return logprobs
 
     def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on the batch of a step; a failed one leaves nothing behind.
@@ -168,40 +175,52 @@ class Learner:
                 f"{before} steps right before it (max_skipped_steps); the weights are as before "
                 "these. Lower learning_rate or max_grad_norm, or use dtype float32"
             )
-        if self.args.follows_old_kl:
+        if self.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
             metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
         return metrics
 
     def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
-        norms: list[float] = []
-        skipped = 0
+        args, everyone = self.args, self.runtime.all_reduce_sum
+        norms, skipped, drifted = list[float](), 0, False
         rates = {name: group["lr"] for name, group in self._rates.items()}
-        alone = self.trains_critic_alone(step)
-        passes = range(self.args.num_iterations)
-        for number, minibatch in enumerate(self._minibatches(batch, step, passes)):
+        for number, (iteration, minibatch) in enumerate(self._minibatches(batch, step)):
+            is_extra = iteration >= args.num_iterations  # in which the critic alone learns
+            if drifted and not is_extra:
+                continue
             seen = Meter()
             self.accumulate(minibatch, seen)
             if number == 0:  # nothing is trained on what another policy sampled
                 agreement = self.agreement.settle(batch.blank_row())
-            meter.absorb(seen)
-            if alone:
+            if not is_extra:
+                meter.absorb(seen)
+            if is_extra or self.trains_critic_alone(step):
                 # After the exchange, in which DDP waits for every gradient, and before the norm
                 # is taken: the frozen policy's gradient enters neither that nor Adam's moments.
                 self.trained.zero_grad_of(self.policy)
-            elif norms and self._has_drifted(seen):
+            elif (
+                norms  # the first update is always made: its policy is the old one
+                and args.target_kl is not None  # the factor: Spinning Up and Stable-Baselines3
+                and seen.means(everyone(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
+            ):
+                drifted = True
                 self.trained.zero_grad_of(self.module)
                 self.trained.step()  # changes nothing, and ends the update in DeepSpeed
-                break
+                continue
             self.updates_begun += 1
             failpoint("step")
             norm = self.trained.step()
             if math.isfinite(norm):
-                norms.append(norm)
-            else:
-                self._skip(norm, step, number)
-                skipped += 1
-        self._update_critic_alone(batch, step)
+                norms += [] if is_extra else [norm]
+                continue
+            self.updates_begun -= 1  # all processes skip together, by the norm of all
+            skipped += not is_extra
+            if self.runtime.is_main:
+                logger.warning(
+                    "step %d, update %d: the gradient is not finite (norm %s), and the update is "
+                    "skipped; rlhf-pg replay shows the step's completions",
+                    *(step + 1, number, norm),
+                )
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
@@ -210,33 +229,9 @@ class Learner:
             **agreement,
         }
 
-    def _update_critic_alone(self, batch: Batch, step: int) -> None:
-        """Make the updates in which the critic alone learns, after those of the policy."""
-        args = self.args
-        passes = range(args.num_iterations, args.num_iterations + args.critic_only_iterations)
-        first = args.updates_per_step
-        for number, minibatch in enumerate(self._minibatches(batch, step, passes), first):
-            self.accumulate(minibatch, Meter())
-            self.trained.zero_grad_of(self.policy)  # after the exchange, as above
-            self.updates_begun += 1
-            failpoint("step")
-            norm = self.trained.step()
-            if not math.isfinite(norm):
-                self._skip(norm, step, number)
-
-    def _skip(self, norm: float, step: int, number: int) -> None:
-        """Say that an update was not made; all processes skip together, by the norm of all."""
-        self.updates_begun -= 1
-        if self.runtime.is_main:
-            logger.warning(
-                "step %d, update %d: the gradient is not finite (norm %s), and the update is "
-                "skipped; rlhf-pg replay shows the step's completions",
-                *(step + 1, number, norm),
-            )
-
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
-        return step < self.args.policy_frozen_until
+        return step < self.frozen_until
 
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the policy after every `ref_model_sync_steps` steps."""
@@ -251,26 +246,13 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
 
-    def _minibatches(self, batch: Batch, step: int, passes: Iterable[int]) -> Iterator[Batch]:
-        """Yield the minibatches: prompt i is always in i mod num_mini_batches; the order varies."""
+    def _minibatches(self, batch: Batch, step: int) -> Iterator[tuple[int, Batch]]:
+        """Yield the minibatches of all passes: prompt i is always in i mod num_mini_batches."""
         args = self.args
-        for iteration in passes:
+        for iteration in range(self.passes):
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
                 rows = (batch.groups % args.num_mini_batches == m).nonzero().squeeze(1)
-                yield batch.select(rows)
-
-    def _has_drifted(self, seen: Meter) -> bool:
-        """Tell whether KL(old || new), over all processes, is beyond 1.5 target_kl.
-
-        The factor is that of Spinning Up and Stable-Baselines3. A step's first update is always
-        made: its policy is the old one.
-        """
-        if self.args.target_kl is None:
-            return False
-        return (
-            seen.means(self.runtime.all_reduce_sum(seen.sums()))["approx_kl"]
-            > 1.5 * self.args.target_kl
-        )
+                yield iteration, batch.select(rows)
 
     def _kl_after_updates(self, batch: Batch) -> float:
         """Measure KL(old || new) per trained token, over all rows of the step and all processes.
@@ -282,9 +264,7 @@ class Learner:
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
-        meter = Meter()
-        meter.add_masked("kl", kl, batch.action_mask)
-        return meter.means(self.runtime.all_reduce_sum(meter.sums()))["kl"]
+        return float(self.runtime.mean_and_var(kl, batch.action_mask)[0])
 
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
@@ -370,23 +350,3 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
-
-
-class Untrained(Learner):
-    """A learner with a policy alone, placed as a reference is: there is nothing to update."""
-
-    def __init__(
-        self, policy: Policy, runtime: Runtime, args: PolicyGradientConfig, token_budget: int
-    ) -> None:
-        self.policy, self.module = policy, policy
-        self.critic = self.reference = None
-        self.runtime, self.args, self.token_budget = runtime, args, token_budget
-        self.updates_begun = 0
-        self.size = self._size()
-        self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
-        self.parts = {}  # of what an update will need memory for, and a checkpoint holds
-        if runtime.splits:
-            _ = self.fingerprints  # computed now and kept: they need whole weights
-        runtime.place(policy)
-        self.scheduler = cast(Any, None)
-        self.trained = cast(Any, partial(runtime.output, policy))

@@ -20,19 +20,18 @@ from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
 from rlhf_pg.checkpoint.run_dir import locks_run_dir
 from rlhf_pg.config import PolicyGradientConfig, dump
-from rlhf_pg.data import Prompts, vocabulary_fingerprint
+from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal
-from rlhf_pg.report.metrics import Meter
-from rlhf_pg.report.run_files import Start
+from rlhf_pg.report.run_files import Start, versions
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.functions import source_fingerprint
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import RolloutEngine
+from rlhf_pg.rollout.factory import with_engine
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.trainers.callbacks import Callback
-from rlhf_pg.trainers.engines import with_engine
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
@@ -66,10 +65,10 @@ class TrainingLoop(ABC):
     termination: Termination
     callbacks: Sequence[Callback]
     journal: Journal | None = None  # while the run trains
-    _has_callbacks = False  # whether any process has some
+    observers: Sequence[Callable[[Batch], None]] = ()  # called with a batch that was trained on
 
     @abstractmethod
-    def step(self, meter: Meter) -> dict[str, Any]:
+    def step(self) -> dict[str, Any]:
         """Take one step and count it in `state`; return the line for metrics.jsonl."""
 
     @abstractmethod
@@ -98,7 +97,14 @@ class TrainingLoop(ABC):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if self.runtime.is_main:
             export.check_hub(self.args)
-        self._resume(resume_from_checkpoint)
+        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime)
+        if self.state.step > self.total_steps:
+            raise ValueError(
+                f"the checkpoint is of step {self.state.step}, and the run is to have "
+                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
+                "as a model"
+            )
+        self.on_resume(saved)
         directory = Path(self.args.output_dir)
         self.journal = journal = Journal(directory, self.state.step, self.runtime.is_main)
         args = self.resolved_args()
@@ -106,12 +112,12 @@ class TrainingLoop(ABC):
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
         journal.trace(vars(self.began()))
+        self.observers = [self._record]
         tracked = self.trackers.opened(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )
         progress = journal.progress(self.total_steps)
         with self.termination.awaited(), tracked, progress, self._saved_on_leaving():
-            self._has_callbacks = bool(self.runtime.all_reduce_max(len(self.callbacks)))
             self._tell("on_start")
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
@@ -135,69 +141,56 @@ class TrainingLoop(ABC):
     def _take_step(self, journal: Journal) -> None:
         """Take one step, and do what is due after it."""
         self._tell("on_step_begin")
-        metrics = self._step_with_rollback()
+        rng, numbers = rng_tensors(), self.checkpointer.numbers()
+        try:
+            metrics = self.step()
+        except BaseException:  # weights that it has updated stay
+            restore_rng(rng)
+            self.checkpointer.put_back(numbers)
+            raise
         failpoint("stepped")
+        args, step = self.args, self.state.step
+        reported = due(step, args.logging_steps) or step == self.total_steps
         try:
             self._tell("on_step_end")
-            if due(self.state.step, self.args.eval_steps):
+            if due(step, args.eval_steps):
                 metrics |= self.evaluate()
-                self._keep_if_best(metrics["eval_reward"])
+                reward, best = metrics["eval_reward"], self.state.best_reward
+                # NaN, where no source applied, is above nothing, and nothing is above it.
+                if not math.isnan(reward) and (best is None or reward > best):
+                    self.state.best_reward = reward
+                    if args.save_best:
+                        self.checkpointer.save(self.runtime, Path(args.output_dir) / "best")
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # a step that was taken has its line, whatever fails after it
             journal.step(metrics)
-            reported = self._is_reported(metrics)
+            reported = reported or "eval_reward" in metrics
             if reported:
                 self.trackers.log(metrics)
-        self._finish(metrics, reported, journal)
-
-    def _is_reported(self, metrics: dict[str, Any]) -> bool:
-        """Return whether trackers get the line of a step."""
-        step = self.state.step
-        is_due = due(step, self.args.logging_steps) or step == self.total_steps
-        return is_due or "eval_reward" in metrics
-
-    def _finish(self, metrics: dict[str, Any], reported: bool, journal: Journal) -> None:
-        """Save after a step, and end the run if it is to end."""
+        if reported:
+            self._tell("on_log", metrics)
+        if due(step, args.save_steps):
+            self.save_checkpoint()
         number = self.termination.agreed()
         if self.termination.stopping and not reported:
             self.trackers.log(metrics)
-        if self.termination.stopping or reported:
             self._tell("on_log", metrics)
-        if due(self.state.step, self.args.save_steps):
-            self.save_checkpoint()
-        if self._has_callbacks:  # which may have stopped the run in on_log or on_save
-            number = self.termination.agreed()
         if number:
             self._end_by_signal(number, journal)
         if self.termination.stopping:
-            journal.say(f"stopped at step {self.state.step}; it can go on from there")
+            journal.say(f"stopped at step {step}; it can go on from there")
             self._latest_checkpoint()
 
-    def _step_with_rollback(self) -> dict[str, Any]:
-        """Take a step; if it fails, restore random states, counters and records.
-
-        Weights that it has updated are not restored.
-        """
-        rng, numbers = rng_tensors(), self.checkpointer.numbers()
-        try:
-            return self.step(Meter())
-        except BaseException:
-            restore_rng(rng)
-            self.checkpointer.put_back(numbers)
-            raise
+    def _record(self, batch: Batch) -> None:
+        """Record a step that was taken and not yet counted; collective."""
+        assert self.journal is not None
+        step, args = self.state.step + 1, self.args
+        logged = due(step, args.log_completions_steps)
+        shown = args.num_completions_to_print if logged else None
+        self.journal.record(self.recorder.record(step, batch, shown))
 
     # ------------------------------------------------------------------------- resume and leave
-
-    def _resume(self, choice: str | bool | None) -> None:
-        saved = self.checkpointer.resume(choice, self.runtime)
-        if self.state.step > self.total_steps:
-            raise ValueError(
-                f"the checkpoint is of step {self.state.step}, and the run is to have "
-                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
-                "as a model"
-            )
-        self.on_resume(saved)
 
     def on_resume(self, saved: dict[str, Any]) -> None:
         """Settle open keys as the resumed run did, whose config is `saved`.
@@ -241,46 +234,27 @@ class TrainingLoop(ABC):
         except FloatingPointError:  # older checkpoints are from before it diverged, or closer to it
             raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and self.termination.asked:
+            step, begun, saver = self.state.step, self.learner.updates_begun, self.checkpointer
+            if step == 0 or (isinstance(error, KeyboardInterrupt) and self.termination.asked):
                 raise
             try:
-                path = self._save_after_error(error)
+                together = f"step {step}, update {begun}"
+                if saver.saved != step and self.runtime.leave_together(together, error):
+                    self.save_checkpoint(prunes=False)
+                    if begun and self.runtime.is_main:
+                        logger.warning(
+                            "%s contains %d updates of the interrupted step %d; that step will be "
+                            "repeated, so the run will not be bit-identical",
+                            *(saver.path(), begun, step + 1),
+                        )
             except Exception as another:
                 logger.warning("what was trained since the last checkpoint is lost: %s", another)
-            else:
-                if path is not None:
-                    error.add_note(
-                        f"The run goes on from {path} (--resume_from_checkpoint latest)."
-                    )
+            if saver.saved == step:
+                note = f"The run goes on from {saver.path()} (--resume_from_checkpoint latest)."
+                error.add_note(note)
             raise
 
-    def _save_after_error(self, error: BaseException) -> Path | None:
-        """Save the last finished step, unless it is saved; None if it cannot be."""
-        step, begun = self.state.step, self.learner.updates_begun
-        if self.checkpointer.saved == step:
-            return self.checkpointer.path()
-        if not step:
-            return None
-        if not self.runtime.leave_together(f"step {step}, update {begun}", error):
-            return None
-        path = self.save_checkpoint(prunes=False)
-        if begun and self.runtime.is_main:
-            logger.warning(
-                "%s contains %d updates of the interrupted step %d; that step will be repeated, so "
-                "the run will not be bit-identical",
-                *(path, begun, step + 1),
-            )
-        return path
-
     # ------------------------------------------------------------------------------------- save
-
-    def _keep_if_best(self, reward: float) -> None:
-        best = self.state.best_reward
-        # NaN, where no source applied, is above nothing, and nothing is above it.
-        if not math.isnan(reward) and (best is None or reward > best):
-            self.state.best_reward = reward
-            if self.args.save_best:
-                self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
     def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step, and save it unless it is there."""
@@ -296,7 +270,9 @@ class TrainingLoop(ABC):
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
         if self.journal is not None and not self.learner.updates_begun:  # else they are of no step
-            self.journal.trace({"step": self.state.step, "weights": self.weights()})
+            self.journal.trace(
+                {"step": self.state.step, "weights": self.recorder.fingerprints(trained=True)}
+            )
         self._tell("on_save", path)
         return path
 
@@ -365,12 +341,16 @@ class TrainingLoop(ABC):
 
     def began(self) -> Start:
         """Return on what the run begins or goes on, and from which weights; collective."""
-        sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
-        return self.recorder.start(self.state.step, self.train_prompts.contents, sources)
-
-    def weights(self) -> dict[str, str]:
-        """Return a fingerprint of each trained tensor, by name; collective."""
-        return self.recorder.fingerprints(trained=True)
+        return Start(
+            step=self.state.step,
+            versions=versions(),
+            processes=self.runtime.world,
+            backend=self.runtime.kind,
+            device=self.runtime.device_name,
+            data=self.train_prompts.contents,
+            rewards={s.name: source_fingerprint(s.function) for s in self.rewards.sources},
+            weights=self.recorder.fingerprints(),
+        )
 
     # ------------------------------------------------------------------------------------- tell
 

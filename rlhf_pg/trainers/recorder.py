@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.batch import Batch, sample_numbers
 from rlhf_pg.report.json_lines import line_of
-from rlhf_pg.report.run_files import Start, StepRecord, StepTokens, versions
+from rlhf_pg.report.run_files import StepRecord, StepTokens
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import Runtime
 
@@ -38,19 +38,6 @@ class Recorder:
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     parameters: Callable[[], Mapping[str, Tensor]]
-
-    def start(self, step: int, data: str | None, rewards: Mapping[str, str | None]) -> Start:
-        """Describe the environment and the initial weights of a run, or of its continuation."""
-        return Start(
-            step=step,
-            versions=versions(),
-            processes=self.runtime.world,
-            backend=self.runtime.kind,
-            device=self.runtime.device_name,
-            data=data,
-            rewards=rewards,
-            weights=self.fingerprints(),
-        )
 
     def fingerprints(self, trained: bool = False) -> dict[str, str]:
         """Hash the tensors of the models, or those that are trained, by name.
@@ -105,7 +92,10 @@ class Recorder:
         """Return a record of each completion for readers, with its total scores."""
         assert batch.scores is not None
         total = sum_step_scores(batch.scores).tolist()
-        groups, truncated, means = batch.groups.tolist(), batch.truncated.tolist(), _means(batch)
+        assert batch.advantages is not None
+        groups, truncated, mask = batch.groups.tolist(), batch.truncated.tolist(), batch.action_mask
+        sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
+        means = (sums / mask.sum(1)).tolist()  # NaN for a row without tokens of the policy
         records = []
         for i, sample in enumerate(sample_numbers(groups)):
             record = {
@@ -114,7 +104,7 @@ class Recorder:
                 "prompt": batch.prompts[i],
                 "completion": batch.completions[i],
                 **{f"rewards/{name}": total[i][k] for k, name in enumerate(self.names)},
-                "advantage": means[i],
+                "advantage": None if math.isnan(means[i]) else float(f"{means[i]:.6g}"),
                 "truncated": truncated[i],
                 **{name: column[i] for name, column in batch.logged.items()},
             }
@@ -150,7 +140,8 @@ class Recorder:
         if not self.runtime.is_main:
             return None
         order = rows[:, 0].argsort(kind="stable")
-        tokens = _in_order(tokens, rows[:, 5], order)
+        parts = np.split(tokens, rows[:, 5].cumsum())
+        tokens = np.concatenate([tokens[:0], *(parts[i] for i in order)])
         prompts = np.split(prompt_ids, rows[:, 4].cumsum())
         rows = rows[order]
         own: list[Any] = []  # the prompts that are not those of the row before
@@ -183,12 +174,6 @@ class Recorder:
         )
 
 
-def _in_order(tokens: Any, lengths: Any, order: Any) -> Any:
-    """Sort the tokens of completions by the order of these."""
-    parts = np.split(tokens, lengths.cumsum())
-    return np.concatenate([tokens[:0], *(parts[i] for i in order)])
-
-
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     """Return the numbers (B,T) of tokens by name; in logged steps those of the token view too."""
     sampled, old = batch.sampler_logprobs, batch.old_logprobs
@@ -205,15 +190,6 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
             more["kl"] = before - batch.ref_logprobs
         numbers |= {name: x for name, x in more.items() if x is not None}
     return numbers
-
-
-def _means(batch: Batch) -> list[float | None]:
-    """Return the mean advantage of each row, with six digits; None for a row without tokens."""
-    mask = batch.action_mask
-    assert batch.advantages is not None
-    sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
-    means = sums / mask.sum(1)  # 0/0 is NaN
-    return [None if mean != mean else float(f"{mean:.6g}") for mean in means.tolist()]
 
 
 def _hash(tensor: Tensor) -> int:

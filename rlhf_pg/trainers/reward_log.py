@@ -33,10 +33,8 @@ class RewardLog:
 
     def clear(self) -> None:
         """Forget all of it."""
-        self._logged: dict[str, list[float]] = {}
-        # Completions that each function was asked of, and those on which it failed; then episodes.
-        self._counts = torch.zeros(len(self.names) + 1, 2, dtype=torch.int64)
-        self._first_call = self._first_episode = ""  # what failed first
+        self._judged: list[Judgement] = []
+        self._errors: list[str | None] = []  # of each episode
 
     def add(self, judgement: Judgement, episodes: Sequence[Episode]) -> None:
         """Take in what the rewards have said of some completions.
@@ -44,16 +42,11 @@ class RewardLog:
         Raises:
             ValueError: a function logs a number that the run itself has.
         """
-        for name, numbers in judgement.metrics.items():
+        for name in judgement.metrics:
             if name in KEYS or name.startswith("eval_"):  # before the batch is trained on
                 raise ValueError(TAKEN.format(shown(name)))
-            self._logged.setdefault(name, []).extend(numbers)
-        for name, count in judgement.failed.items():
-            self._counts[self.names.index(name)] += torch.tensor([judgement.called, count])
-        errors = [episode.error for episode in episodes if episode.error is not None]
-        self._counts[-1] += torch.tensor([len(episodes), len(errors)])
-        self._first_call = self._first_call or judgement.first_failure or ""
-        self._first_episode = self._first_episode or "".join(errors[:1])
+        self._judged.append(judgement)
+        self._errors += [episode.error for episode in episodes]
 
     def settle(
         self, runtime: Runtime, evaluates: bool = False
@@ -67,28 +60,40 @@ class RewardLog:
             ValueError: on all processes, every call has failed, or every episode. In an evaluation
                 failed episodes are wrong answers.
         """
-        logged = _means(self._logged, runtime)
+        judged, errors = self._judged, self._errors
+        self.clear()
+        own: dict[str, list[float]] = {}
+        for name, numbers in (pair for one in judged for pair in one.metrics.items()):
+            own[name] = [*own.get(name, ()), *numbers]
+        totals: dict[str, list[float]] = {}  # sum and count; processes may log other names
+        for text in runtime.gather_text(json.dumps({k: [sum(x), len(x)] for k, x in own.items()})):
+            for name, pair in json.loads(text).items():
+                totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0)), pair, strict=True)]
+        logged = {name: total / count for name, (total, count) in sorted(totals.items())}
         if not (self.tolerant or self.has_episodes):  # as on all processes
-            self.clear()
             return {}, logged
-        counts = runtime.all_reduce_sum(self._counts.to(runtime.device))
+
+        # Completions that each function was asked of, and those on which it failed; then episodes.
+        asked = sum(one.called for one in judged)
+        pairs = [[asked, sum(one.failed[name] for one in judged)] for name in self.names]
+        pairs.append([len(errors), len(errors) - errors.count(None)])
+        counts = runtime.all_reduce_sum(torch.tensor(pairs, device=runtime.device))
         *calls, episodes = counts.tolist()
-        all_calls = counts[:-1].sum(0).tolist()
-        metrics, ends = dict[str, float](), list[tuple[str, list[int], str]]()
+        metrics, ends = dict[str, float](), list[tuple[str, list[int], str | None]]()
         if self.tolerant:
-            for name, (asked, failed) in zip(self.names, calls, strict=True):
-                metrics[f"rewards/{name}/failed"] = failed / max(asked, 1)
-            ends.append(("call of a reward function", all_calls, self._first_call))
-            if self._first_call:
-                logger.warning("a reward function failed: %s", self._first_call)
+            for name, (called, failed) in zip(self.names, calls, strict=True):
+                metrics[f"rewards/{name}/failed"] = failed / max(called, 1)
+            first = next((one.first_failure for one in judged if one.first_failure), None)
+            ends.append(("call of a reward function", counts[:-1].sum(0).tolist(), first))
+            if first:
+                logger.warning("a reward function failed: %s", first)
         if self.has_episodes and not evaluates:
-            ends.append(("episode", episodes, self._first_episode))
-        for what, (asked, failed), first in ends:
-            if failed and failed == asked:
+            ends.append(("episode", episodes, next((one for one in errors if one), None)))
+        for what, (count, failed), first in ends:
+            if failed and failed == count:
                 with runtime.raise_together(ValueError):
                     if first:
                         raise ValueError(f"every {what} of the batch failed, the first: {first}")
-        self.clear()
         return metrics, logged
 
 
@@ -102,15 +107,3 @@ def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, 
         if name in metrics:
             raise ValueError(TAKEN.format(shown(name)))
     return metrics | logged
-
-
-def _means(logged: dict[str, list[float]], runtime: Runtime) -> dict[str, float]:
-    """Average the numbers of all processes, which may have logged under different names."""
-    own = {name: [sum(numbers), len(numbers)] for name, numbers in logged.items()}
-    totals: dict[str, list[float]] = {}
-    for text in runtime.gather_text(json.dumps(own)):
-        for name, (total, count) in json.loads(text).items():
-            pair = totals.setdefault(name, [0.0, 0.0])
-            pair[0] += total
-            pair[1] += count
-    return {name: total / count for name, (total, count) in sorted(totals.items())}

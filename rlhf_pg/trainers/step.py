@@ -4,30 +4,29 @@ An algorithm is a subclass with its equations. Shapes: B rows on this rank, N on
 completion width, K sources of reward; a row is one completion.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from os import PathLike
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
-from rlhf_pg.data import Batch, Prompts, PromptSampler
+from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.prompts import fitting_prompts
-from rlhf_pg.kl import kl_loss
+from rlhf_pg.kl import kl_estimate, kl_loss
 from rlhf_pg.losses import Loss
 from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
-from rlhf_pg.report.metrics import KEYS, Meter
-from rlhf_pg.report.run_files import StepRecord
+from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
 from rlhf_pg.rewards.shaping import Shaping
@@ -35,18 +34,16 @@ from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
     EpisodeRunner,
-    RolloutEngine,
     Tool,
 )
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.tasks.inputs import made_sets
-from rlhf_pg.trainers.advantage_inputs import advantage_inputs
 from rlhf_pg.trainers.build import build
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
-from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
-from rlhf_pg.trainers.loop import TrainingLoop, due
+from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
+from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.reward_log import with_logged
 
@@ -99,9 +96,8 @@ class PolicyGradientTrainer(TrainingLoop):
     peft_config: Any
     episode_runner: EpisodeRunner | None
     eval_sets: dict[str, Prompts]
-    prompt_order: PromptSampler
     estimator: Callable[[AdvantageInputs], Tensor]
-    policy_loss: Callable[..., Loss]
+    policy_loss: partial[Loss]
     controllers: Controllers
     moving_average: MovingAverage | None
     running: dict[str, Any]  # records that change during the run and are saved with it, by name
@@ -140,54 +136,119 @@ class PolicyGradientTrainer(TrainingLoop):
 
     # ------------------------------------------------------------------------------ the one step
 
-    def step(self, meter: Meter) -> dict[str, Any]:
+    def step(self) -> dict[str, Any]:
         """Take one step: one rollout batch and every update on it.
 
         Returns:
             The line of the step for metrics.jsonl.
         """
+        meter = Meter()
         batch = self.sampler.next_batch(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
+        return self.learn(batch, meter)
+
+    def learn(self, batch: Batch, meter: Meter) -> dict[str, Any]:
+        """Take the second half of a step, on completions with their scores."""
         with meter.time("score"):
+            batch = self.learner.score(batch)  # log-probabilities and values (B,T)
             batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
         with meter.time("update"):
             metrics |= self.update(self.without_truncated(batch), meter)  # self.loss  <- as well
-        if self.journal is not None:
-            self.journal.record(self.record(batch))
+        for observe in self.observers:  # the record of the step
+            observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
-        """Score a batch under policy, reference and critic, and estimate advantages.
+        """Turn scores into rewards per token and these into advantages; collective.
 
         Returns:
             The batch with these columns, and metrics over all ranks.
         """
-        runtime, args = self.runtime, self.args
-        batch = self.learner.score(batch)  # log-probabilities and values (B,T)
-        inputs, metrics = advantage_inputs(
-            batch, self.shaping, runtime, args, self.controllers, self.moving_average, meter
-        )
+        runtime, args, shaping = self.runtime, self.args, self.shaping
+        scores, mask = batch.scores, batch.action_mask
+        assert scores is not None
+
+        # Scores are shaped, and placed where their steps end; running statistics go first.
+        if (measured := shaping.measured(scores)) is not None:
+            shaping.observe(runtime.gather(measured)[0])
+        shaped = shaping(scores, batch)
+        step_scores, step_mask = shaping.steps(shaped)
+
+        # A KL in the reward is paid at every token: r_t = s_t - beta KL_t.
+        minus_kl = torch.zeros_like(batch.sampler_logprobs)
+        if batch.ref_logprobs is not None and args.kl_placement == "reward":
+            assert batch.old_logprobs is not None
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)
+            meter.add_masked("kl", kl, mask)
+            minus_kl = -self.controllers["beta"] * kl
+        rewards = minus_kl + step_scores
+        if args.whiten_rewards:  # divided by their standard deviation over the step
+            stats = runtime.mean_and_var(rewards, mask)
+            rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
+
+        # Baselines compare the completions of all ranks.
+        # A row without a token of its own has no score, and no KL either.
+        kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
+        per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
+        everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
+        raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
+        groups, _ = runtime.gather(batch.groups)
+        greedy_scores = None
+        if batch.greedy is not None:  # (B,K) of each row's prompt; 0 for the KL
+            assert batch.greedy.scores is not None
+            paid = sum_step_scores(shaping(batch.greedy.scores, batch.greedy))
+            _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
+            greedy_scores = nn.functional.pad(paid[place], (0, 1))
         values, bootstrap_value = self.values_of(batch)
-        inputs = dataclasses.replace(inputs, values=values, bootstrap_value=bootstrap_value)
+        average = self.moving_average
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=mask,
+            scores=trained,
+            groups=groups,
+            rows=rows,
+            action_tokens=runtime.gather(mask.sum(1))[0],
+            step_scores=step_scores,
+            step_mask=step_mask,
+            values=values,
+            bootstrap_value=bootstrap_value,
+            greedy_scores=greedy_scores,
+            moving_average=average.value if average else 0.0,
+        )
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
-        returns, more = self.critic_targets(inputs, advantages)  # (B,T), or None
+        returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
         if args.normalize_advantages:
-            stats = runtime.mean_and_var(advantages, batch.action_mask)
-            advantages = whiten(advantages, batch.action_mask, stats=stats)
+            stats = runtime.mean_and_var(advantages, mask)
+            advantages = whiten(advantages, mask, stats=stats)
         positive = None
         if args.positive_nll_coef:
-            assert batch.scores is not None
-            judged = sum_step_scores(self.shaping.judged(batch.scores)).nansum(1)
-            positive = judged > args.positive_nll_threshold
+            positive = sum_step_scores(shaping.judged(scores)).nansum(1)
+            positive = positive > args.positive_nll_threshold
+
+        metrics |= reward_metrics(raw, trained[:, :-1], shaping.names, groups)
+        metrics |= length_metrics(runtime.gather(batch.lengths())[0])
+        if greedy_scores is not None:
+            metrics["rewards/greedy"] = runtime.gather(greedy_scores.nansum(1))[0].mean().item()
+        if average is not None:
+            there = ~trained.isnan().all(1)
+            metrics["return"] = trained.nansum(1)[there].mean().item()
+            metrics["moving_average"] = average.value
+        if args.kl_controller != "fixed":  # follows the mean of the summed k1 of completions
+            assert batch.old_logprobs is not None
+            assert batch.ref_logprobs is not None
+            sums = (batch.old_logprobs - batch.ref_logprobs).double().sum(1)  # 0 in masked slots
+            both = torch.stack([sums.sum(), mask.any(1).sum().to(sums)])
+            total, count = runtime.all_reduce_sum(both)
+            metrics["kl/completion"] = float(total / count)
         batch = batch.with_columns(
-            rewards=inputs.rewards,
+            rewards=rewards,
             advantages=advantages,
             returns=returns,
             positive=positive,
             # With one update per rollout they are taken from that update's own forward pass, so the
             # ratio is exactly 1. They are kept only where the KL after the update is measured.
-            old_logprobs=batch.old_logprobs if args.compares_with_old else None,
+            old_logprobs=batch.old_logprobs if self.learner.compares_with_old else None,
         )
-        return batch, metrics | more
+        return batch, metrics
 
     def without_truncated(self, batch: Batch) -> Batch:
         """Leave truncated completions out of the losses (`mask_truncated_completions`).
@@ -196,8 +257,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """
         if not self.args.mask_truncated_completions:
             return batch
-        mask = batch.action_mask & ~batch.truncated[:, None]
-        return batch.with_columns(action_mask=mask, host_rows=None)
+        return batch.with_columns(action_mask=batch.action_mask & ~batch.truncated[:, None])
 
     def update(self, batch: Batch, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on the batch of a step; return metrics of this process.
@@ -207,15 +267,6 @@ class PolicyGradientTrainer(TrainingLoop):
         The agreement check is made in `Learner.update`: a step of an override has none.
         """
         return self.learner.update(batch, self.state.step, meter)
-
-    def record(self, batch: Batch) -> StepRecord:
-        """Record a step that was taken and not yet counted; collective."""
-        step, args = self.state.step + 1, self.args
-        logged = due(step, args.log_completions_steps)
-        shown = args.num_completions_to_print if logged else None
-        return self.recorder.record(step, batch, shown)
-
-    # ------------------------------------------------------------------------ the end of the step
 
     def finish_step(self, batch: Batch, metrics: dict[str, Any], meter: Meter) -> dict[str, Any]:
         """Count the step, update the controllers, and reduce the metrics over all processes."""
@@ -233,13 +284,18 @@ class PolicyGradientTrainer(TrainingLoop):
             self.controllers.update(metrics, args.prompts_per_step * args.num_generations)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
-        self.learner.next_rate(self.controllers.learning_rate_scale)
+        self.learner.next_rate(self.controllers["learning_rate_scale"])
         self.learner.updates_begun = 0
         metrics |= self.controllers.metrics()
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
+
+    @cached_property
+    def correction(self) -> str:
+        """The `sampler_correction` for the engine that samples."""
+        return self.args.correction_of(self.engine_name)
 
     # -------------------------------------------------------------- what makes it an algorithm
 
@@ -273,16 +329,14 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
-        args = self.args
-        # All other options are bound already: they do not change during a run.
-        options = {}
-        if "old_kl_coef" in args.loss_options:
-            options["old_kl_coef"] = self.controllers["old_kl_coef"]
         assert batch.advantages is not None
+        options = {}
+        if "old_kl_coef" in self.policy_loss.keywords:  # all others stay as they are bound
+            options["old_kl_coef"] = self.controllers["old_kl_coef"]
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        correction = args.correction_of(self.engine_name)
+        args, correction = self.args, self.correction
         if correction != "none" or self.engine_name != "native":
             assert batch.old_logprobs is not None
             weights, measured = against_sampler(
@@ -312,33 +366,6 @@ class PolicyGradientTrainer(TrainingLoop):
         )
         return per_token + self.controllers["beta"] * kl, {"kl": kl.detach()}
 
-    # ----------------------------------------------------------------------- stages, one by one
-    # To look at one stage. `step` asks the sampler itself, so there is nothing to override.
-
-    @final
-    def roll_out(self, prompt_indices: range) -> Batch:
-        """Sample this rank's share of the training prompts, whole groups each."""
-        return self.sampler.roll_out(prompt_indices)
-
-    @final
-    def reward(self, batch: Batch) -> Batch:
-        """Add raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
-        return self.sampler.scored(batch)
-
-    @property
-    def reward_names(self) -> list[str]:
-        """The names of the reward functions, and of the penalties that are set."""
-        return self.shaping.names
-
-    @property
-    def engine(self) -> RolloutEngine:
-        """The engine that samples."""
-        return self.sampler.engine
-
-    @engine.setter
-    def engine(self, engine: RolloutEngine) -> None:
-        self.sampler.engine = engine
-
     # ---------------------------------------------------------------------- prompts, and evaluation
 
     def prompts_of(self, dataset: Any, name: str) -> Prompts:
@@ -363,12 +390,6 @@ class PolicyGradientTrainer(TrainingLoop):
         """Return the prompts of every evaluation set, by its name."""
         names = {name: f"eval_dataset {name}".rstrip() for name in datasets}
         return {name: self.prompts_of(data, names[name]) for name, data in datasets.items()}
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens that a row may have."""
-        sets = [*self.eval_sets.values(), *([self.train_prompts] if self.trains else [])]
-        return max(prompts.longest for prompts in sets) + self.args.max_completion_length
 
     @broadcasts_failure
     def evaluate(
@@ -413,6 +434,16 @@ class PolicyGradientTrainer(TrainingLoop):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        answer = answer or stripped_text
+        prefix, metrics = metric_key_prefix, dict[str, float]()
         with self.sampler.sampling():
-            return evaluate_sets(self.sampler, sets, temperatures, metric_key_prefix, answer)
+            for name, prompts in sets.items():
+                for mode, heat in temperatures.items():
+                    found = evaluate(self.sampler, prompts, heat, answer or stripped_text)
+                    start = f"{prefix}_{name}{'_' * bool(name)}{mode}"
+                    metrics |= {f"{start}{key}": value for key, value in found.items()}
+        for mode in temperatures if "" not in sets else ():
+            rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]
+            metrics[f"{prefix}_{mode}reward"] = sum(rewards) / len(rewards)
+            errors = [metrics[f"{prefix}_{name}_{mode}reward_stderr"] for name in sets]
+            metrics[f"{prefix}_{mode}reward_stderr"] = math.hypot(*errors) / len(errors)
+        return metrics

@@ -83,14 +83,14 @@ def seconds(function: Callable[[], Any]) -> float:
 def measure_time(repeats: int = 9) -> None:
     size = {"hidden": 256, "layers": 4, "vocabulary": 2048}
     trainers = {name: trainer(name, size) for name in TRAINERS}
-    samples = trainers["grpo"].roll_out(range(ROWS // 4))
+    samples = trainers["grpo"].sampler.roll_out(range(ROWS // 4))
     ppo = trainers["ppo"]
     critic = ppo.critic
     assert critic is not None
 
     def learn(name: str) -> None:
         it = trainers[name]
-        experience, _ = it.estimate(it.reward(samples), Meter())
+        experience, _ = it.estimate(it.learner.score(it.sampler.scored(samples)), Meter())
         it.learner.update(experience, 0, Meter())
 
     def forward() -> None:
@@ -127,8 +127,8 @@ def peak(algorithm: str, checkpointing: bool) -> None:
     size = {"hidden": 1024, "layers": 8, "vocabulary": 16384}
     it = trainer(algorithm, size, use_peft=True, gradient_checkpointing=checkpointing)
     for step in range(2):
-        samples = it.roll_out(range(ROWS // 4))
-        experience, _ = it.estimate(it.reward(samples), Meter())
+        samples = it.sampler.roll_out(range(ROWS // 4))
+        experience, _ = it.estimate(it.learner.score(it.sampler.scored(samples)), Meter())
         it.learner.update(experience, step, Meter())
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 

@@ -16,7 +16,6 @@ import tempfile
 import time
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 
@@ -67,7 +66,7 @@ def new_trainer(directory: str, functions, asked: argparse.Namespace, **options)
 
 def step_times(trainers, rounds: int) -> list[list[dict]]:
     """The steps of each trainer after its first; they take turns, since a machine has moods."""
-    steps = [[trainer.step(Meter()) for trainer in trainers] for _ in range(rounds + 1)]
+    steps = [[trainer.step() for trainer in trainers] for _ in range(rounds + 1)]
     return [list(of_one) for of_one in zip(*steps[1:], strict=True)]
 
 

@@ -24,12 +24,12 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
     options = {"prompts_per_step": 8, "max_completion_length": 24, "beta": 0.05}
     own = {"micro_batch_tokens": tokens}
     made = trainer(Run(algorithm, {**options, **own}), path)
-    made.engine.eos_token_ids = []  # every completion has its full length
+    made.sampler.engine.eos_token_ids = []  # every completion has its full length
     for _ in range(2):  # the first time something is compiled
-        samples = made.roll_out(range(8))
-        scores = made.reward(samples)
+        samples = made.sampler.roll_out(range(8))
+        scores = made.sampler.scored(samples)
         before = ext.syncs()
-        experience, _ = made.estimate(scores, Meter())
+        experience, _ = made.estimate(made.learner.score(scores), Meter())
         scored = ext.syncs()
         made.update(experience, Meter())
         updated = ext.syncs()
@@ -57,8 +57,8 @@ def test_added_micro_batch_adds_no_sync_beyond_attention(
 def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
     """Activations and gradients are gone when the next rollout asks how much room there is."""
     made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
-    samples = made.roll_out(range(4))
-    experience, _ = made.estimate(made.reward(samples), Meter())
+    samples = made.sampler.roll_out(range(4))
+    experience, _ = made.estimate(made.learner.score(made.sampler.scored(samples)), Meter())
     made.update(experience, Meter())
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())
@@ -68,8 +68,8 @@ def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
 def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor]]:
     """Bytes that a micro-batch holds between its passes, those of a layer's input, gradients."""
     made = trainer(Run(options={**keys, "micro_batch_tokens": 200}), path)
-    samples = made.roll_out(range(4))
-    experience, _ = made.estimate(made.reward(samples), Meter())
+    samples = made.sampler.roll_out(range(4))
+    experience, _ = made.estimate(made.learner.score(made.sampler.scored(samples)), Meter())
     _, batch = next(iter(made.learner.micro_batches(experience)))
     policy, config = made.learner.policy.train(), made.model.config
     policy(batch).logprobs.sum().backward()  # by now all is there that stays

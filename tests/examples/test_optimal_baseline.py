@@ -32,8 +32,8 @@ def test_optimal_baseline_weights_are_squared_gradient_norms(options, tmp_path) 
         num_generations=len(COMPLETIONS),
         **options,
     )
-    trainer.engine.says = COMPLETIONS
-    squares = trainer.squared_gradients(trainer.roll_out(range(1)))
+    trainer.sampler.engine.says = COMPLETIONS
+    squares = trainer.squared_gradients(trainer.sampler.roll_out(range(1)))
     heat = options.get("temperature", 1.0)
     for square, said in zip(squares, COMPLETIONS, strict=True):
         ids = torch.tensor([[*PROMPTS["ab"], *said]])

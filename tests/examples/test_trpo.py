@@ -28,10 +28,12 @@ def make(trpo, tmp_path):
     def build(**options):
         defaults = {"num_generations": 3, "aggregation": "token_mean", "damping": 0.0}
         trainer = make_trainer(trpo.TRPOTrainer, tmp_path, **(defaults | options))
-        assert isinstance(trainer.engine, ListedEngine)
-        trainer.engine.says = SAID
-        samples = trainer.roll_out(range(1))
-        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+        assert isinstance(trainer.sampler.engine, ListedEngine)
+        trainer.sampler.engine.says = SAID
+        samples = trainer.sampler.roll_out(range(1))
+        experience, _ = trainer.estimate(
+            trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+        )
         return trainer, experience
 
     return build

@@ -278,7 +278,7 @@ def test_random_dataset_transform_is_applied_once(make):  # noqa: F811
         return digits(completions)
 
     trainer = make(train_dataset=data, reward_funcs=witness, max_steps=1)
-    samples = trainer.roll_out(range(2))
+    samples = trainer.sampler.roll_out(range(2))
     rows = samples
     for prompt, tokens, mask in zip(
         samples.prompts, rows.prompt_ids, rows.prompt_mask, strict=True
@@ -299,7 +299,7 @@ def test_refused_environment_prompt_is_not_forwarded(make):  # noqa: F811
     trainer = make(
         reward_funcs=(), environment_factory=Long, micro_batch_tokens=32, num_generations=2
     )
-    samples = trainer.roll_out(range(4))
+    samples = trainer.sampler.roll_out(range(4))
     errors = [episode.error for episode in samples.episodes]
     assert [error is None for error in errors].count(False) == 4
     assert all("too long: 36 tokens, for at most 26" in error for error in errors if error)

@@ -24,7 +24,7 @@ def test_gradient_is_the_same_every_time(make, two_threads: None) -> None:
     """The last state of a prompt adds up the gradients of its completions in one order."""
     trainer = make(PPOTrainer, prompts_per_step=4, num_generations=96)
     batch = trainer.sampler.next_batch(0, Meter())
-    experience, _ = trainer.estimate(batch, Meter())
+    experience, _ = trainer.estimate(trainer.learner.score(batch), Meter())
     found = []
     for _ in range(3):
         trainer.learner.accumulate(experience, Meter())

@@ -65,7 +65,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, 
         train_dataset=Dataset.from_dict({"prompt": ["1" * LENGTH, "2" * LENGTH]}),
     )
     # All completions have their full length.
-    trainer.engine.eos_token_ids = []
+    trainer.sampler.engine.eos_token_ids = []
     return trainer, meta, predicted_memory(meta, SHARDINGS[0], 1, 0.0, "cpu")
 
 
@@ -138,8 +138,10 @@ def test_predicted_parts_match_real_step(case) -> None:
     trainer, _, memory = case
     seen = Seen(trainer)
     with seen.watched():
-        samples = trainer.roll_out(range(2))
-        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+        samples = trainer.sampler.roll_out(range(2))
+        experience, _ = trainer.estimate(
+            trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+        )
         trainer.update(experience, Meter())
     seen.measure()
     update, sizes = memory.update, seen.sizes
@@ -158,7 +160,7 @@ def test_predicted_parts_match_real_step(case) -> None:
 def test_predicted_peak_matches_allocator(case) -> None:
     """Forward and backward, by the profiler of torch: kernels' own work space is in it."""
     trainer, meta, memory = case
-    rollout, module = trainer.roll_out(range(2)), trainer.learner.module.train()
+    rollout, module = trainer.sampler.roll_out(range(2)), trainer.learner.module.train()
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

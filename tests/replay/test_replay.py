@@ -188,17 +188,17 @@ def test_record_agrees_with_what_readers_see(make) -> None:
 
 def test_any_bit_of_a_weight_changes_its_fingerprint(make) -> None:
     trainer = make()
-    before = trainer.weights()
+    before = trainer.recorder.fingerprints(trained=True)
     weight = trainer.model.model.norm.weight
     bits = weight.data.view(torch.int32)
     bits[3] ^= 1
-    changed = trainer.weights()
+    changed = trainer.recorder.fingerprints(trained=True)
     assert [name for name in before if before[name] != changed[name]] == ["model.norm.weight"]
     bits[3] ^= 1
     weight.data[:2] = torch.tensor([2.0, 1.0])
-    exchanged = trainer.weights()
+    exchanged = trainer.recorder.fingerprints(trained=True)
     weight.data[:2] = torch.tensor([1.0, 2.0])
-    assert trainer.weights() != exchanged
+    assert trainer.recorder.fingerprints(trained=True) != exchanged
 
 
 def test_records_of_later_steps_go_when_a_run_is_resumed(make) -> None:

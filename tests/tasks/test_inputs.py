@@ -17,7 +17,7 @@ from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.files import located
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.tasks.inputs import given_again, name_of, settled_inputs
-from rlhf_pg.trainers.evaluation import without_training
+from rlhf_pg.trainers.evaluation import Evaluation
 
 REWARDS = """
 def even(completions, **columns):
@@ -202,7 +202,7 @@ def test_task_by_name_brings_data_and_reward(model_path, tmp_path):
     keys = {"output_dir": str(tmp_path), **SIZES}
     args = GRPOConfig(task="arithmetic", model_name_or_path=model_path, **keys)
     trainer = GRPOTrainer(args=args)
-    assert trainer.reward_names == ["exact_match"]
+    assert trainer.shaping.names == ["exact_match"]
     assert len(trainer.eval_sets[""]) == 1091
 
 
@@ -222,7 +222,9 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
     with pytest.raises(ValueError, match="was given optimizers in Python: give the same"):
         made(tmp_path / "recorded.yaml")
     assert made(tmp_path / "recorded.yaml", "--given_in_python").args.given_in_python == ()
-    assert without_training(again).given_in_python == ("tools",)
+    with pytest.raises(ValueError, match="was given tools in Python"):
+        Evaluation(None, (), again)
+    assert Evaluation(None, (), recorded).resolved_args().given_in_python == ()
 
 
 def test_arguments_that_say_nothing_are_not_given():

@@ -81,7 +81,7 @@ def test_tools_of_server_are_offered_and_called(servers, play) -> None:
         says = ((calls[0], calls[1]), (calls[2] + calls[3] + "<tool_call>{</tool_call>", "end"))
         trainer = play(task, *says)
         prompt = trainer.processing_class.decode(trainer.train_prompts.tokens[0])
-        samples = trainer.roll_out(range(1))
+        samples = trainer.sampler.roll_out(range(1))
     assert prompt == "<tools>add<user>Count.<assistant>"
     assert [episode.error for episode in samples.episodes] == [None, None]
     assert samples.completions[0][1] == {"role": "tool", "name": "add", "content": "sum 2"}

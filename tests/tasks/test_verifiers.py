@@ -60,14 +60,14 @@ def play(tmp_path) -> Callable[..., GRPOTrainer]:
             return [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
 
         if says:
-            trainer.engine = ScriptedEngine(script, tokenizer.eos_token_id)
+            trainer.sampler.engine = ScriptedEngine(script, tokenizer.eos_token_id)
         return trainer
 
     return build
 
 
 def totals(trainer: GRPOTrainer, samples: Any) -> list[float]:
-    return trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist()
+    return trainer.sampler.scored(samples).scores.nansum(dim=(1, 2)).tolist()
 
 
 def test_single_turn_is_paid_by_weighted_rubric(play) -> None:
@@ -77,7 +77,7 @@ def test_single_turn_is_paid_by_weighted_rubric(play) -> None:
     shown = trainer.processing_class.decode(trainer.train_prompts.tokens[0])
     assert "Backwards." in shown
     assert shown.endswith("<user>aaz<assistant>")
-    samples = trainer.roll_out(range(1))
+    samples = trainer.sampler.roll_out(range(1))
     assert samples.prompt_ids[0].tolist() == trainer.train_prompts.tokens[0]
     assert totals(trainer, samples) == pytest.approx([1 - 0.03, -0.02])
     assert [episode.turns for episode in samples.episodes] == [1, 1]
@@ -85,7 +85,7 @@ def test_single_turn_is_paid_by_weighted_rubric(play) -> None:
 
 def test_environment_answers_until_it_is_done(play) -> None:
     trainer = play(load_task("verifiers:higher_lower"), ("7", "3", "5"), ("5",))
-    samples = trainer.roll_out(range(1))
+    samples = trainer.sampler.roll_out(range(1))
     said = [message["content"] for message in samples.completions[0]]
     assert said == ["7", "lower", "3", "higher", "5"]
     assert totals(trainer, samples) == pytest.approx([1 / 3, 1])
@@ -96,10 +96,10 @@ def test_environment_answers_until_it_is_done(play) -> None:
 
 def test_limits_of_either_side_end_an_episode_that_is_still_paid(play) -> None:
     task = load_task("verifiers:higher_lower")
-    theirs = play(task, ("9",) * 4, ("5",)).roll_out(range(1))
+    theirs = play(task, ("9",) * 4, ("5",)).sampler.roll_out(range(1))
     assert [episode.turns for episode in theirs.episodes] == [4, 1]
     trainer = play(task, ("9",) * 4, ("5",), max_turns=2)
-    ours = trainer.roll_out(range(1))
+    ours = trainer.sampler.roll_out(range(1))
     assert [episode.turns for episode in ours.episodes] == [2, 1]
     assert ours.truncated.tolist() == [True, False]
     assert totals(trainer, ours) == [0, 1]
@@ -107,7 +107,7 @@ def test_limits_of_either_side_end_an_episode_that_is_still_paid(play) -> None:
 
 def test_error_of_environment_fails_its_episode_alone(play) -> None:
     trainer = play(load_task("verifiers:higher_lower"), ("13",), ("5",))
-    samples = trainer.roll_out(range(1))
+    samples = trainer.sampler.roll_out(range(1))
     broken, good = (episode.error for episode in samples.episodes)
     assert "InfraError" in broken
     assert good is None
@@ -116,7 +116,7 @@ def test_error_of_environment_fails_its_episode_alone(play) -> None:
 
 def test_environment_that_rewrites_the_past_is_told_so(play) -> None:
     trainer = play(load_task("verifiers:higher_lower", {"forgets": True}), ("7", "5"), ("5",))
-    errors = [episode.error for episode in trainer.roll_out(range(1)).episodes]
+    errors = [episode.error for episode in trainer.sampler.roll_out(range(1)).episodes]
     assert "only append" in errors[0]
     assert errors[1] is None
 
@@ -128,7 +128,7 @@ def test_tools_are_shown_called_and_counted(play) -> None:
     trainer = play(load_task("verifiers:with_tools"), *says)
     prompt = trainer.processing_class.decode(trainer.train_prompts.tokens[0])
     assert prompt == "<tools>multiply<user>6*7<assistant>"
-    samples = trainer.roll_out(range(1))
+    samples = trainer.sampler.roll_out(range(1))
     assert [episode.error for episode in samples.episodes] == [None] * 3
     assert [message["role"] for message in samples.completions[1]] == [
         *("assistant", "tool", "tool", "assistant")

@@ -44,10 +44,10 @@ def sampling_from(trainer, weights=None, **changed) -> None:
 
     @contextmanager
     def load_weights():
-        trainer.engine.weights = model
+        trainer.sampler.engine.weights = model
         yield
 
-    trainer.engine._load_weights = load_weights
+    trainer.sampler.engine._load_weights = load_weights
 
 
 def lora_layers(model):
@@ -323,6 +323,6 @@ def test_nan_raises_no_alarm_and_is_forgotten(agreement) -> None:
 def test_engine_merges_adapter_once_per_rollout(make) -> None:
     """The planted faults above replace `_load_weights`, which every rollout calls."""
     trainer = make(**LORA)
-    assert isinstance(trainer.engine, NativeEngine)
+    assert isinstance(trainer.sampler.engine, NativeEngine)
     with trainer.sampler.sampling():
-        assert trainer.engine.weights is not trainer.model
+        assert trainer.sampler.engine.weights is not trainer.model

@@ -84,7 +84,7 @@ UPDATES = [
 ]
 
 
-@pytest.mark.proves("rlhf_pg.trainers.controllers.KLAdaptiveRate")
+@pytest.mark.proves("rlhf_pg.kl.KLAdaptiveRate")
 @pytest.mark.parametrize(("trainer_type", "options"), UPDATES)
 def test_kl_after_updates_matches_exact_kl(trainer_type, options, tmp_path) -> None:
     """The batch has every completion as often as it is likely, so that its mean is the KL."""
@@ -96,7 +96,7 @@ def test_kl_after_updates_matches_exact_kl(trainer_type, options, tmp_path) -> N
     with torch.no_grad():
         trainer.model.get_output_embeddings().weight.zero_()  # each of the three tokens: 1/3
     old = probabilities(trainer.model, "ab")
-    trainer.engine.says = [*[COMPLETIONS[0]] * 3, *COMPLETIONS[1:]]
+    trainer.sampler.engine.says = [*[COMPLETIONS[0]] * 3, *COMPLETIONS[1:]]
     trainer.train()
     new = probabilities(trainer.model, "ab")
     kl = sum(p * (p / new[said]).log() for said, p in old.items())
@@ -235,7 +235,7 @@ def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tens
     sampler = enumeration.model(seed=3)
     with torch.no_grad():
         table = {said: log_probs(sampler, "ab", said).tolist() for said in COMPLETIONS}
-    trainer.engine = OtherSampler(table)
+    trainer.sampler.engine = OtherSampler(table)
     total = sum(math.exp(sum(table[said])) * gradient_of(trainer, [said]) for said in COMPLETIONS)
     return -MAX_LENGTH * total, enumeration.exact_gradient(trainer)
 

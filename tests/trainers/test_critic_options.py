@@ -181,9 +181,11 @@ def test_normalized_critic_gives_same_explained_variance(tmp_path) -> None:
         plain.critic.head.bias.mul_(3).add_(0.7)
     numbers = []
     for trainer in (plain, scaled):
-        trainer.engine.says = [(A, B), (B, EOS)]
-        samples = trainer.roll_out(range(2))
-        _, metrics = trainer.estimate(trainer.reward(samples), Meter())
+        trainer.sampler.engine.says = [(A, B), (B, EOS)]
+        samples = trainer.sampler.roll_out(range(2))
+        _, metrics = trainer.estimate(
+            trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+        )
         numbers.append(metrics["explained_variance"])
     assert numbers[0] == pytest.approx(numbers[1])
     assert abs(numbers[0]) > 0.01
@@ -221,8 +223,10 @@ def test_value_clip_of_unmoved_critic_leaves_gradient_unchanged(tmp_path) -> Non
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_normalized_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic, normalize_values=True, lam=1.0)
-    samples = trainer.roll_out(range(4))
-    experience, metrics = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(4))
+    experience, metrics = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     assert not experience.values.any()
     assert metrics["explained_variance"] == 0
     targets = experience.returns[experience.action_mask]
@@ -236,7 +240,7 @@ def test_saved_critic_gives_denormalized_values(make, options, tmp_path) -> None
         PPOTrainer, normalize_values=True, learning_rate=1e-2, num_generations=1, **options
     )
     trainer.train()
-    samples = trainer.roll_out(range(4))
+    samples = trainer.sampler.roll_out(range(4))
     path = str(tmp_path / "run" / "final" / "critic")
     saved = new_critic(trainer.model, trainer.processing_class, torch.float32, value_model=path)
     with torch.no_grad():
@@ -303,8 +307,10 @@ def test_value_iterations_reduce_value_error(make) -> None:
     errors = []
     for further in (0, 10):
         trainer = make(PPOTrainer, value_iterations=further, cliprange_value=None, num_iterations=1)
-        samples = trainer.roll_out(range(4))
-        experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+        samples = trainer.sampler.roll_out(range(4))
+        experience, _ = trainer.estimate(
+            trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+        )
         trainer.learner.update(experience, 0, Meter())
         values = trainer.learner.score(experience).values
         mask = experience.action_mask
@@ -315,8 +321,10 @@ def test_value_iterations_reduce_value_error(make) -> None:
 def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
     learner, policy = trainer.learner, list(trainer.model.parameters())
-    samples = trainer.roll_out(range(4))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(4))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     learner.accumulate(experience, Meter())
     grads = [p.grad.double() for p in trainer.critic.parameters()]
     norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
@@ -415,7 +423,7 @@ def test_checkpoint_holds_value_moments_and_trained_critic(make, tmp_path) -> No
 def test_critic_from_checkpoint_gives_denormalized_values(make, tmp_path) -> None:
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
-    moments, rollout = trainer.value_moments, trainer.roll_out(range(4))
+    moments, rollout = trainer.value_moments, trainer.sampler.roll_out(range(4))
     checkpoint = trainer.checkpointer.path() / "critic"
     later = make(PPOTrainer, value_model=str(checkpoint), output_dir=str(tmp_path / "later"))
     plain = torch.where(rollout.action_mask, moments.denormalize(trainer.critic(rollout)[0]), 0.0)
@@ -439,8 +447,8 @@ def test_random_critic_shares_only_policy_architecture(make) -> None:
     assert same(copies(again.critic), copies(trainer.critic))
     assert not same(copies(other.critic), copies(trainer.critic))
     assert same(copies(trainer.model), copies(plain.model))
-    samples = trainer.roll_out(range(4))
-    assert samples.token_lists() == plain.roll_out(range(4)).token_lists()
+    samples = trainer.sampler.roll_out(range(4))
+    assert samples.token_lists() == plain.sampler.roll_out(range(4)).token_lists()
     assert not any(numbers.any() for numbers in trainer.critic(samples))
     trainer.train()
     assert all(not own[name].equal(p) for name, p in again.critic.model.named_parameters())

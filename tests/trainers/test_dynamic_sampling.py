@@ -67,7 +67,7 @@ def test_dynamic_sampling_keeps_groups_with_spread(
     assert batch.columns == {"easy": [EASY[row] for row in rows]}
     assert batch.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
-    alone = trainer.roll_out(range(draws))
+    alone = trainer.sampler.roll_out(range(draws))
     places = [i for i, row in enumerate(alone.dataset_rows) if row in kept]
     assert batch.token_lists() == [alone.token_lists()[i] for i in places]
     assert batch.completions == [alone.completions[i] for i in places]
@@ -305,6 +305,6 @@ def test_weights_are_gathered_once_for_all_rounds(trainer_of, tmp_path, monkeypa
     trainer = trainer_of(2, advantage_estimator="returns_minus_greedy")
     fills: list[FullWeights] = []
     monkeypatch.setattr(FullWeights, "_fill", lambda whole, *_: fills.append(whole))
-    metrics = trainer.step(Meter())
+    metrics = trainer.step()
     assert metrics["sampling/rounds"] == 2
     assert fills == [trainer.learner.full_policy]

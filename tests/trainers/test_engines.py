@@ -13,7 +13,6 @@ from rlhf_pg import GRPOConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import NativeEngine, factory
-from rlhf_pg.trainers import engines
 
 
 class Stand(NativeEngine):
@@ -30,8 +29,8 @@ class Stand(NativeEngine):
 def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     """A machine on which vLLM is there and suits."""
     Stand.made = []
-    monkeypatch.setattr(engines, "unsuited", lambda *_: None)
-    monkeypatch.setattr(engines, "lacking", lambda _: None)
+    monkeypatch.setattr(factory, "unsuited", lambda *_: None)
+    monkeypatch.setattr(factory, "lacking", lambda _: None)
     monkeypatch.setattr(factory, "VllmEngine", Stand)
     return Stand
 
@@ -43,7 +42,7 @@ def saved_config(trainer: Any) -> GRPOConfig:
 def test_auto_engine_on_cpu_is_native_with_reason(make, capsys, caplog):
     trainer = make(max_steps=1, vllm_max_model_length=99)
     trainer.train()
-    assert type(trainer.engine) is NativeEngine
+    assert type(trainer.sampler.engine) is NativeEngine
     assert "steps; rollout_engine native (auto: the device is cpu)" in capsys.readouterr().out
     assert not caplog.records
     config = saved_config(trainer)
@@ -60,24 +59,24 @@ def test_auto_and_named_engine_give_same_losses(make, tmp_path):
 
 def test_auto_engine_on_gpu_reports_why_vllm_is_unsuited(make, monkeypatch):
     """As far as the choice goes, this process is told that it is on a GPU."""
-    seen = []
+    seen, by_kind = [], factory.unsuited
 
     def unsuited(args: Any, model: Any, kind: str, version: str | None) -> str | None:
         seen.append((kind, version))
-        return factory.unsuited(args, model, "cuda", version)
+        return by_kind(args, model, "cuda", version)
 
-    monkeypatch.setattr(engines, "unsuited", unsuited)
-    monkeypatch.setattr(engines, "installed", lambda: "0.32.0")
-    monkeypatch.setattr(engines, "lacking", lambda _: "vLLM has no such class of its own")
+    monkeypatch.setattr(factory, "unsuited", unsuited)
+    monkeypatch.setattr(factory, "installed", lambda: "0.32.0")
+    monkeypatch.setattr(factory, "lacking", lambda _: "vLLM has no such class of its own")
     assert make().why_engine == "auto: vLLM has no such class of its own"
-    monkeypatch.setattr(engines, "installed", lambda: None)
+    monkeypatch.setattr(factory, "installed", lambda: None)
     assert make().why_engine.startswith("auto: vLLM is not installed")
     assert seen == [("cpu", "0.32.0"), ("cpu", None)]
 
 
 def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
     trainer = make(max_steps=1, vllm_gpu_memory_utilization=0.4)
-    assert type(trainer.engine) is vllm
+    assert type(trainer.sampler.engine) is vllm
     [made] = vllm.made
     assert made["sleeps"]
     assert made["memory"] == 0.4
@@ -91,7 +90,7 @@ def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
 
 
 def test_named_engine_overrides_auto_choice(make, vllm):
-    assert type(make(rollout_engine="native").engine) is NativeEngine
+    assert type(make(rollout_engine="native").sampler.engine) is NativeEngine
     assert not vllm.made
     make(rollout_engine="vllm")
     assert not vllm.made[0]["sleeps"]
@@ -106,7 +105,7 @@ def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkey
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "vLLM cannot start (OutOfMemoryError: 2 GiB), so the native engine" in record.message
-    assert type(trainer.engine) is NativeEngine
+    assert type(trainer.sampler.engine) is NativeEngine
     trainer.train()
     assert trainer.engine_name == trainer.checkpointer.config["rollout_engine"] == "native"
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
@@ -127,16 +126,16 @@ def elsewhere(failure: str | None) -> Any:
 
 def test_vllm_unsuited_on_one_rank_selects_native_on_all(make, vllm):
     args, model = GRPOConfig(), make().model
-    assert engines.choose_engine(args, model, elsewhere(None))[0] == "vllm"
-    taken, why = engines.choose_engine(args, model, elsewhere("vLLM is not installed"))
+    assert factory.choose_engine(args, model, elsewhere(None))[0] == "vllm"
+    taken, why = factory.choose_engine(args, model, elsewhere("vLLM is not installed"))
     assert (taken, why) == ("native", "auto: rank 1: vLLM is not installed")
 
 
 def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
-    taken = engines.start_engine(GRPOConfig(), "vllm", "it suits", elsewhere(None), str.upper)
+    taken = factory.start_engine(GRPOConfig(), "vllm", "it suits", elsewhere(None), str.upper)
     assert taken == ("VLLM", "vllm", "it suits")
     there = elsewhere("out of memory")
-    engine, name, why = engines.start_engine(GRPOConfig(), "vllm", "", there, str.upper)
+    engine, name, why = factory.start_engine(GRPOConfig(), "vllm", "", there, str.upper)
     assert (engine, name) == ("NATIVE", "native")
     assert "rank 1: out of memory" in why
 
@@ -159,18 +158,18 @@ def test_resumed_run_keeps_vllm(make, vllm, capsys):
     make(max_steps=1, save_steps=1).train()
     again = make(max_steps=2)
     again.train(resume_from_checkpoint=True)
-    assert type(again.engine) is vllm
+    assert type(again.sampler.engine) is vllm
     assert "rollout_engine vllm (auto: as before it was resumed)" in capsys.readouterr().out
 
 
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
+        before.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
         make(max_steps=1, save_steps=1).train()
     again = make(max_steps=2)
-    assert type(again.engine) is vllm
+    assert type(again.sampler.engine) is vllm
     again.train(resume_from_checkpoint=True)
-    assert type(again.engine) is NativeEngine
+    assert type(again.sampler.engine) is NativeEngine
     assert again.engine_name == again.checkpointer.config["rollout_engine"] == "native"
     assert not again.checkpointer.config["vllm_enable_sleep_mode"]
     assert saved_config(again).rollout_engine == "native"
@@ -178,7 +177,7 @@ def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monk
 
 def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
-    monkeypatch.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
+    monkeypatch.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
     said = r"rollout_engine vllm, and auto takes native here \(auto: vLLM is not installed\): set"
     with pytest.raises(ValueError, match=said):
         make(max_steps=2).train(resume_from_checkpoint=True)

@@ -115,9 +115,9 @@ def play(
 
 
 def experience_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]):
-    trainer.engine = says(rows)
+    trainer.sampler.engine = says(rows)
     scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    return trainer.estimate(scored, Meter())
+    return trainer.estimate(trainer.learner.score(scored), Meter())
 
 
 def gradient_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]) -> Tensor:
@@ -205,8 +205,8 @@ def test_truncated_episode_bootstraps_from_last_action(tmp_path: Path) -> None:
     """Its answer left no room: what follows is the critic's opinion of the state before it."""
     rows = [row for row in all_rows(3) if row.tokens == (A, EOS)]
     trainer = play(PPOTrainer, tmp_path, max_completion_length=3, bootstrap_truncated=True)
-    trainer.engine = says(rows)
-    rollout = trainer.roll_out(range(1))
+    trainer.sampler.engine = says(rows)
+    rollout = trainer.sampler.roll_out(range(1))
     assert rollout.truncated.tolist() == [True]
     scored = trainer.learner.score(rollout)
     ids = torch.tensor([[*PROMPTS["a"], *rows[0].tokens]])
@@ -311,7 +311,7 @@ def test_reward_functions_skip_failed_episodes(tmp_path: Path) -> None:
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=length)
     rows = Dataset.from_dict({"prompt": ["a"], "answer": [4]})
     trainer.sampler.prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
-    trainer.engine = says([BROKEN, GOOD[1]])
+    trainer.sampler.engine = says([BROKEN, GOOD[1]])
     scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     assert asked == [[("b", 4)]]
     assert scored.scores[0].isnan().all()
@@ -324,7 +324,7 @@ def test_reward_error_index_counts_failed_episodes(tmp_path: Path) -> None:
     """Counted with those that have failed, which it is not shown."""
     reward = lambda completions, **_: [math.nan]  # noqa: E731
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
-    trainer.engine = says([BROKEN, GOOD[1]])
+    trainer.sampler.engine = says([BROKEN, GOOD[1]])
     with pytest.raises(ValueError, match="returned nan for completion 0 of the call"):
         trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
 
@@ -362,7 +362,7 @@ def test_step_of_failed_episodes_leaves_weights_unchanged(
         log_completions_steps=1,
         **options,
     )
-    trainer.engine = says([])
+    trainer.sampler.engine = says([])
     trainer.sampler.reward_log.has_episodes = False  # as of a process among others
     before = [parameter.detach().clone() for parameter in trainer.learner.module.parameters()]
     trainer.train()
@@ -410,7 +410,7 @@ def player(make, trainer_type=GRPOTrainer, **options: Any) -> PolicyGradientTrai
 def test_episode_sampler_logprobs_match_policy(make) -> None:
     """Under teacher forcing, at every token of its own, whatever was answered in between."""
     trainer = player(make, temperature=0.7)
-    rollout = trainer.roll_out(range(4))
+    rollout = trainer.sampler.roll_out(range(4))
     holes = rollout.completion_mask & ~rollout.action_mask
     assert holes.any(1).sum() > 4
     with torch.no_grad():
@@ -421,7 +421,7 @@ def test_episode_sampler_logprobs_match_policy(make) -> None:
 
 def test_batch_of_failed_episodes_ends_run(tmp_path: Path) -> None:
     trainer = play(GRPOTrainer, tmp_path, Broken, num_generations=2, max_steps=2)
-    trainer.engine = says([])
+    trainer.sampler.engine = says([])
     with pytest.raises(
         ValueError, match="every episode of the batch failed, the first: OSError: g"
     ):
@@ -490,9 +490,9 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
         return [float(len(text)) for text in completions]
 
     trainer = player(make, reward_funcs=length, reward_weights=(0.0, 2.0))
-    assert trainer.reward_names == ["length", "environment"]
-    samples = trainer.roll_out(range(2))
-    scores = trainer.reward(samples).scores
+    assert trainer.shaping.names == ["length", "environment"]
+    samples = trainer.sampler.roll_out(range(2))
+    scores = trainer.sampler.scored(samples).scores
     shaped = trainer.shaping(scores, samples)
     total = scores.nansum(1)
     assert total[:, 0].tolist() == [len(text) for text in samples.completions]
@@ -527,8 +527,8 @@ def test_training_calls_tools_and_counts_failures(make, any_sampler, tmp_path: P
         text = answer if request.position else calls[sample]
         return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
-    trainer.engine = ScriptedEngine(script, tokenizer.eos_token_id)
-    samples = trainer.roll_out(range(1))
+    trainer.sampler.engine = ScriptedEngine(script, tokenizer.eos_token_id)
+    samples = trainer.sampler.roll_out(range(1))
     prompt = trainer.train_prompts.tokens[0]
     assert tokenizer.decode(prompt) == f"<tools>calculate<user>{asked}<assistant>"
     right, wrong, none = samples.completions
@@ -596,7 +596,7 @@ def test_reward_function_named_environment_is_numbered(make) -> None:
         return [0.0] * len(completions)
 
     trainer = make(reward_funcs=environment, environment_factory=TwoTurns)
-    assert trainer.reward_names == ["environment_2", "environment"]
+    assert trainer.shaping.names == ["environment_2", "environment"]
 
 
 def test_episode_without_any_reward_raises(make) -> None:

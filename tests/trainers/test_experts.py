@@ -37,7 +37,7 @@ def trainer_of(tmp_path, trainer_type=GRPOTrainer, score=None, **options):
 
 def experience_of(trainer):
     scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    return trainer.estimate(scored, Meter())[0]
+    return trainer.estimate(trainer.learner.score(scored), Meter())[0]
 
 
 def accumulated(trainer, experience):

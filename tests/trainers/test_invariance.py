@@ -32,9 +32,9 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def experience_of(trainer: PolicyGradientTrainer) -> Batch:
-    trainer.engine.says = SAYS
-    samples = trainer.roll_out(range(len(PROMPTS)))
-    return trainer.estimate(trainer.reward(samples), Meter())[0]
+    trainer.sampler.engine.says = SAYS
+    samples = trainer.sampler.roll_out(range(len(PROMPTS)))
+    return trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())[0]
 
 
 def accumulated(trainer: PolicyGradientTrainer, experience: Batch) -> Tensor:
@@ -163,8 +163,8 @@ def test_minibatch_gradients_sum_to_whole_batch_gradient(tmp_path) -> None:
 def test_num_mini_batches_leaves_prompt_order_unchanged(tmp_path) -> None:
     def prompts(**options) -> list[str]:
         trainer = trainer_for(RLOOTrainer, tmp_path, shuffle_dataset=True, **options)
-        trainer.engine.says = SAYS
-        return trainer.roll_out(range(4)).prompts
+        trainer.sampler.engine.says = SAYS
+        return trainer.sampler.roll_out(range(4)).prompts
 
     assert prompts() == prompts(num_mini_batches=3)
 
@@ -181,8 +181,10 @@ def test_none_score_is_left_out_of_baseline(tmp_path) -> None:
         processing_class=trainer.processing_class,
     )
     trainer.args.prompts_per_step = 1
-    trainer.engine = trainer_for(RLOOTrainer, tmp_path).engine
-    trainer.engine.says = [COMPLETIONS[0], COMPLETIONS[3], COMPLETIONS[5]]
-    samples = trainer.roll_out(range(1))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    trainer.sampler.engine = trainer_for(RLOOTrainer, tmp_path).sampler.engine
+    trainer.sampler.engine.says = [COMPLETIONS[0], COMPLETIONS[3], COMPLETIONS[5]]
+    samples = trainer.sampler.roll_out(range(1))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     assert experience.advantages[:, 0].tolist() == [-2.0, 0.0, 2.0]

@@ -63,9 +63,9 @@ def test_positive_nll_skips_masked_truncated_completions(tmp_path):
 
 def test_metrics_report_auxiliary_loss(tmp_path):
     trainer = trainer_of(tmp_path, **LIKELY)
-    trainer.engine.says = SAYS
+    trainer.sampler.engine.says = SAYS
     scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    batch, _ = trainer.estimate(scored, Meter())
+    batch, _ = trainer.estimate(trainer.learner.score(scored), Meter())
     meter = Meter()
     trainer.learner.accumulate(batch, meter)
     right = [

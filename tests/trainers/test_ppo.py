@@ -94,9 +94,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Batch:
-    trainer.engine.says = says
-    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.estimate(trainer.reward(samples), Meter())[0]
+    trainer.sampler.engine.says = says
+    samples = trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
+    return trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())[0]
 
 
 # ------------------------------------------------------------------------------ exact gradients
@@ -203,8 +203,10 @@ def fitted(trainer: PPOTrainer) -> Tensor:
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic)
-    samples = trainer.roll_out(range(4))
-    experience, metrics = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(4))
+    experience, metrics = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     assert experience.values.abs().max() == 0
     assert metrics["explained_variance"] == 0
     assert experience.returns.abs().max() > 0
@@ -215,9 +217,11 @@ def test_critic_moves_only_with_value_loss(make, any_sampler, critic) -> None:
     for vf_coef, moves in ((0.0, False), (0.1, True)):
         trainer = make(PPOTrainer, critic=critic, vf_coef=vf_coef, output_dir=f"unused-{vf_coef}")
         before = [p.clone() for p in trainer.critic.parameters()]
-        samples = trainer.roll_out(range(4))
+        samples = trainer.sampler.roll_out(range(4))
         for step in range(3):
-            experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+            experience, _ = trainer.estimate(
+                trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+            )
             trainer.learner.update(experience, step, Meter())
         pairs = zip(before, trainer.critic.parameters(), strict=True)
         assert [not old.equal(new) for old, new in pairs] == [moves] * len(before)
@@ -239,8 +243,10 @@ def test_critic_has_own_learning_rate(make) -> None:
 
 def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
-    samples = trainer.roll_out(range(4))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(4))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     trainer.learner.accumulate(experience, Meter())
     squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
@@ -252,9 +258,9 @@ def test_explained_variance_by_hand(tmp_path) -> None:
     """Completions (EOS) and (A, EOS) with scores .3 and 1; V = .1 before them, .4 after A."""
     values = {PROMPTS["a"]: 0.1, (*PROMPTS["a"], A): 0.4}
     trainer = ppo(tmp_path, values, prompts=("a",), num_generations=2)
-    trainer.engine.says = [(EOS,), (A, EOS)]
-    samples = trainer.roll_out(range(1))
-    _, metrics = trainer.estimate(trainer.reward(samples), Meter())
+    trainer.sampler.engine.says = [(EOS,), (A, EOS)]
+    samples = trainer.sampler.roll_out(range(1))
+    _, metrics = trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())
     # returns .3, 1, 1; errors .2, .9, .6: variances .1089 (= .98/9) and .0822 (= .74/9)
     assert metrics["explained_variance"] == pytest.approx(1 - 0.74 / 0.98)
 

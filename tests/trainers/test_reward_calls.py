@@ -52,7 +52,7 @@ def test_rewards_begin_while_others_are_sampled(make, monkeypatch):
         return digits(completions)
 
     trainer = make(reward_funcs=notes)
-    engine_stream = trainer.engine.stream
+    engine_stream = trainer.sampler.engine.stream
 
     def stream(prompts, n, *options):
         for place, completion in engine_stream(prompts, n, *options):
@@ -61,7 +61,7 @@ def test_rewards_begin_while_others_are_sampled(make, monkeypatch):
             if len(finished_rows) == len(prompts) * n - 1:
                 assert called.wait(10)
 
-    monkeypatch.setattr(trainer.engine, "stream", stream)
+    monkeypatch.setattr(trainer.sampler.engine, "stream", stream)
     trainer.sampler.next_batch(0, Meter())
     assert len(finished_rows) == 16
 
@@ -80,7 +80,7 @@ def test_error_while_others_are_sampled_closes_the_session(make, monkeypatch):
     with pytest.raises(KeyError) as held:
         trainer.sampler.next_batch(0, Meter())
     assert torch.is_grad_enabled()
-    assert trainer.engine._users == 0
+    assert trainer.sampler.engine._users == 0
     assert held.value
 
 

@@ -87,7 +87,7 @@ def look(
     trainer: PolicyGradientTrainer, said: Sequence[tuple[int, ...]]
 ) -> tuple[AdvantageInputs, dict[str, float]]:
     """What the estimator is given for these completions, and the metrics."""
-    trainer.engine.says = said
+    trainer.sampler.engine.says = said
     seen: list[AdvantageInputs] = []
 
     def spy(signals: AdvantageInputs) -> Tensor:
@@ -95,9 +95,9 @@ def look(
         return torch.zeros_like(signals.rewards)
 
     trainer.estimator = spy
-    batch = trainer.reward(trainer.roll_out(range(trainer.args.prompts_per_step)))
+    batch = trainer.sampler.scored(trainer.sampler.roll_out(range(trainer.args.prompts_per_step)))
     given = batch.scores.clone()
-    _, metrics = trainer.estimate(batch, Meter())
+    _, metrics = trainer.estimate(trainer.learner.score(batch), Meter())
     assert batch.scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
     return seen[0], metrics
 
@@ -229,9 +229,11 @@ def test_process_group_normalized_counts_only_scored_steps(tmp_path) -> None:
         num_generations=2,
         **options,
     )
-    trainer.engine.says = [(A, EOS), (B, A)]
-    samples = trainer.roll_out(range(1))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    trainer.sampler.engine.says = [(A, EOS), (B, A)]
+    samples = trainer.sampler.roll_out(range(1))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     steps = [1.0, 3.0, 2.0 - 6.0]
     mean, std = statistics.mean(steps), statistics.stdev(steps) + 1e-4
     a, b, c = ((step - mean) / std for step in steps)
@@ -246,9 +248,11 @@ def test_none_step_scores_are_left_out_of_baseline(tmp_path) -> None:
         num_generations=3,
         advantage_estimator="leave_one_out",
     )
-    trainer.engine.says = [(A, EOS), (B, A), (B, B)]
-    samples = trainer.roll_out(range(1))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    trainer.sampler.engine.says = [(A, EOS), (B, A), (B, B)]
+    samples = trainer.sampler.roll_out(range(1))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     close(experience.advantages, [[-3, -3], [0, 0], [3, 3]])
 
 
@@ -376,7 +380,7 @@ def test_penalties_are_in_metrics_and_completions(make, tmp_path) -> None:
 
 def test_reward_without_completions_has_empty_scores(make) -> None:
     trainer = make(missing_eos_penalty=0.5, overlong_buffer=2)
-    assert trainer.reward(trainer.roll_out(range(0))).scores.shape == (0, 1, 3)
+    assert trainer.sampler.scored(trainer.sampler.roll_out(range(0))).scores.shape == (0, 1, 3)
 
 
 # --------------------------------------------------------------------------- whiten, and evaluate
@@ -456,7 +460,7 @@ def test_valid_overlong_buffer_and_whitening_are_accepted() -> None:
 
 def test_reward_function_named_like_penalty_is_numbered(tmp_path) -> None:
     trainer = reinforce(tmp_path, says(1.0, name="overlong_penalty"), 1, overlong_buffer=1)
-    assert trainer.reward_names == ["overlong_penalty_2", "overlong_penalty"]
+    assert trainer.shaping.names == ["overlong_penalty_2", "overlong_penalty"]
 
 
 def test_changed_reward_function_on_resume_is_refused(make) -> None:
@@ -498,8 +502,8 @@ def test_continued_assistant_turn_is_judged_whole(make, model_path):
     data = Dataset.from_list([{"prompt": [asked, begun]}])
     trainer = make(train_dataset=data, processing_class=tokenizer, reward_funcs=judge)
     assert tokenizer.decode(trainer.train_prompts.tokens[0]).endswith("1+1=2")
-    samples = trainer.roll_out(range(1))
-    trainer.reward(samples)
+    samples = trainer.sampler.roll_out(range(1))
+    trainer.sampler.scored(samples)
     for (prompt, [turn]), written in zip(seen, samples.token_lists(), strict=True):
         assert prompt == [asked]
         assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)

@@ -240,7 +240,7 @@ def test_num_train_epochs_sets_total_steps(make) -> None:
     data = arithmetic().train_dataset.select(range(10))
     trainer = make(train_dataset=data, max_steps=-1, num_train_epochs=1.5)
     assert trainer.total_steps == 4  # 15 prompts, 4 at a time
-    assert [trainer.prompt_order.rows(range(10 * e, 10 * e + 10)) for e in (0, 1)] != [[], []]
+    assert [trainer.sampler.order.rows(range(10 * e, 10 * e + 10)) for e in (0, 1)] != [[], []]
 
 
 def test_learning_rate_advances_once_per_step(make, tmp_path) -> None:

@@ -42,8 +42,8 @@ def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-10) -> None:
 
 
 def say(trainer: PolicyGradientTrainer, says: list[tuple[int, ...]]) -> None:
-    assert isinstance(trainer.engine, enumeration.ListedEngine)
-    trainer.engine.says = says
+    assert isinstance(trainer.sampler.engine, enumeration.ListedEngine)
+    trainer.sampler.engine.says = says
 
 
 # ------------------------------------------------------------------- mask_truncated_completions
@@ -104,7 +104,7 @@ def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_p
         )
         say(trainer, SAYS)
         scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-        experience, metrics = trainer.estimate(scored, Meter())
+        experience, metrics = trainer.estimate(trainer.learner.score(scored), Meter())
         made[masked] = trainer.without_truncated(experience), metrics
     (everything, metrics), (experience, masked_metrics) = made[False], made[True]
     assert masked_metrics == metrics
@@ -131,7 +131,7 @@ def test_critic_skips_masked_truncated_completions(tmp_path: Path) -> None:
     )
     say(trainer, SAYS)
     scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    experience, _ = trainer.estimate(scored, Meter())
+    experience, _ = trainer.estimate(trainer.learner.score(scored), Meter())
     whole = torch.tensor([said[-1] == EOS for said in SAYS])
     real = experience.completion_mask & whole[:, None]
     bias = trainer.critic.head.bias
@@ -223,7 +223,7 @@ def test_greedy_baseline_uses_completion_of_own_prompt(tmp_path) -> None:
     assert len(set(greedy)) == 3
     say(trainer, says)
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    experience, metrics = trainer.estimate(batch, Meter())
+    experience, metrics = trainer.estimate(trainer.learner.score(batch), Meter())
     assert metrics["rewards/greedy"] == pytest.approx(statistics.mean(greedy))
     assert experience.num_rows == 6
     for i, said in enumerate(says):
@@ -247,7 +247,7 @@ def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> No
     trainer = make(ReinforceTrainer, reward_funcs=watched, **options)
     rows = forwarded(trainer)
     expected = trainer.sampler.sample(
-        trainer.train_prompts, trainer.prompt_order.rows(range(4)), [0, 1, 2, 3], 1, 0.0
+        trainer.train_prompts, trainer.sampler.order.rows(range(4)), [0, 1, 2, 3], 1, 0.0
     )
     trainer.train()
     assert [len(ids) for ids in calls] == [2] * 4 + [1] * 4
@@ -257,7 +257,7 @@ def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> No
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
     assert line["rewards/greedy"] == statistics.mean(len(set(ids)) for ids in greedy)
     tokens = trainer.train_prompts.tokens
-    prompts = sum(len(tokens[row]) for row in trainer.prompt_order.rows(range(4)))
+    prompts = sum(len(tokens[row]) for row in trainer.sampler.order.rows(range(4)))
     assert line["num_tokens"] == sum(map(len, [*sampled, *greedy])) + 3 * prompts
     assert line["completions/mean_length"] == statistics.mean(map(len, sampled))
 
@@ -356,7 +356,7 @@ def test_resumed_run_matches_uninterrupted_run(options, make: Callable, tmp_path
 def test_number_of_micro_batches_is_agreed_before_first_forward(tmp_path, monkeypatch) -> None:
     """A forward pass may wait for the other processes, and they for the number."""
     trainer = make_trainer(GRPOTrainer, tmp_path, prompts=TWO, num_generations=3)
-    trainer.engine.says = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
+    trainer.sampler.engine.says = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
     order: list[str] = []
 
     def most(x: int) -> int:

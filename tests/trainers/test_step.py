@@ -13,8 +13,8 @@ from tests.enumeration import COMPLETIONS, flat_gradient, make_trainer
 
 
 def experience_of(trainer: PolicyGradientTrainer):
-    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.estimate(trainer.reward(samples), Meter())[0]
+    samples = trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
+    return trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())[0]
 
 
 def test_reward_receives_sampled_ids(make) -> None:
@@ -26,7 +26,7 @@ def test_reward_receives_sampled_ids(make) -> None:
         return [0.0] * len(completions)
 
     trainer = make(reward_funcs=keep)
-    batch = trainer.reward(trainer.roll_out(range(4)))
+    batch = trainer.sampler.scored(trainer.sampler.roll_out(range(4)))
     pairs = zip(batch.completion_ids, batch.completion_mask, strict=True)
     assert seen == [ids[mask].tolist() for ids, mask in pairs]
     eos = trainer.processing_class.eos_token_id
@@ -36,7 +36,7 @@ def test_reward_receives_sampled_ids(make) -> None:
 def test_sample_prompts_and_columns_match_rows(make) -> None:
     data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     trainer = make(train_dataset=data, prompts_per_step=2, num_generations=3)
-    samples = trainer.roll_out(range(2))
+    samples = trainer.sampler.roll_out(range(2))
     pairs = zip(samples.prompt_ids, samples.prompt_mask, strict=True)
     read = [trainer.processing_class.decode(ids[mask]) for ids, mask in pairs]
     assert samples.prompts == [text.replace(" ", "") for text in read]
@@ -96,7 +96,7 @@ def test_minibatch_denominator_counts_own_tokens(tmp_path) -> None:
     gradients = []
     for minibatches in (2, 1):
         trainer = make_trainer(GRPOTrainer, tmp_path, num_mini_batches=minibatches, **options)
-        trainer.engine.says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
+        trainer.sampler.engine.says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
         experience = experience_of(trainer)
         half = experience.select((experience.groups == 0).nonzero().squeeze(1))
         trainer.learner.accumulate(half, Meter())

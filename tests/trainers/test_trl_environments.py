@@ -70,7 +70,7 @@ def trainer_on(make, factory: Any, **options: Any) -> PolicyGradientTrainer:
         text = "ok" if request.position else CALL
         return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
-    trainer.engine = ScriptedEngine(script, tokenizer.eos_token_id)
+    trainer.sampler.engine = ScriptedEngine(script, tokenizer.eos_token_id)
     return trainer
 
 
@@ -80,14 +80,14 @@ def instances(batch):
 
 def test_methods_reach_template_and_get_reward_pays(make, any_sampler, tmp_path) -> None:
     trainer = trainer_on(make, Paid)
-    samples = trainer.roll_out(range(2))
+    samples = trainer.sampler.roll_out(range(2))
     tokenizer = trainer.processing_class
     assert tokenizer.decode(trainer.train_prompts.tokens[0]) == "<tools>press<user>q<assistant>"
     assert samples.prompts[0] == [{"role": "user", "content": "q!"}]
     assert [environment.rung for environment in instances(samples)] == [3, 3, 4, 4]
     assert samples.completions[0][1]["content"] == "3"
-    assert trainer.reward_names == ["environment"]
-    assert trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
+    assert trainer.shaping.names == ["environment"]
+    assert trainer.sampler.scored(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
     trainer.train()
     (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["rewards/environment/mean"] == 3.5
@@ -99,9 +99,12 @@ def test_environment_that_pays_nothing_is_no_source(make) -> None:
         return [float(len(messages)) for messages in completions]
 
     trainer = trainer_on(make, Bell, reward_funcs=length, reward_weights=(1.0,))
-    assert trainer.reward_names == ["length"]
+    assert trainer.shaping.names == ["length"]
     assert (
-        trainer.reward(trainer.roll_out(range(2))).scores.nansum(dim=(1, 2)).tolist() == [3.0] * 4
+        trainer.sampler.scored(trainer.sampler.roll_out(range(2)))
+        .scores.nansum(dim=(1, 2))
+        .tolist()
+        == [3.0] * 4
     )
 
 
@@ -110,14 +113,14 @@ def test_column_chooses_environment(make) -> None:
     trainer = trainer_on(make, {"bell": Paid, "lamp": Lamp}, train_dataset=rows)
     shown = [trainer.processing_class.decode(ids) for ids in trainer.train_prompts.tokens]
     assert shown == ["<tools>press<user><assistant>", "<tools>light<user><assistant>"]
-    samples = trainer.roll_out(range(2))
+    samples = trainer.sampler.roll_out(range(2))
     assert [type(environment) for environment in instances(samples)] == [Paid, Paid, Lamp, Lamp]
-    assert trainer.reward(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 0.5, 0.5]
+    assert trainer.sampler.scored(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 0.5, 0.5]
 
 
 def test_environment_may_bring_all_prompts(make) -> None:
     trainer = trainer_on(make, Paid, train_dataset=None)
-    assert trainer.roll_out(range(2)).prompts == [[{"role": "user", "content": "!"}]] * 4
+    assert trainer.sampler.roll_out(range(2)).prompts == [[{"role": "user", "content": "!"}]] * 4
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def stepper(job: Job, model: PreTrainedModel) -> Callable[[], dict[str, float]]:
         synchronize()
         start = time.perf_counter()
         with forced(wanted):
-            metrics = trainer.step(Meter())
+            metrics = trainer.step()
         journal.step(metrics)
         synchronize()
         seconds = {name: metrics[f"time/{name}"] for name in ("rollout", "reward", "score")}

@@ -54,10 +54,10 @@ def memory(device: str) -> Iterator[Check]:
 def kept(model: str, directory: str, device: str) -> Result:
     """Beyond what is there after an earlier one; without the collector, which comes too late."""
     trainer = wide_trainer(model, directory, device)
-    trainer.roll_out(range(2))
+    trainer.sampler.roll_out(range(2))
     with uncollected():
         before = allocated(device)
-        samples = trainer.roll_out(range(2))
+        samples = trainer.sampler.roll_out(range(2))
         own = sum(x.nbytes for _, x in samples._tensors())
         more = (allocated(device) - before - own) / 2**20
     return of_gpu(device, f"{more:.1f} MiB are kept", abs(more) <= 16, more)
@@ -65,12 +65,14 @@ def kept(model: str, directory: str, device: str) -> Result:
 
 def after_rollout(model: str, directory: str, device: str) -> Result:
     trainer = wide_trainer(model, directory, device)
-    samples = trainer.roll_out(range(2))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(2))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
         alone = peak(device, lambda: trainer.update(experience, Meter()))
-        trainer.roll_out(range(2))
+        trainer.sampler.roll_out(range(2))
         after = peak(device, lambda: trainer.update(experience, Meter()))
     ratio = after / max(alone, 1)
     figure = f"{after / 1e9:.2f} GB, without one {alone / 1e9:.2f} GB"
@@ -80,7 +82,7 @@ def after_rollout(model: str, directory: str, device: str) -> Result:
 def later_steps(model: str, directory: str, device: str) -> Result:
     """Against that of the second, the first of whose kind it is."""
     trainer = wide_trainer(model, directory, device)
-    peaks = [peak(device, lambda: trainer.step(Meter())) for _ in range(5)]
+    peaks = [peak(device, lambda: trainer.step()) for _ in range(5)]
     ratio = peaks[4] / max(peaks[1], 1)
     figure = f"{peaks[4] / 1e9:.2f} GB, of the second {peaks[1] / 1e9:.2f} GB"
     return of_gpu(device, figure, ratio <= 1.05, ratio)
@@ -97,8 +99,10 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
         build_meta_models(args, device, "cuda"), SHARDINGS[0], 1, float(total), "cuda"
     )
     trainer = wide_trainer(model, directory, device, **options)
-    samples = trainer.roll_out(range(2))
-    experience, _ = trainer.estimate(trainer.reward(samples), Meter())
+    samples = trainer.sampler.roll_out(range(2))
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+    )
     del samples
     most = peak(device, lambda: trainer.update(experience, Meter()))
     off = sum(predicted.update.values()) / max(most, 1) - 1
@@ -116,7 +120,7 @@ def wide_trainer(model: str, directory: str, device: str, **options: Any) -> GRP
     )
     prompts = Dataset.from_dict({"prompt": ["1" * 256, "2" * 256]})
     trainer = GRPOTrainer(reward_funcs=lengths, args=args, train_dataset=prompts)
-    trainer.engine.eos_token_ids = []
+    trainer.sampler.engine.eos_token_ids = []
     return trainer
 
 

@@ -1,10 +1,8 @@
-"""Proximal Policy Optimization (Schulman et al. 2017), as it is used on language models (Ziegler et
-al. 2019; Stiennon et al. 2020): a critic values every prefix, and the KL to the reference is paid
-token by token.
+"""The four algorithms: how scores become advantages, and the loss of a token.
 
-Where this differs from those papers: the score is paid at the last token that the policy chose, an
-EOS or not, and nothing is scored or learnt after it; advantages are whitened over the whole step
-and all processes, not over a minibatch.
+Each is a config and a step (`rlhf_pg.trainers.step`) with estimator and loss of its own choice; PPO
+adds a critic. y_t is a token of the completion y of the prompt x, pi the policy, pi_old the one
+that sampled, pi_ref the reference.
 """
 
 import os
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs, gae
-from rlhf_pg.config import PPOConfig
+from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.losses import Loss, value_loss
 from rlhf_pg.models import Critic, PolicyOutput
@@ -23,8 +21,82 @@ from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
+class GRPOTrainer(PolicyGradientTrainer):
+    """Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath", section 4.1).
+
+        GRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
+
+    Every prompt is answered G times, and the group itself is the baseline, so no critic is needed.
+    Advantages are scores normalised within the group (outcome supervision, section 4.1.2), the
+    same for every token of a completion (`rlhf_pg.advantages.group_normalized`):
+
+        A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)
+
+    The std, with Bessel's correction, makes easy and hard prompts weigh alike, which biases the
+    gradient; `scale_rewards: none` leaves it out.
+
+    The loss is the clipped surrogate of PPO plus a penalty on drifting from the reference (Eq. 3;
+    `rlhf_pg.losses.clipped_surrogate`, `rlhf_pg.kl.kl_loss`):
+
+        rho_t  = pi(y_t) / pi_old(y_t)
+        loss_t = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
+        KL_t   = exp(-u_t) - 1 + u_t,   u_t = log pi(y_t) - log pi_ref(y_t)      (k3, Eq. 4)
+
+    Elsewhere: the paper averages each completion first (`aggregation: sequence_mean`) and has a
+    `beta`; here tokens are averaged over the whole step, as in DAPO, and `beta` is 0 by default.
+    """
+
+    config_type = GRPOConfig
+
+
+class RLOOTrainer(PolicyGradientTrainer):
+    """REINFORCE Leave-One-Out (Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics").
+
+        RLOOTrainer(model=..., reward_funcs=..., args=RLOOConfig(...), train_dataset=...)
+
+    Every prompt is answered k times, and the gradient is unbiased (`aggregation: constant`). The
+    advantage of a completion, the same for all its tokens, is its score, less its whole KL,
+    against the mean of the others (`rlhf_pg.advantages.leave_one_out`):
+
+        R_i = r_i - beta sum_t (log pi_old(y_{i,t}) - log pi_ref(y_{i,t}))
+        A_i = R_i - 1/(k-1) sum_{j != i} R_j
+
+    The loss is the clipped surrogate (`rlhf_pg.losses.clipped_surrogate`):
+
+        loss_t = -min(rho_t A_i, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_i),  rho = pi / pi_old
+
+    With one update per rollout rho is 1 and the gradient is that of -A_i log pi(y_i).
+    """
+
+    config_type = RLOOConfig
+
+
+class ReinforceTrainer(PolicyGradientTrainer):
+    """REINFORCE (Williams 1992): follow E[sum_t (G_t - b) grad log pi(y_t | x, y_<t)].
+
+        ReinforceTrainer(model=..., reward_funcs=..., args=ReinforceConfig(...), ...)
+
+    A baseline b that does not depend on the completion leaves the expectation as it is and lowers
+    the variance. Advantages are the reward-to-go minus b (`rlhf_pg.advantages.estimators`), and the
+    loss is `rlhf_pg.losses.vanilla`:
+
+        r_t = -beta (log pi_old(y_t) - log pi_ref(y_t)) + [t is the last token] R
+        A_t = G_t - b,   G_t = sum_{i >= t} gamma^{i-t} r_i
+        loss_t = -A_t log pi(y_t)
+
+    By default b is the mean score of the other completions of the batch (unbiased);
+    `returns_minus_mean` counts the own score too, which shrinks the gradient by 1 - 1/N; `returns`
+    has none.
+    """
+
+    config_type = ReinforceConfig
+
+
 class PPOTrainer(PolicyGradientTrainer):
-    """PPO: `PPOTrainer(model=..., reward_funcs=..., args=PPOConfig(...), train_dataset=..., ...)`.
+    """Proximal Policy Optimization (Schulman et al. 2017), as language models are trained by it
+    (Ziegler et al. 2019; Stiennon et al. 2020): a critic values every prefix.
+
+        PPOTrainer(model=..., reward_funcs=..., args=PPOConfig(...), value_model=None, ...)
 
     Args:
         value_model: what the critic starts from, a path, a Hub id or an object. Of a `transformers`
@@ -45,7 +117,9 @@ class PPOTrainer(PolicyGradientTrainer):
     are whitened (`normalize_advantages`). Other estimators with a critic are `n_step` (A2C) and
     `returns_minus_values` (VPG).
 
-    See `PolicyGradientTrainer` for the other arguments.
+    Elsewhere: those papers whiten advantages over a minibatch; here it is the whole step on all
+    processes. The score is paid at the last token that the policy chose, an EOS or not, and nothing
+    is scored or learnt after it.
     """
 
     config_type = PPOConfig

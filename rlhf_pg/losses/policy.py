@@ -1,9 +1,146 @@
-"""Per-token policy losses that clip the ratio, the weight or the gate."""
+"""Policy losses per token, by name: -A_t rho_t, with and without a clip.
+
+A function in `POLICY_LOSSES` is what `policy_loss` chooses. Its parameters beyond the first four
+are config keys of the same name.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_pg.losses.ratio import SAMPLING_LEVELS, Loss, bounds, clip_metrics, ratio_terms
+from rlhf_pg.masking import masked_mean
+
+SAMPLING_LEVELS = ("token", "sequence")
+
+MAX_LOG_RATIO = 20.0
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+class RatioTerms(NamedTuple):
+    """The terms shared by the losses with a ratio, each (B,T) and 0 (the ratio 1) where masked."""
+
+    log_ratio: Tensor  # held within +-MAX_LOG_RATIO
+    ratio: Tensor
+    advantages: Tensor  # detached
+    metrics: dict[str, Tensor]
+
+
+def ratio_terms(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, level: str = "token"
+) -> RatioTerms:
+    """Compute the ratio of the "token", or of its row: "sequence" (geometric mean)."""
+    tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
+    log_ratio = tokens
+    if level == "sequence":
+        log_ratio = torch.where(mask, masked_mean(tokens, mask, dim=1)[:, None], 0.0)
+    bounded = held(log_ratio)
+    ratio = bounded.exp()
+    metrics = {
+        "ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype),
+        "ratio": torch.where(mask, ratio.detach(), 0.0),
+        "approx_kl": excess(held(tokens)).detach(),
+    }
+    return RatioTerms(bounded, ratio, torch.where(mask, advantages.detach(), 0.0), metrics)
+
+
+def held(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def excess(log_ratio: Tensor) -> Tensor:
+    """Return rho - 1 - log rho, never negative and with the mean KL(pi_old || pi) under pi_old."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def bounds(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
+    return 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+
+
+def clip_metrics(low: Tensor, high: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    low, high = low.to(dtype), high.to(dtype)
+    return {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+    }
+
+
+def vanilla(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
+    """Compute -A_t log pi(y_t) (REINFORCE; Williams 1992).
+
+        E[sum_t A_t grad log pi(y_t)] = grad J
+
+    It is unbiased while pi is the policy that sampled, so for one update per rollout only; from the
+    second update on, the weight rho is missing. `old_logprobs` is not used.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+
+    Returns:
+        per_token (B,T), and no metrics.
+
+    Elsewhere: a mean over the tokens of each completion, as in a well-known blog, weighs
+    completions by 1/length, which is not the direction of grad J. Here `token_weights` makes that
+    choice.
+    """
+    advantages = torch.where(mask, advantages.detach(), 0.0)
+    return -advantages * torch.where(mask, logprobs, 0.0), {}
+
+
+def surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
+    """Compute -rho_t A_t, without a clip (conservative policy iteration; PPO, Eq. 6).
+
+        grad = -rho_t A_t grad log pi(y_t)
+
+    At rho = 1 this is REINFORCE, so with one update per rollout it is unbiased. Further away, every
+    token's own probability is corrected, but not that of the tokens before it: the gradient is that
+    of choosing y_t by pi in states that pi_old visits.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+
+    Returns:
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
+
+    Elsewhere: GRPO code with one update per rollout writes rho as pi / sg(pi), which is this loss
+    with old_logprobs = logprobs.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    return -terms.ratio * terms.advantages, terms.metrics
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_kl_coef: float = 1.0,
+) -> Loss:
+    """Compute the surrogate plus a penalty for leaving the old policy (PPO, Eq. 8).
+
+        loss_t = -rho_t A_t + old_kl_coef (rho_t - 1 - log rho_t)
+
+    The samples come from pi_old, so the penalty's expected gradient is exactly that of KL(pi_old ||
+    pi), over whole completions too. At rho = 1 every token's penalty gradient is 0, and REINFORCE
+    is left.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+        old_kl_coef: PPO's beta, which `rlhf_pg.kl.PenaltyKLController` adapts.
+
+    Returns:
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
+
+    Elsewhere: a well-known blog writes KL(pi || pi_old), which is MDPO's (examples/mdpo.py).
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    penalty = old_kl_coef * excess(terms.log_ratio)
+    return penalty - terms.ratio * terms.advantages, terms.metrics
 
 
 def clipped_surrogate(
@@ -136,3 +273,13 @@ def sapo(
     tau = tau.masked_fill(terms.advantages > 0, sapo_temperature_pos)
     gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
     return -gate * terms.advantages, terms.metrics
+
+
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
+    "vanilla": vanilla,
+    "surrogate": surrogate,
+    "kl_penalty": kl_penalty,
+    "clipped_surrogate": clipped_surrogate,
+    "cispo": cispo,
+    "sapo": sapo,
+}
