@@ -22,9 +22,8 @@ FLOORS = {
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
     "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
-    "memory, estimated": ("plan",),
     "the loop and the algorithms": ("trainers",),
-    "runs, looked at again": ("replay",),
+    "runs, before and after": ("plan", "replay"),
     "the command": ("cli",),
 }
 # What the ground floor may import beside torch.
@@ -103,6 +102,34 @@ def test_only_runtime_imports_distribution_libraries() -> None:
         and not (name == "report.trackers" and full.startswith(trackers))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("wing", "refused"),
+    [
+        ("trainers", ("plan", "replay", "supervised", "tasks", "cli")),
+        ("rewards", ("rollout",)),
+    ],
+)
+def test_wing_does_not_know_others(wing: str, refused: tuple[str, ...]) -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name in FILES
+        if name.split(".")[0] == wing
+        for other in own_imports(name)
+        if other.split(".")[0] in refused
+    ]
+    assert not wrong
+
+
+def test_config_does_not_import_torch() -> None:
+    """Nor does anything that it imports: `--help` takes no time."""
+    seen, found = set[str](), [name for name in FILES if name.split(".")[0] == "config"]
+    while found:
+        name = found.pop()
+        seen.add(name)
+        found += own_imports(name) - seen
+        assert not {full.split(".")[0] for full in imported(name)} & {"torch", "transformers"}, name
 
 
 def test_ground_floor_imports_only_torch() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
-from rlhf_pg.plan.sharding import SHARDINGS
+from rlhf_pg.trainers.token_budget import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 # Keys that save memory, in the order in which they are tried, each together with those before it.

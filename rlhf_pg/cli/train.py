@@ -6,7 +6,7 @@ from rlhf_pg.cli.recipes import CONFIGS, config_type_of, find_recipe, split_reci
 from rlhf_pg.config.parse import parse
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.bradley_terry import train_reward_model
-from rlhf_pg.tasks import embedded
+from rlhf_pg.tasks import load_task
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
 from rlhf_pg.trainers import (
     GRPOTrainer,
@@ -46,7 +46,7 @@ def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | N
     elif args.task is None:
         train_reward_model(args)
     else:
-        pairs, held_out = embedded(args.task).pairs()
+        pairs, held_out = load_task(args.task).pairs()
         model = ensure_model(args.task, args.model_name_or_path)
         others = None if args.eval_dataset_name else held_out
         train_reward_model(args, model=model, train_dataset=pairs, eval_dataset=others)

@@ -91,22 +91,9 @@ class Batch:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Pad lists, one entry per row, into a batch.
-
-        Args:
-            actions: which tokens the policy chose; by default all of them.
-
-        Raises:
-            ValueError: a completion does not have one log-probability (or action) per token.
+        """Pad lists, one entry per row, into a batch; `actions`, the tokens that the policy chose,
+        are by default all of them.
         """
-        lengths = zip(completions, logprobs, actions or completions, strict=True)
-        for row, (tokens, numbers, own) in enumerate(lengths):
-            if len(tokens) != len(numbers):
-                raise ValueError(
-                    f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
-                )
-            if len(tokens) != len(own):
-                raise ValueError(f"row {row} has {len(tokens)} tokens but {len(own)} actions")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = pad_rows(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
@@ -265,9 +252,7 @@ class Batch:
     @property
     def longest(self) -> int:
         """The number of real tokens of the longest row, prompt and completion together."""
-        if self.host_rows is not None:
-            return max(row.prompt + row.completion for row in self.host_rows)
-        return int(self.lengths()[:, :2].sum(1).max())
+        return max(row.prompt + row.completion for row in self.counted().host_rows or ())
 
     def shared_prefixes(self) -> Tensor:
         """Number the shared prefixes, (B,) int64 from 0: neighbours of equal group and prompt share

@@ -19,26 +19,16 @@ QUOTE = re.compile("\ue003([0-9]+)\ue004")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Attribute of a tokenizer, as `set_template_arguments` leaves it.
 ARGUMENTS = "chat_template_kwargs"
-RESERVED = {
-    *("conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"),
-    *("continue_final_message", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-}
 
 
 class TooLong(ValueError):
     """An error for a text with more tokens than it may have."""
 
-    def __init__(self, where: str, size: str, most: int) -> None:
-        super().__init__(f"{where} is too long: {size}, for at most {most} tokens")
-        self.size = size
-
 
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
-    """Set the arguments of this tokenizer's chat template; ValueError for the trainer's own."""
-    if taken := RESERVED & arguments.keys():
-        raise ValueError(f"chat_template_kwargs may not set {min(taken)}: the trainer does")
+    """Set the arguments of this tokenizer's chat template."""
     setattr(tokenizer, ARGUMENTS, dict(arguments))
 
 
@@ -61,7 +51,6 @@ def encode(
     open_turn: bool = True,
     tools: Sequence[dict[str, Any]] = (),
     most: int | None = None,
-    known: Mapping[str, list[int]] | None = None,
 ) -> list[int]:
     """Encode a string or chat messages as token ids.
 
@@ -73,16 +62,14 @@ def encode(
         row, what: names of the text in an error.
         open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
             or behind its own words, if they come last; otherwise it is closed.
-        known: what `tokenized` has found for strings.
 
     Raises:
-        TooLong: there are more tokens than `most`, or more characters than these can stand for.
+        TooLong: there are more tokens than `most`.
         ValueError: something else is wrong; the message names row and text.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
-        _check_length(text, tokenizer, where, most)
-        ids = (known or {}).get(text) or _tokenize(tokenizer, text, where, add_special_tokens=True)
+        ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
         quoted = quoted_chat(text, tokenizer, where)
         if open_turn and continues(text):
@@ -90,7 +77,6 @@ def encode(
             chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
         else:
             chat = _rendered(tokenizer, quoted, where, open_turn, tools)
-        _check_length(chat, tokenizer, where, most)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
@@ -99,34 +85,8 @@ def encode(
     if not ids:
         raise ValueError(f"{where} is empty: a model needs at least one token")
     if most is not None and len(ids) > most:
-        raise TooLong(where, f"{len(ids)} tokens", most)
+        raise TooLong(f"{where} is too long: {len(ids)} tokens, for at most {most}")
     return ids
-
-
-def _check_length(
-    text: str, tokenizer: PreTrainedTokenizerBase, where: str, most: int | None
-) -> None:
-    """Refuse a text that cannot fit before megabytes of it become tokens."""
-    if most is not None and len(text) > most * _vocabulary(tokenizer).widest:
-        raise TooLong(where, f"{len(text)} characters", most)
-
-
-def tokenized(
-    prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, most: int | None = None
-) -> dict[str, list[int]]:
-    """Tokenize strings all at once, which takes a sixth of the time.
-
-    Returns:
-        Token ids by string, without what cannot fit into `most` tokens; none if one cannot be
-        tokenized, which `encode` tells of by its row.
-    """
-    longest = None if most is None else most * _vocabulary(tokenizer).widest
-    strings = [one for one in prompts if isinstance(one, str)]
-    texts = [one for one in strings if longest is None or len(one) <= longest]
-    try:
-        return dict(zip(texts, tokenizer(texts)["input_ids"], strict=True)) if texts else {}
-    except Exception:
-        return {}
 
 
 def encode_answer(
@@ -135,7 +95,6 @@ def encode_answer(
     prompt: Any,
     stop_id: int | None,
     tools: Sequence[dict[str, Any]] = (),
-    most: int | None = None,
 ) -> list[int]:
     """Encode the answer to an assistant's turn, through the opening of its next turn.
 
@@ -145,12 +104,10 @@ def encode_answer(
         stop_id: the token that ended the turn, if one did; it is not encoded again.
 
     Raises:
-        TooLong: there are more characters than `most` tokens can stand for.
         ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
-        _check_length(messages, tokenizer, where, most)
         return _tokenize(tokenizer, messages, where, add_special_tokens=False)
     said = quoted_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
@@ -161,7 +118,6 @@ def encode_answer(
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
         if stop and not blank.strip():  # some templates have a blank in front of it
             text = rest
-    _check_length(text, tokenizer, where, most)
     return _tokenize_chat(tokenizer, text, where)
 
 
@@ -239,12 +195,11 @@ def _rendered(
 
 
 class _Vocabulary(NamedTuple):
-    """The special tokens of a tokenizer, and the width of its widest token."""
+    """The special tokens of a tokenizer."""
 
     names: list[str]  # in the order in which a `QUOTE` numbers them
     found: re.Pattern[str]  # any of the names
     ids: set[int]
-    widest: int  # the most characters that one token can stand for
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
@@ -258,7 +213,7 @@ def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
     # Longer names come before their prefixes; and no text forges a mark or a quote.
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     found = re.compile("|".join(map(re.escape, names)))
-    return _Vocabulary(names, found, set(added), max(map(len, tokenizer.get_vocab())))
+    return _Vocabulary(names, found, set(added))
 
 
 def _quoted(value: Any, special: _Vocabulary) -> Any:

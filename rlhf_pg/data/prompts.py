@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.data.chat import TooLong, encode, tokenized
+from rlhf_pg.data.chat import encode
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 1000  # prompts that are read and tokenized together
 Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
 
@@ -97,22 +96,18 @@ def load_prompts(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
             "rename the one that holds the prompts, as with dataset_columns"
         )
-    most = max_prompt_length
     tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
-    column = dataset.with_format(None)["prompt"]
-    for rows in batches(range(len(dataset)), AT_ONCE):
-        prompts = column[rows.start : rows.stop]
-        known = tokenized(prompts, tokenizer, most)
-        for row, prompt in zip(rows, prompts, strict=True):
-            try:
-                own = tools(dict(dataset[row])) if callable(tools) else tools
-            except ValueError as error:
-                raise ValueError(f"row {row}: {error}") from error
-            try:
-                tokens[row] = encode(prompt, tokenizer, row, tools=own, most=most, known=known)
-            except TooLong as error:
-                long.append(f"row {row} with {error.size}")
+    for row, prompt in enumerate(dataset.with_format(None)["prompt"]):
+        try:
+            own = tools(dict(dataset[row])) if callable(tools) else tools
+        except ValueError as error:
+            raise ValueError(f"row {row}: {error}") from error
+        ids = encode(prompt, tokenizer, row, tools=own)
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            long.append(f"row {row} with {len(ids)} tokens")
+        else:
+            tokens[row] = ids
     if long and long_prompts == "error":
         raise ValueError(
             f"{len(long)} prompts are longer than max_prompt_length {max_prompt_length}; the first "

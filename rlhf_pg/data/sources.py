@@ -37,19 +37,13 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     there is no such dataset, split or column; the key is named, with what there is.
     """
     names = list(args.dataset_name)
-    paths = [Path(name) for name in (*names, *args.eval_dataset_name)]
-    if args.dataset_config is not None and all(path.is_file() or _saved(path) for path in paths):
-        raise ValueError(
-            f"dataset_config {args.dataset_config!r} is for a dataset of the Hub or a folder of "
-            f"files, and {str(paths[0])!r} has no configurations: leave it out"
-        )
     share = args.dataset_test_split
     parts: list[Dataset] = []
     held_out: dict[str, Dataset] = {}
     for name in names if train or isinstance(share, float) else []:
         part = open_dataset(name, args.dataset_config, args.dataset_train_split)
         if isinstance(share, float):
-            part, held_out[name] = _split_off(part, share, seed, name)
+            part, held_out[name] = _split_off(part, share, seed)
         parts.append(part)
     split = share if isinstance(share, str) else None
     if split is not None or args.eval_dataset_name:
@@ -126,15 +120,9 @@ def _only_split(name: str, config: str | None) -> str:
     return names[0] if len(names) == 1 else "test"
 
 
-def _split_off(data: Dataset, share: float, seed: int, name: str) -> tuple[Dataset, Dataset]:
+def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
     """Split a share of the rows off by the seed; both parts keep the order of the dataset."""
-    count = max(1, round(share * len(data)))
-    if count >= len(data):
-        raise ValueError(
-            f"dataset_test_split {share} of the {len(data)} rows of {name!r} leaves none to train "
-            "on: give more rows, or name a split"
-        )
-    chosen = set(permutation(len(data), seed)[:count])
+    chosen = set(permutation(len(data), seed)[: max(1, round(share * len(data)))])
     kept = [row for row in range(len(data)) if row not in chosen]
     return data.select(kept), data.select(sorted(chosen))
 
@@ -162,8 +150,6 @@ def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int)
 def renamed(data: Dataset, args: DataConfig) -> Dataset:
     """Give columns the names that `dataset_columns` maps them to; ValueError if that cannot be."""
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
-    if len(wanted) < len(args.dataset_columns):
-        raise ValueError("dataset_columns gives two names to one column: name each only once")
     there = data.column_names
     for theirs in wanted:
         if theirs not in there:

@@ -15,15 +15,22 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.inputs import load_task, named_data
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import made_prompts
 from rlhf_pg.models import Critic, Policy, adapter_of, assemble
 from rlhf_pg.models.attention import attention_support
-from rlhf_pg.plan.sharding import Sharding, memory_by_part
-from rlhf_pg.plan.token_budget import SHARE, Growth, blueprint, most, of_update, reference_bytes
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
-from rlhf_pg.tasks import embedded, load_task
-from rlhf_pg.tasks.inputs import named_data
+from rlhf_pg.trainers.token_budget import (
+    SHARE,
+    Growth,
+    Sharding,
+    blueprint,
+    memory_by_part,
+    most,
+    of_update,
+    reference_bytes,
+)
 
 META = torch.device("meta")
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
@@ -69,17 +76,19 @@ def build_meta_models(
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
     remote, adapter = args.trust_remote_code, adapter_of(args, None)
+    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
     if (name := args.model_name_or_path) is None:
+        if task is None:
+            raise ValueError("no model: write model_name_or_path")
         with META:
-            model, tokenizer = embedded(args.task).new_model()
+            model, tokenizer = task.new_model()
     else:
         with models.about("model_name_or_path"):
             model = _without_data(name, dtype, AutoModelForCausalLM, remote)
         tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
     prompt = args.max_prompt_length
     if not prompt:  # that of the data which the config names
-        task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
-        data = made_prompts(named_data(args, task)[0], args, "train_dataset")
+        data = made_prompts(named_data(args, task).train, args, "train_dataset")
         set_template_arguments(tokenizer, args.chat_template_kwargs)
         prompt = load_prompts(data, tokenizer).longest
     row, critic = prompt + args.max_completion_length, None

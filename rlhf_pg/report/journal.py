@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,12 @@ logger = logging.getLogger(__name__)
 SHOWN = ("reward", "kl", "entropy")
 
 
-class RunConsole(Console):
-    """A console that becomes quiet when its reader leaves, as `head` does."""
-
-    def on_broken_pipe(self) -> None:
-        with suppress(SystemExit, OSError, ValueError):  # rich would end the process
-            super().on_broken_pipe()
-
-
 class Journal:
     """Console and run directory of the main process; other processes write nothing."""
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
         self.is_main = is_main
-        self.console: Console = RunConsole(quiet=not is_main)
+        self.console = Console(quiet=not is_main)
         self._bar: Progress | None = None
         self._total = 0
         self._lacks_tokens = False
@@ -61,15 +53,15 @@ class Journal:
         """Print a line, with characters escaped that the terminal does not know."""
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
         line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
-        self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
+        self._show(lambda: self.console.print(Text(line), soft_wrap=True))
 
-    def _unheard(self, act: Callable[[], None]) -> None:
+    def _show(self, act: Callable[[], None]) -> None:
         """Show something, or stop showing anything if that fails."""
         try:
             act()
-        except OSError as error:  # a full disk, a closed terminal
+        except (OSError, SystemExit) as error:  # a full disk, a reader that has left
             self.console.quiet = True
-            logger.warning("the run says nothing from here on: %s", error)
+            logger.warning("console output is disabled: %s", error)
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
@@ -78,13 +70,13 @@ class Journal:
         done, text = MofNCompleteColumn(), TextColumn("{task.description}")
         columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
         bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._unheard(bar.start)
+        self._show(bar.start)
         self._bar = bar
         self._task = bar.add_task("", total=total_steps)
         try:
             yield
         finally:
-            self._unheard(bar.stop)
+            self._show(bar.stop)
             if self.is_main:
                 self._report.finish()
 

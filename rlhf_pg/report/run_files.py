@@ -39,8 +39,6 @@ PLACES = {
     *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
     "vllm_sync_directory",
 }
-# Safe, and ten times as fast where libyaml is there.
-FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +169,7 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """The resolved config; empty if there is none."""
         file = self.directory / "config.yaml"
-        return yaml.load(file.read_text() if file.is_file() else "", FAST_YAML) or {}
+        return yaml.safe_load(file.read_text()) or {} if file.is_file() else {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

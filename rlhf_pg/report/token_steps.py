@@ -56,8 +56,7 @@ class LoggedSteps:
         for record in sorted(files.completions, key=lambda record: int(record["step"])):
             self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
-        given = files.config.get("reward_weights")
-        given = given if isinstance(given, list) and all(map(is_number, given)) else []
+        given = files.config.get("reward_weights") or []
         # Of the sources of reward, by name; 1 where not given.
         self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
 

@@ -2,14 +2,17 @@
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.boundary.user_modules import load
+from rlhf_pg.boundary.user_modules import PREFIX, load
 from rlhf_pg.config.fields import checked_options
+from rlhf_pg.config.files import absolute, located
 from rlhf_pg.config.foreign_keys import nearest
+from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
 from rlhf_pg.rewards.servers import HttpReward, Judge
 from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier, make_verifier
@@ -18,6 +21,25 @@ Reward = Callable[..., Any] | str  # a reward model, by its path or Hub id
 
 PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
 FORMS = "file.py:NAME, module:NAME, model:PATH_OR_HUB_ID (no options), judge:NAME, http://ADDRESS"
+
+
+def settle_rewards(
+    given: Any, args: RewardsConfig, own: Any = None
+) -> tuple[list[Any], list[str], dict[str, Any]]:
+    """Return the rewards of a run, lines on where named ones come from, and the keys that
+    `config.yaml` has in place of the config's.
+
+    Rewards given in Python replace all others, and named ones a task's `own`. ValueError if a name
+    or an option cannot be used.
+    """
+    rewards = list(given) if isinstance(given, list | tuple) else [given]
+    if rewards:
+        names = {"reward_funcs": tuple(map(name_of, rewards)), "reward_model_name_or_path": None}
+        return rewards, [], names | {"reward_options": {}}
+    named = named_rewards(args.reward_funcs, args.reward_options)
+    rewards = [args.reward_model_name_or_path, *(named or [own])]
+    said = describe(args.reward_funcs, named)
+    return [reward for reward in rewards if reward is not None], said, {}
 
 
 def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Reward]:
@@ -100,3 +122,24 @@ def _what(reward: Any) -> str:
     module = getattr(function, "__module__", type(function).__module__)
     file = getattr(sys.modules.get(module), "__file__", None) or module
     return f"runs code imported from {quoted(file)}"
+
+
+def name_of(source: Any) -> str:
+    """Return a name for `config.yaml` by which a reward of a run would be found again.
+
+    A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and what no name finds
+    python:NAME, which is refused. So is a function of the script that runs: to import that again
+    would run it again.
+    """
+    if isinstance(source, str | os.PathLike):
+        return f"model:{absolute(os.fspath(source), None)}"
+    if getattr(source, "config", None) is not None:
+        return f"model:{getattr(source.config, '_name_or_path', '')}"
+    name = getattr(source, "__name__", type(source).__name__)
+    module = getattr(source, "__module__", "")
+    found = sys.modules.get(module)
+    if inspect.isclass(source) or module == "__main__" or getattr(found, name, None) is not source:
+        return f"{PYTHON}{name}"
+    if module.startswith(PREFIX):  # of a file
+        return f"{sys.modules[module].__file__}:{name}"
+    return located(f"{module}:{name}", None)

@@ -28,10 +28,3 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 4
     from rlhf_pg.rollout.multi_turn.adapters import load_task as adapted
 
     return Task(name=name, **adapted(name, options, seed)._asdict())
-
-
-def embedded(name: str | None) -> Task:
-    """Return an embedded task; ValueError if there is none of that name."""
-    if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)} here, got {name!r}")
-    return TASKS[name]()

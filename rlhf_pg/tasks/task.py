@@ -1,12 +1,19 @@
 """The parts of a task: training prompts, held-out prompts, rewards, and a model to start from."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
+from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from rlhf_pg.boundary.launcher import without_launcher
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.tasks.tiny import tiny_decoder
 
 
@@ -42,9 +49,25 @@ class Task:
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         """Make the untrained model of an embedded task, by torch's seed, and its tokenizer."""
-        assert self.make_tokenizer is not None
+        if self.make_tokenizer is None:
+            raise ValueError(f"the task {self.name} has no model: write model_name_or_path")
         tokenizer = self.make_tokenizer()
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
+
+    def warm_started_model(self) -> str:
+        """Return the path of the task's own model, made once as `recipes/sft_{task}.yaml` says.
+
+        It is made in a process of its own, so that it does not depend on how many ask for it.
+        """
+        recipe = ["--config", str(recipe_file(f"sft_{self.name}.yaml"))]
+        final = Path(parse(SFTConfig, recipe).output_dir) / "final"
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(final.parent / "lock-once"):  # "lock" belongs to the training
+            if not (final / "model.safetensors").exists():
+                print(f"no model at {final}: warm-starting one (once)", flush=True)
+                command = [sys.executable, "-m", "rlhf_pg.tasks.warm_start", *recipe]
+                subprocess.run(command, env=without_launcher(), check=True)
+        return str(final)
 
     def demonstrations(self) -> list[Demonstration]:
         """Return the episodes that the warm start imitates."""

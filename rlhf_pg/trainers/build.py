@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from rlhf_pg.config.fields import bound
 from rlhf_pg.config.files import absolute
 from rlhf_pg.data import PromptSampler
 from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.inputs import settle_data
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
-from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.rewards.named import settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool, source_of
@@ -39,13 +40,13 @@ from rlhf_pg.rollout.factory import (
 )
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
-from rlhf_pg.tasks.inputs import given_again, settled_inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
+from rlhf_pg.trainers.token_budget import chunk_size, most, settled_budget
 
 logger = logging.getLogger(__name__)
 
@@ -93,21 +94,30 @@ def build(
         kept = tuple(name for name in args.given_in_python if name in arguments)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
     again = given_again(args, arguments)
-    given = settled_inputs(
-        *(args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory),
-        trains=trainer.trains,
+    task, train_dataset, eval_datasets = settle_data(
+        args, train_dataset, eval_dataset, environment_factory, trainer.trains
     )
-    trainer.described, trainer.recorded = given.said, given.recorded | {"given_in_python": again}
-    if trainer.trains and args.eval_steps and not given.eval_datasets:
+    rewards, trainer.described, recorded = settle_rewards(
+        reward_funcs, args, None if task is None else task.reward
+    )
+    if not trainer.trains and eval_dataset is not None:
+        recorded |= args.without_names()
+    trainer.recorded = recorded | {"given_in_python": again}
+    if trainer.trains and args.eval_steps and not eval_datasets:
         raise ValueError(
             "eval_steps needs an eval_dataset, or dataset_test_split or eval_dataset_name"
         )
-    if given.model is None:
+    model = model or args.model_name_or_path
+    if task is not None:
+        tools = task.tools if tools is None else tools
+        environment_factory = environment_factory or task.environment_factory
+        if model is None and task.make_tokenizer is not None:
+            model = task.warm_started_model()
+    if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     changes = {"output_dir": os.path.abspath(args.output_dir)}
-    if isinstance(given.model, str | PathLike):
-        name = os.fspath(given.model)
-        changes["model_name_or_path"] = absolute(name, None)
+    if isinstance(model, str | PathLike):
+        changes["model_name_or_path"] = absolute(os.fspath(model), None)
     trainer.runtime = runtime = Runtime(args.ddp_timeout)
     args = dataclasses.replace(args, **changes)
     trainer.args = args = args.on(runtime.device.type)
@@ -118,10 +128,9 @@ def build(
     trainer.state = TrainState()
 
     # Rewards.
-    factory = given.environment_factory
-    environments = None if factory is None else source_of(factory)
+    environments = None if environment_factory is None else source_of(environment_factory)
     trainer.rewards = Rewards(
-        given.reward_funcs,
+        rewards,
         args.reward_weights,
         reward_processing_classes,
         runtime.device,
@@ -140,7 +149,7 @@ def build(
     trainer.dtype = getattr(torch, args.dtype)
     trainer.peft_config = adapter_of(args, peft_config) if trainer.trains else None
     trainer.model = policy_of(
-        given.model, args, runtime.loading_device, trainer.peft_config, quantization_config
+        model, args, runtime.loading_device, trainer.peft_config, quantization_config
     )
     trainer.processing_class = tokenizer = models.load_tokenizer(
         processing_class,
@@ -151,11 +160,10 @@ def build(
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     trainer.episode_runner = new_episode_runner(
-        args, given.tools, environments, trainer.model, tokenizer
+        args, tools or (), environments, trainer.model, tokenizer
     )
 
     # Prompts.
-    train_dataset, eval_datasets = given.train_dataset, given.eval_datasets
     if environments is not None:
         own, rows = train_dataset is None, args.prompts_per_step
         train_dataset = environments.prompted(train_dataset, rows)
@@ -274,3 +282,21 @@ def build(
         trainer.shaping.names,
         parameters=lambda: trainer.checkpointer.parameters,
     )
+
+
+def given_again(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the arguments that are given, which no key of a config can stand for;
+    ValueError if one is missing that the run of a recorded config was given.
+    """
+    given = tuple(
+        name
+        for name, value in arguments.items()
+        if (any(value) if isinstance(value, list | tuple) else value is not None)
+    )
+    missing = [name for name in args.given_in_python if name not in given]
+    if missing:
+        raise ValueError(
+            f"given_in_python: the run of this config was given {', '.join(missing)} in Python: "
+            "give the same to the trainer again, or take the names out of given_in_python"
+        )
+    return given

@@ -20,6 +20,7 @@ from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
+from rlhf_pg.data.inputs import made_sets
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import kl_estimate, kl_loss
 from rlhf_pg.losses import Loss
@@ -38,7 +39,6 @@ from rlhf_pg.rollout import (
 )
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
-from rlhf_pg.tasks.inputs import made_sets
 from rlhf_pg.trainers.build import build
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlhf_pg.plan.memory import build_meta_models, predicted_memory
-from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.device.pretend.extension import ext
 from tests.device.runs import COMMON, Run, trainer
 
@@ -106,7 +106,7 @@ def test_offload_holds_no_inputs_of_layers_on_device(
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_budget_is_found_on_meta_tensors(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
     """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
-    from rlhf_pg.plan import token_budget
+    from rlhf_pg.trainers import token_budget
 
     made = trainer(Run(algorithm, {"micro_batch_tokens": 200}), tmp_path)
     allocated, kernels = ext.allocated(), ext.kernels()

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
-from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching, decode_attention
 from rlhf_pg.rollout.native.decode_attention import KeyValues
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.trainers.token_budget import SHARDINGS
 
 LENGTH = 40  # of prompts and of completions
 COMMON: dict[str, Any] = {

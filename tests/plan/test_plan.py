@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
 from rlhf_pg.plan.memory import build_meta_models, predicted_memory
-from rlhf_pg.plan.sharding import SHARDINGS
+from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.distributed.launching import saved_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"

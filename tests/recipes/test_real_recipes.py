@@ -16,9 +16,8 @@ from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan import memory
 from rlhf_pg.plan.memory import Memory, build_meta_models, predicted_memory
-from rlhf_pg.plan.sharding import SHARDINGS
-from rlhf_pg.plan.token_budget import Growth, of_update
 from rlhf_pg.report.json_lines import read
+from rlhf_pg.trainers.token_budget import SHARDINGS, Growth, of_update
 from tests.recipes import architectures
 
 RECIPES = Path(__file__).parents[2] / "recipes"

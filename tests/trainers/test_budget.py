@@ -11,9 +11,9 @@ import torch
 from rlhf_pg import GRPOConfig, PPOTrainer
 from rlhf_pg.config.parse import parse
 from rlhf_pg.models import lm_head
-from rlhf_pg.plan import token_budget
-from rlhf_pg.plan.token_budget import blueprint, footprint, of_update, probe
+from rlhf_pg.trainers import token_budget
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.token_budget import blueprint, footprint, of_update, probe
 
 
 def test_auto_token_budget_is_written_to_config(make) -> None:
@@ -87,9 +87,8 @@ def test_auto_token_budget_is_at_least_one_row(make) -> None:
     assert measured(make, 0.0).token_budget == 12  # 6 of the prompt and 6 of the completion
 
 
-def test_model_reading_weights_is_measured_with_data(make) -> None:
+def test_model_that_reads_its_weights_computes_one_row_at_a_time(make, caplog) -> None:
     """A model whose forward pass looks at a weight, which without data is an error."""
-    expected = measured(make, 4e6).token_budget
 
     def looks(module, *_) -> None:
         assert float(module.weight.detach().sum()) != 0.0
@@ -97,8 +96,8 @@ def test_model_reading_weights_is_measured_with_data(make) -> None:
     trainer = make()
     trainer.model.lm_head.register_forward_pre_hook(looks)
     learner = measured(make, 4e6, model=trainer.model)
-    assert learner.token_budget == pytest.approx(expected, rel=0.2)
-    assert all(p.grad is None for p in learner.module.parameters())
+    assert learner.token_budget == 12  # 6 of the prompt and 6 of the completion
+    assert "micro_batch_tokens: the model cannot be measured" in caplog.text
 
 
 def test_head_blocks_are_measured_once_without_data(make) -> None:

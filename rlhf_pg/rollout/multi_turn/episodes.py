@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import call_beside, foreign
-from rlhf_pg.data.chat import TooLong, encode, encode_answer
+from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.prompts import Tools
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
@@ -157,10 +157,7 @@ class EpisodeRunner:
             if done or completion.finish_reason == "length" or episode.turns == self.max_turns:
                 break
             room = max_tokens - len(episode.tokens) - 1  # with one token after the answer
-            try:
-                ids = encode_answer(messages, self.tokenizer, prompt, stop_id, tools, room)
-            except TooLong:
-                break
+            ids = encode_answer(messages, self.tokenizer, prompt, stop_id, tools)
             if len(ids) > room:
                 break
             episode.append(ids)

@@ -1,13 +1,14 @@
 """The number of tokens that one process forwards at a time, if the config leaves it open.
 
-Beside weights, gradients and optimizer state an update takes what its forward and backward pass
-hold, which is measured by running them on tensors that have shapes and no data.
+It follows from the bytes that a process keeps, by the way of sharding, and from those that one
+forward and backward pass takes, which is run on tensors that have shapes and no data.
 """
 
 import copy
 import logging
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from rlhf_pg.models import Policy, chunk_size_for
 from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
-from rlhf_pg.plan.sharding import SHARDINGS, Sharding, memory_by_part
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -39,12 +39,31 @@ SMALL = 1_000_000
 SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
+class Sharding(NamedTuple):
+    """A way of sharding: what is split among the processes; the rest is whole on each."""
+
+    name: str
+    weights: bool
+    gradients: bool
+    moments: bool
+    deepspeed: bool
+
+
+SHARDINGS = (
+    Sharding("DDP", False, False, False, False),
+    Sharding("ZeRO-1", False, False, True, True),
+    Sharding("ZeRO-2", False, True, True, True),
+    Sharding("ZeRO-3", True, True, True, True),
+    Sharding("FSDP2", True, True, True, False),
+)
+
+
 def settled_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
     """Return `micro_batch_tokens`, for "auto" as many as fit beside the module; collective.
 
-    The module is not sharded yet.
+    The module is not sharded yet. One row at a time is computed where no pass can be measured.
     """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
@@ -52,8 +71,16 @@ def settled_budget(
     kind = runtime.device.type
     tokens = most(kind, row)
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
-        grown = of_update(module, args, longest_prompt, runtime.device)
-        tokens = min(tokens, grown.tokens_within(_room(args, module, runtime)))
+        try:
+            grown = of_update(module, args, longest_prompt, runtime.device)
+            tokens = min(tokens, grown.tokens_within(_room(args, module, runtime)))
+        except Exception as error:  # a kernel or a value model that reads data
+            tokens = row
+            logger.warning(
+                "micro_batch_tokens: the model cannot be measured without data (%s), so one row is "
+                "computed at a time: set a number, which is faster",
+                error,
+            )
     return -runtime.all_reduce_max(-max(row, tokens))
 
 
@@ -67,6 +94,43 @@ def chunk_size(runtime: Runtime) -> int:
     on_gpu = runtime.device.type == "cuda"
     memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
     return -runtime.all_reduce_max(-chunk_size_for(memory))
+
+
+# ------------------------------------------------------------------------- what a process keeps
+
+
+def memory_by_part(
+    parameters: Iterable[Tensor],
+    layout: Sharding,
+    processes: int,
+    rollout: bool = False,
+    optim: str = "",
+) -> dict[str, float]:
+    """Return the bytes by part that a process keeps of parameters, as it updates or samples.
+
+    Frozen parameters have weights alone.
+    """
+    total: dict[str, float] = {}
+    for parameter in {id(p): p for p in parameters}.values():
+        b = parameter.element_size()
+        each = {"weights": b / (processes if layout.weights else 1)}
+        if rollout:
+            each["copy to sample from"] = b if layout.weights else 0
+        if parameter.requires_grad:
+            # In torch's AdamW moments have the dtype that it updates: of masters for 16 bits.
+            moments = 8 if layout.deepspeed else 2 * max(b, 4)
+            moments = 2 if optim == "adamw_8bit" else moments
+            # In float32 ZeRO-3 updates its share of the weights; ZeRO-1 and ZeRO-2 copy it first.
+            masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
+            each["moments"] = moments / (processes if layout.moments else 1)
+            each["masters"] = masters / (processes if layout.moments else 1)
+            kept = not rollout or layout.name == "ZeRO-3"  # it never gives back their memory
+            each["gradients"] = kept * b / (processes if layout.gradients else 1)
+            if layout.name == "DDP" and processes > 1:
+                each["gradients"] += b  # its buckets
+        for name, size in each.items():
+            total[name] = total.get(name, 0.0) + size * parameter.numel()
+    return total
 
 
 def reference_bytes(
@@ -100,6 +164,9 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
     return SHARE["cuda"] * (free + unused - engine - sum(due.values()) - reference)
 
 
+# ---------------------------------------------------------------- what a micro-batch takes
+
+
 class Growth(NamedTuple):
     """The most bytes that are alive in a micro-batch, and their growth with each more token."""
 
@@ -121,14 +188,13 @@ def of_update(
 ) -> Growth:
     """Measure how the micro-batches of an update grow: one and two groups of the longest rows."""
     rows, prompt, completion = args.num_generations, longest_prompt, args.max_completion_length
-    try:
-        measured = blueprint(module, device)
-        one, two = (footprint(measured, probe(n, rows, prompt, completion, device)) for n in (1, 2))
-    except Exception as error:  # a kernel or a value model that reads data
-        logger.debug("measured with data, since without it: %s", error)
-        rows, prompt, completion = min(rows, 4), min(prompt, 16), min(completion, 16)
-        one, two = (footprint(module, probe(n, rows, prompt, completion, device)) for n in (1, 2))
-    packs = can_pack(probe(1, rows, prompt, completion), _policy_of(module).window)
+    measured = blueprint(module, device)
+    batch = probe(1, rows, prompt, completion, device)
+    one, two = (
+        footprint(measured, batch),
+        footprint(measured, probe(2, rows, prompt, completion, device)),
+    )
+    packs = can_pack(batch, _policy_of(module).window)
     tokens = rows * completion + prompt * (1 if packs else rows)
     return Growth(tokens, one, (two - one) / tokens)
 
@@ -140,23 +206,15 @@ def _policy_of(module: nn.Module) -> Policy:
 def footprint(module: nn.Module, batch: Batch) -> int:
     """Return the most bytes alive at a time in the forward or backward pass of one micro-batch.
 
-    Weights and their gradients, which exist already, do not count. The module, a `Policy` or one
-    with a critic, is left as it was.
+    Weights and their gradients, which exist already, do not count.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    training = module.training
-    for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices), _Meter(module) as meter:
-            numbers = module.train()(batch)
-            losses = [x.sum() for x in numbers if x is not None and x.requires_grad]
-            torch.autograd.backward(torch.stack(losses).sum())
-    finally:
-        module.train(training)
-        for parameter in trained:
-            parameter.grad = None
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    with _Meter(module) as meter:
+        numbers = module.train()(batch)
+        losses = [x.sum() for x in numbers if x is not None and x.requires_grad]
+        torch.autograd.backward(torch.stack(losses).sum())
     return int(meter.peak)
 
 

@@ -16,7 +16,9 @@ from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.files import located
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.tasks.inputs import given_again, name_of, settled_inputs
+from rlhf_pg.data.inputs import settle_data
+from rlhf_pg.rewards.named import name_of, settle_rewards
+from rlhf_pg.trainers.build import given_again
 from rlhf_pg.trainers.evaluation import Evaluation
 
 REWARDS = """
@@ -121,7 +123,6 @@ def total(completions, **columns):
 
 
 ROWS = [{"prompt": "1+1="}]
-GIVEN = {"model": "m", "reward_funcs": total, "train_dataset": ROWS}
 OWN = {"reward_model_name_or_path": None, "reward_options": {}}
 TOTAL = located(f"{__name__}:total", None)
 OWN |= {"reward_funcs": (TOTAL,)}
@@ -130,19 +131,15 @@ OWN |= {"reward_funcs": (TOTAL,)}
 @pytest.mark.parametrize(
     ("keys", "given", "recorded"),
     [
-        ({"task": "arithmetic"}, {"model": "m"}, {}),
-        ({"task": "arithmetic"}, {"model": "m", "reward_funcs": total}, OWN),
-        ({"reward_funcs": "exact"}, {"model": "m", "train_dataset": ROWS}, {}),
-        (
-            {"reward_funcs": "exact", "reward_options": {"exact": {}}},
-            {**GIVEN, "eval_dataset": ROWS},
-            OWN,
-        ),
-        ({"reward_model_name_or_path": "judge"}, GIVEN, OWN),
+        ({"task": "arithmetic"}, (), {}),
+        ({"task": "arithmetic"}, total, OWN),
+        ({"reward_funcs": "exact"}, (), {}),
+        ({"reward_funcs": "exact", "reward_options": {"exact": {}}}, total, OWN),
+        ({"reward_model_name_or_path": "judge"}, [total], OWN),
     ],
 )
 def test_config_claims_no_reward_that_was_not_used(keys, given, recorded):
-    assert settled_inputs(GRPOConfig(**keys), **given).recorded == recorded
+    assert settle_rewards(given, GRPOConfig(**keys))[2] == recorded
 
 
 def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch):
@@ -163,7 +160,7 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
     with pytest.raises(
         ValueError, match="a reward that was given in Python and that no name finds"
     ):
-        settled_inputs(args, model="m", train_dataset=ROWS)
+        settle_rewards((), args)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +174,13 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
 )
 def test_data_that_cannot_be_used_are_one_error(keys, given, message):
     with pytest.raises(ValueError, match=message):
-        settled_inputs(GRPOConfig(**keys), **GIVEN | given)
+        settle_data(GRPOConfig(**keys), **{"train_dataset": ROWS} | given)
 
 
 def test_evaluation_data_by_name_stand_beside_training_data_in_python(tmp_path):
     (tmp_path / "held.jsonl").write_text('{"prompt": "2+2="}\n')
     args = GRPOConfig(eval_dataset_name=str(tmp_path / "held.jsonl"))
-    assert settled_inputs(args, **GIVEN).eval_datasets[""]["prompt"] == ["2+2="]
+    assert settle_data(args, ROWS)[2][""]["prompt"] == ["2+2="]
 
 
 def test_config_made_in_python_records_absolute_names(model_path, tmp_path, monkeypatch):
@@ -242,7 +239,7 @@ def test_arguments_that_say_nothing_are_not_given():
         ({"eval_steps": 1}, "eval_steps needs an eval_dataset, or dataset_test_split"),
         (
             {"system_prompt": "Be brief.", "chat_template_kwargs": {"tools": []}},
-            "may not set tools",
+            "multiple values for keyword argument 'tools'",
         ),
     ],
 )
