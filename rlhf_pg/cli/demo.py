@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.cli.evaluate import intervals
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
-from rlhf_pg.cli.train import TRAINERS
-from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.report.evaluation import intervals
+from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
 
 # The recipe has 500 steps, and the learning rate falls over however many there are.
 BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")

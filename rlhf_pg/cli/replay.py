@@ -1,162 +1,24 @@
 """`rlhf-pg replay` re-runs a step of a run, or shows it under other keys."""
 
-import dataclasses
-import math
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import config_of
-from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import fail
-from rlhf_pg.data.chat import text_of
-from rlhf_pg.replay.replay import Made, Replay
-from rlhf_pg.replay.what_if import WhatIf, mean_advantages, what_if
-from rlhf_pg.report.run_files import RunFiles, StepTokens
-from rlhf_pg.rewards.named import PYTHON, named_rewards
-from rlhf_pg.trainers import PolicyGradientTrainer
-
-MOST_ROWS, MOST_TENSORS = 16, 5  # of tables, unless rows are chosen
-METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "learning_rate", "value_loss")
+from rlhf_pg.replay.rebuild import rebuild
+from rlhf_pg.replay.replay import Replay
+from rlhf_pg.replay.tables import show_step, show_what_if
+from rlhf_pg.replay.what_if import what_if
+from rlhf_pg.report.run_files import run_of
 
 
 def replay(flags: Sequence[str]) -> None:
     """Make a step of a run again and show it, as it was or with other keys."""
     options, keys = parser_of("replay").parse_known_args(flags)
-    run = RunFiles(Path(options.run))
-    if not (run.directory / "config.yaml").is_file() or not run.metrics:
-        fail(f"{quoted(options.run)} holds no run: it lacks config.yaml or steps")
+    run = run_of(options.run)
     if keys and options.resample:
         fail("--resample is for a step as it was: leave it out, or the other keys")
     again = Replay(rebuild(run), run)
     if keys:
-        _show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)
+        show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)
     elif (made := again.make(options.step, options.resample)) and again.trainer.runtime.is_main:
-        _show(made, options.rows)
-
-
-def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
-    """Make the trainer of a run from its config.yaml, with other keys; `fail` if it cannot be.
-
-    A reward that was given in Python and that no name finds is not called: its scores are recorded.
-    """
-    args = config_of(run.directory / "config.yaml", keys, "replay")
-    given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]
-    given += ["its data"] * (args.task is None and not args.dataset_name)
-    if given:
-        how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
-        fail(f"the run was given {', '.join(given)} in Python: {how}")
-    if not keys:  # as it was, wherever it is now
-        args = dataclasses.replace(args, output_dir=str(run.directory))
-    names, options, functions = args.reward_funcs, args.reward_options, list[Any]()
-    if any(name.startswith(PYTHON) for name in names):
-        args = dataclasses.replace(args, reward_funcs=(), reward_options={})
-        for name in names:
-            own = {name: options[name]} if name in options else {}
-            functions += [_missing(name)] if name.startswith(PYTHON) else named_rewards([name], own)
-    return TRAINERS[args.algorithm](args=args, reward_funcs=functions)
-
-
-def _missing(name: str) -> Any:
-    def missing(**_: Any) -> Any:
-        raise ValueError(f"{quoted(name)} was given in Python, and is not there to be asked")
-
-    missing.__name__ = name.removeprefix(PYTHON)
-    return missing
-
-
-def _show(made: Made, rows: Sequence[int] | None) -> None:
-    """Print a step: how it agrees with the record, its numbers, and its completions."""
-    console, record, tokens = Console(), made.record, made.record.tokens
-    assert tokens is not None
-    stages = ", ".join(place.stage for place in made.differs)
-    console.rule(f"step {made.step}: {f'differs: {stages}' if stages else 'as it was recorded'}")
-    for place in made.differs:
-        console.print(Text(visible(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)")))
-    names = [name for name in METRICS if name in made.metrics]
-    console.print("  ".join(f"{name} {_cell(made.metrics[name])}" for name in names))
-    sources, lines, total = record.trace["sources"], [], len(tokens.lengths)
-    chosen = _chosen(rows, total, range(min(MOST_ROWS, total)))
-    for i, said in ((i, record.completions[i]) for i in chosen):
-        prompt = f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}"
-        numbers = [*(said[f"rewards/{name}"] for name in sources), said["advantage"]]
-        lines.append([i, prompt, _short(said["completion"]), *numbers, int(tokens.lengths[i])])
-    head = ["row", "prompt", "completion", *sources, "advantage", "tokens"]
-    console.print(_table("completions", head, lines))
-    if len(chosen) < total and rows is None:
-        console.print(f"{total - len(chosen)} more rows: --rows {len(chosen)} ...")
-    for i in rows or ():
-        console.print(_tokens(tokens, i))
-
-
-def _tokens(tokens: StepTokens, i: int) -> Table:
-    """Return a table of the tokens of a row, with every number that is known."""
-    assert tokens.texts is not None
-    here = slice(int(tokens.starts[i]), int(tokens.starts[i] + tokens.lengths[i]))
-    columns = [column[here].tolist() for column in (tokens.ids, *tokens.numbers.values())]
-    texts = [repr(text) for text in tokens.texts[here]]
-    lines = zip(range(len(texts)), texts, *columns, strict=True)
-    return _table(f"row {i}", ["token", "text", "id", *tokens.numbers], lines)
-
-
-def _show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
-    """Print what has changed: keys, numbers, gradients and completions."""
-    console, sides, batch = Console(), (found.was, found.would_be), found.batch
-    console.rule(f"step {found.step}, if it had been otherwise")
-    lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
-    console.print(_table("config", ["key", "was", "would be"], lines))
-    names = [name for name in METRICS if any(name in side.metrics for side in sides)]
-    lines = [[name, *(side.metrics.get(name) for side in sides)] for name in names]
-    console.print(_table("the step", ["metric", "was", "would be"], lines))
-    angles = {name: found.angle(name) for name in (None, *found.was.gradient)}
-    turned = sorted(found.was.gradient, key=lambda x: 1 if math.isnan(angles[x]) else -angles[x])
-    of = [None, *turned[:MOST_TENSORS]]
-    lines = [[n or "the gradient", f"{_cell(angles[n])}°", *found.lengths(n)] for n in of]
-    head = ["of", "angle", "length was", "would be"]
-    console.print(_table("gradients, and the tensors that turn most", head, lines))
-    means = [mean_advantages(side.advantages, batch.action_mask) for side in sides]
-    change = (means[1] - means[0]).abs().nan_to_num()
-    most = torch.argsort(change, descending=True, stable=True)[:MOST_ROWS].tolist()
-    lines = []
-    for i in _chosen(rows, batch.num_rows, most):
-        prompt = f"{batch.groups[i]} {_short(batch.prompts[i])}"
-        both = (", ".join(f"{n} {_cell(x[i])}" for n, x in side.rewards.items()) for side in sides)
-        advantages = (mean[i].item() for mean in means)
-        lines.append([i, prompt, _short(batch.completions[i]), *both, *advantages])
-    head = ["row", "prompt", "completion", "scores", "would be", "advantage", "would be"]
-    console.print(_table("completions, by the change of their advantage", head, lines))
-
-
-def _chosen(rows: Sequence[int] | None, total: int, others: Sequence[int]) -> Sequence[int]:
-    if rows and max(rows) >= total:
-        fail(f"--rows {max(rows)}: the step has rows 0 to {total - 1}")
-    return rows or others
-
-
-def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in head:
-        table.add_column(visible(name), overflow="fold")  # a number that is cut off is another one
-    for line in lines:
-        table.add_row(*(Text(_cell(value)) for value in line))
-    return table
-
-
-def _short(said: Any) -> str:
-    """Return the beginning of a text, or of the last message of a chat, on one line."""
-    text = said if isinstance(said, str) else text_of(said[-1]) if said else ""
-    return repr(text if len(text) <= 40 else f"{text[:36]} ...")[1:-1]
-
-
-def _cell(value: Any) -> str:
-    """Return a text, a number with four digits, or a dash for one that is not known."""
-    if isinstance(value, str | int):
-        return visible(str(value))
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+        show_step(made, options.rows)

@@ -8,18 +8,7 @@ from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.bradley_terry import train_reward_model
 from rlhf_pg.tasks import load_task
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
-from rlhf_pg.trainers import (
-    GRPOTrainer,
-    PolicyGradientTrainer,
-    PPOTrainer,
-    ReinforceTrainer,
-    RLOOTrainer,
-)
-
-TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
-    trainer.config_type.algorithm: trainer
-    for trainer in (GRPOTrainer, PPOTrainer, RLOOTrainer, ReinforceTrainer)
-}
+from rlhf_pg.trainers import TRAINERS
 
 
 def train(flags: Sequence[str]) -> None:

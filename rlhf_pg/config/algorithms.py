@@ -4,7 +4,7 @@ import math
 from typing import ClassVar, Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import Text, check_inherited, config, option, parameters
+from rlhf_pg.config.fields import Text, config, option, parameters
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
@@ -26,7 +26,6 @@ class PolicyGradientConfig(
     has_critic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_inherited(self)
         rules.check(self)
 
     @property

@@ -109,14 +109,6 @@ def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
             yield key, f"{key} must be {' or '.join(said)}, got {shown(ones[0]['input'])}"
 
 
-def check_inherited(made: Any) -> None:
-    """Check the keys that an ordinary dataclass, a subclass of a config, has inherited."""
-    if not is_config(type(made)):
-        parent: Any = next(cls for cls in type(made).__mro__ if is_config(cls))
-        given = {field.name: getattr(made, field.name) for field in dataclasses.fields(parent)}
-        vars(made).update(vars(parent(**given)))
-
-
 def is_set(config: Any, key: str) -> bool:
     """Return whether there is such a key and it is not at its default."""
     field = getattr(config, "__dataclass_fields__", {}).get(key)

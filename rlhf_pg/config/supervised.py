@@ -3,7 +3,7 @@
 from typing import Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import Auto, Text, check_inherited, config, option
+from rlhf_pg.config.fields import Auto, Text, config, option
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig
 from rlhf_pg.config.run import SCHEDULES, TrainingConfig
 
@@ -35,7 +35,6 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     logging_steps: int = option(10, ge=1, help="Steps between lines of metrics.jsonl and trackers.")
 
     def __post_init__(self) -> None:
-        check_inherited(self)
         rules.check(self)
 
 

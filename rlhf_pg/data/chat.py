@@ -165,7 +165,7 @@ def _around_mark(chat: str) -> tuple[str, str]:
 def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
     """Quote chat messages for `_rendered`."""
     try:
-        quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer))
+        quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer, len(tokenizer)))
     except Exception as error:
         raise ValueError(f"{where} cannot be read: {told(error)}") from error
     return quoted
@@ -202,13 +202,9 @@ class _Vocabulary(NamedTuple):
     ids: set[int]
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
-    """Return the vocabulary, looked up anew when tokens have been added."""
-    return _looked_up(tokenizer, len(tokenizer))
-
-
 @lru_cache(maxsize=4)
-def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
+    """Return the special tokens of a tokenizer of this size, which grows when some are added."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # Longer names come before their prefixes; and no text forges a mark or a quote.
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
@@ -246,7 +242,7 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
 
 def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
     """Return ids that spell the name in a `QUOTE`, by its number, without a special token."""
-    vocabulary = _vocabulary(tokenizer)
+    vocabulary = _vocabulary(tokenizer, len(tokenizer))
     name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = _tokenize(tokenizer, name, where, **plain)

@@ -20,21 +20,25 @@ def settle_data(
     Where nothing `trains`, what is evaluated on is taken for the training rows, too. ValueError if
     there are no data, what a key names is not there, or data are given twice.
     """
-    task, loads = None, (train_dataset if trains else eval_dataset) is None
-    if args.task is not None and loads:
+    given = train_dataset if trains else eval_dataset
+    task = None
+    if args.task is not None and given is None:
         task = load_task(args.task, args.task_options, args.seed)
     if trains:
         args.refuse_twice("train_dataset", train_dataset, "dataset_name", "task")
         args.refuse_twice("eval_dataset", eval_dataset, "eval_dataset_name", "dataset_test_split")
-    named = Loaded(None, {})
-    brings_prompts = environment_factory is not None and not (task or args.dataset_name)
-    if loads and not (trains and brings_prompts):
+    is_named = task is not None or bool(args.dataset_name)
+    if given is None and (is_named or not trains or environment_factory is None):
         named = named_data(args, task, trains)
     elif trains and args.eval_dataset_name:
         named = load_datasets(args, args.seed, train=False)
-    if not trains and loads:  # what is held out, or else all
-        eval_dataset = named.eval or {"": named_data(args, task).train}
-    held_out = made_sets(named.eval if eval_dataset is None else eval_dataset, args)
+    else:  # given in Python, or an environment brings the prompts
+        named = Loaded(None, {})
+    if eval_dataset is None:
+        eval_dataset = named.eval
+        if not trains and not eval_dataset:  # nothing is held out: all of it
+            eval_dataset = {"": named_data(args, task).train}
+    held_out = made_sets(eval_dataset, args)
     if not trains:
         return task, next(iter(held_out.values())), held_out
     train_dataset = named.train if train_dataset is None else train_dataset

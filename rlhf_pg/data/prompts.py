@@ -98,7 +98,7 @@ def load_prompts(
         )
     tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
-    for row, prompt in enumerate(dataset.with_format(None)["prompt"]):
+    for row, prompt in enumerate(dataset["prompt"]):
         try:
             own = tools(dict(dataset[row])) if callable(tools) else tools
         except ValueError as error:
@@ -142,15 +142,13 @@ def as_dataset(given: Any) -> Dataset:
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
-    """Return rows with all columns, whatever the dataset's format.
+    """Return rows with all columns as plain values, whatever the dataset's format.
 
     A transform (`with_transform`) is applied to every row once: it may be random, and policy and
     reward must see the same.
     """
-    shape = dataset.format
-    if shape["type"] != "custom":
-        tables = shape["type"] in ("arrow", "pandas", "polars")
-        return dataset.with_format(None) if tables or "prompt" not in shape["columns"] else dataset
+    if dataset.format["type"] != "custom":
+        return dataset.with_format(None)
     try:
         with foreign("the dataset's transform"):
             return Dataset.from_list([dataset[row] for row in range(len(dataset))])

@@ -48,8 +48,7 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     split = share if isinstance(share, str) else None
     if split is not None or args.eval_dataset_name:
         for name in args.eval_dataset_name or names:
-            own = split or _only_split(name, args.dataset_config)
-            held_out[name] = open_dataset(name, args.dataset_config, own)
+            held_out[name] = open_dataset(name, args.dataset_config, split)
     mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
     evaluated: dict[str, Dataset] = {}
     for name, data in held_out.items():
@@ -58,11 +57,9 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     return Loaded(mixed if train else None, evaluated)
 
 
-def open_dataset(name: str, config: str | None, split: str) -> Dataset:
-    """Open one split, in the syntax of `datasets`, of a file or folder, or of a configuration of a
-    Hub id; ValueError if there is no such dataset or split, or it cannot be read.
-    """
-    path, base = Path(name).expanduser(), split.partition("[")[0]
+def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
+    """Open a file, a folder, or a configuration of a Hub id; ValueError if that cannot be read."""
+    path = Path(name).expanduser()
     suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
     kind = READERS.get(suffix)
     if not path.exists() and (kind or name.startswith(("/", "~", "."))):
@@ -72,52 +69,34 @@ def open_dataset(name: str, config: str | None, split: str) -> Dataset:
             f"dataset_name {str(path)!r} has an ending that is not known: use one of "
             f"{', '.join(READERS)}"
         )
-    if path.is_file() and base != "train":
-        raise ValueError(
-            f"dataset_name {str(path)!r} is one file, which has no split {base!r}: name another "
-            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
-        )
     try:
         if path.is_file():
             options = {"delimiter": "\t"} if suffix == ".tsv" else {}
-            return datasets.load_dataset(kind, data_files=str(path), split=split, **options)
-        if not _saved(path):
-            return datasets.load_dataset(name, config, split=split)
-        saved = datasets.load_from_disk(str(path))
-        splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-        whole = splits.get(base)
-        if whole is not None and split != base:
-            sizes = {base: len(whole)}
-            parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-            whole = whole.select([i for part in parts for i in range(part.from_, part.to)])
+            opened = datasets.load_dataset(kind, data_files=str(path), **options)
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            opened = datasets.load_from_disk(str(path))  # of `save_to_disk`
+        else:
+            opened = datasets.load_dataset(name, config)
     except Exception as error:  # of `datasets`, of the Hub or of a parser
         raise ValueError(f"dataset_name {name!r} cannot be loaded: {told(error)}") from error
-    if whole is None:
-        raise ValueError(f"dataset_name {name!r} has no split {base!r}: it has {', '.join(splits)}")
-    return whole
+    return opened if isinstance(opened, DatasetDict) else {"train": opened}
 
 
-def _saved(path: Path) -> bool:
-    """Return whether a directory is one of `save_to_disk`."""
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-
-
-def _only_split(name: str, config: str | None) -> str:
-    """Return the split of a dataset to evaluate on: "test" where there are several."""
-    path = Path(name)
-    if path.is_file():
-        return "train"
-    if _saved(path):
-        saved = datasets.load_from_disk(str(path))
-        names = list(saved) if isinstance(saved, DatasetDict) else ["train"]
-    else:
-        try:
-            names = datasets.get_dataset_split_names(name, config)
-        except Exception as error:
-            raise ValueError(
-                f"eval_dataset_name {name!r} cannot be loaded: {told(error)}"
-            ) from error
-    return names[0] if len(names) == 1 else "test"
+def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
+    """Open splits, in the syntax of `datasets`; by default the only one, or else "test"."""
+    opened = open_splits(name, config)
+    split = split or (next(iter(opened)) if len(opened) == 1 else "test")
+    sizes = {key: len(data) for key, data in opened.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(
+            f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: name another "
+            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
+        ) from error
+    return datasets.concatenate_datasets(
+        [opened[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    )
 
 
 def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:

@@ -138,12 +138,7 @@ def _tokenize_places(
             width = len(part)
             try:
                 encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
-            except NotImplementedError as error:
-                raise ValueError(
-                    f"{where}: the tokenizer does not say where its tokens are in the text: take a "
-                    "fast one"
-                ) from error
-            except Exception as error:  # a character without a token, say
+            except Exception as error:  # a character without a token, or a slow tokenizer
                 raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
             ids = ids + encoded["input_ids"]
             places = places + [(at + a, at + b) for a, b in encoded["offset_mapping"]]

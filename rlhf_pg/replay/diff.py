@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_pg.report.comparison import differing, environment_of, named_runs
+from rlhf_pg.replay.comparison import differing, environment_of, named_runs
 from rlhf_pg.report.run_files import PLACES, StepTokens, tokens_file
 
 GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update computes
@@ -90,6 +90,26 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
         only_a=len(steps[0] - steps[1]),
         only_b=len(steps[1] - steps[0]),
     )
+
+
+def describe(found: Difference, a: Path, b: Path) -> Iterator[str]:
+    """Yield lines on the differences between two runs."""
+    yield f"A: {a}\nB: {b}"
+    for title, entries in (("config", found.config), ("versions", found.versions)):
+        if entries:
+            yield f"{title}:"
+            yield from (f"  {key}: {one} | {other}" for key, (one, other) in entries.items())
+    if found.step is None:
+        yield f"no difference in {found.steps} steps"
+    for i, place in enumerate(found.places):
+        if i == 0:
+            when = f"step {found.step}" if found.step else "before the first step"
+            yield f"{when}: {place.stage} differ first"
+        more = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
+        yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{more}"
+    for name, count in (("A", found.only_a), ("B", found.only_b)):
+        if count:
+            yield f"{count} steps only in {name}"
 
 
 def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:

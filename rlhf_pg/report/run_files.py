@@ -27,7 +27,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from rlhf_pg.boundary.quoted import quoted
+
 METRICS, COMPLETIONS, TRACE = "metrics.jsonl", "completions.jsonl", "trace.jsonl"
+OF_A_RUN = ("config.yaml", METRICS)
 TOKENS = "tokens"
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
@@ -207,6 +210,23 @@ class RunFiles:
             return StepTokens.load(tokens_file(self.directory, step, greedy))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return None
+
+
+def run_of(name: str) -> RunFiles:
+    """Return the run of a directory; ValueError if that holds none, or its config is not YAML."""
+    run = RunFiles(Path(name))
+    if not run.directory.exists():
+        raise ValueError(f"{quoted(name)} does not exist: name the output_dir of a run")
+    if not any((run.directory / file).is_file() for file in OF_A_RUN):
+        inside = {path.parent.name for x in OF_A_RUN for path in run.directory.glob(f"*/{x}")}
+        hint = f"; in it are the runs {', '.join(map(quoted, sorted(inside)))}" if inside else ""
+        files = " or ".join(OF_A_RUN)
+        raise ValueError(f"{quoted(name)} is not a directory of a run, which has {files}{hint}")
+    try:
+        _ = run.config
+    except yaml.YAMLError as error:
+        raise ValueError(f"{run.directory / 'config.yaml'}: not valid YAML: {error}") from error
+    return run
 
 
 def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:

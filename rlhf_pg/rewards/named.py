@@ -106,22 +106,23 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
     return bound
 
 
-def describe(names: Sequence[str], rewards: Sequence[Reward]) -> list[str]:
+def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
     """Return a line per reward: what code was imported from where, and which address is asked."""
-    return [f"reward {quoted(n)}: {_what(r)}" for n, r in zip(names, rewards, strict=True)]
-
-
-def _what(reward: Any) -> str:
-    if isinstance(reward, str):
-        return f"loads the reward model {quoted(reward)}"
-    if isinstance(reward, HttpReward | Judge):
-        return f"sends completions to {reward.where}"
-    if isinstance(reward, Verifier):
-        return "ready-made"
-    function = reward.func if isinstance(reward, functools.partial) else reward
-    module = getattr(function, "__module__", type(function).__module__)
-    file = getattr(sys.modules.get(module), "__file__", None) or module
-    return f"runs code imported from {quoted(file)}"
+    lines = []
+    for name, reward in zip(names, rewards, strict=True):
+        if isinstance(reward, str):
+            what = f"loads the reward model {quoted(reward)}"
+        elif isinstance(reward, HttpReward | Judge):
+            what = f"sends completions to {reward.where}"
+        elif isinstance(reward, Verifier):
+            what = "ready-made"
+        else:
+            function = reward.func if isinstance(reward, functools.partial) else reward
+            module = getattr(function, "__module__", type(function).__module__)
+            file = getattr(sys.modules.get(module), "__file__", None) or module
+            what = f"runs code imported from {quoted(file)}"
+        lines.append(f"reward {quoted(name)}: {what}")
+    return lines
 
 
 def name_of(source: Any) -> str:

@@ -6,3 +6,9 @@ from rlhf_pg.trainers.algorithms import ReinforceTrainer as ReinforceTrainer
 from rlhf_pg.trainers.algorithms import RLOOTrainer as RLOOTrainer
 from rlhf_pg.trainers.callbacks import Callback as Callback
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
+
+# By the name that the key `algorithm` has.
+TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
+    trainer.config_type.algorithm: trainer
+    for trainer in (GRPOTrainer, PPOTrainer, RLOOTrainer, ReinforceTrainer)
+}

@@ -189,12 +189,8 @@ def of_update(
     """Measure how the micro-batches of an update grow: one and two groups of the longest rows."""
     rows, prompt, completion = args.num_generations, longest_prompt, args.max_completion_length
     measured = blueprint(module, device)
-    batch = probe(1, rows, prompt, completion, device)
-    one, two = (
-        footprint(measured, batch),
-        footprint(measured, probe(2, rows, prompt, completion, device)),
-    )
-    packs = can_pack(batch, _policy_of(module).window)
+    one, two = (footprint(measured, probe(n, rows, prompt, completion, device)) for n in (1, 2))
+    packs = can_pack(probe(1, rows, prompt, completion), _policy_of(module).window)
     tokens = rows * completion + prompt * (1 if packs else rows)
     return Growth(tokens, one, (two - one) / tokens)
 

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.cli.evaluate import intervals, parsed, tables
+from rlhf_pg.cli.evaluate import parsed
 from rlhf_pg.cli.recipes import find_recipe, is_recipe
+from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.tasks import arithmetic
 from tests.trainers.conftest import digits
 

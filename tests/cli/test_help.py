@@ -11,10 +11,10 @@ import pytest
 from rlhf_pg import config
 from rlhf_pg.cli import main, recipes
 from rlhf_pg.cli.options import SHARDINGS, USAGE
-from rlhf_pg.cli.plan import BY_FLAG
 from rlhf_pg.cli.recipes import CONFIGS
 from rlhf_pg.config.help import groups
 from rlhf_pg.config.parse import recipe_file
+from rlhf_pg.plan.verdict import BY_FLAG
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS.values(), config.PolicyGradientConfig])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rlhf_pg.cli import main, replay
+from rlhf_pg.cli import main
+from rlhf_pg.replay import tables
 from rlhf_pg.report.token_steps import NAMES
 from tests.report.synthetic import make_run, tokens_of
 
@@ -58,14 +59,7 @@ def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     assert "\x1b" not in hostile
 
 
-def test_config_that_libyaml_refuses_is_one_error(tmp_path: Path, capsys) -> None:
-    run = make_run(tmp_path / "run", steps=2)
-    with (run / "config.yaml").open("a") as file:
-        file.write('system_prompt: "\\uD800"\n')
-    assert "config.yaml: not valid YAML" in refused(capsys, "report", str(run))
-
-
 def test_tokens_of_a_row_are_not_cut_off_at_80_columns(capsys) -> None:
     columns = {name: np.array([-0.00012345], np.float32) for name in NAMES}
-    Console(width=80).print(replay._tokens(tokens_of([(0, 0)], [1], [5], ["<eos>"], columns), 0))
+    Console(width=80).print(tables._tokens(tokens_of([(0, 0)], [1], [5], ["<eos>"], columns), 0))
     assert "…" not in capsys.readouterr().out

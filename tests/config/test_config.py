@@ -14,6 +14,7 @@ from rlhf_pg.config import (
     RewardModelConfig,
     RLOOConfig,
     SFTConfig,
+    config,
 )
 from rlhf_pg.config.fields import bound
 from rlhf_pg.config.parse import REPLACED, dump, parse
@@ -330,13 +331,14 @@ def test_help_lists_every_key(capsys, config):
 
 def test_subclass_with_undocumented_key_is_parsed(capsys):
     @dataclasses.dataclass(kw_only=True)
-    class Mine(GRPOConfig):
+    class Plain(GRPOConfig):
         own: int = 3
 
-    assert parse(Mine, ["--own", "4"]).own == 4
-    assert Mine(beta=1, own=5).beta == 1
+    assert parse(Plain, ["--own", "4"]).own == 4
+    mine = config(Plain)
+    assert mine(beta=1, own=5).beta == 1
     with pytest.raises(ValueError, match=r"^beta must be"):
-        Mine(beta=-1)
+        mine(beta=-1)
 
 
 def test_help_lists_names_of_registries(capsys):

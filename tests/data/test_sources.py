@@ -99,8 +99,8 @@ def test_mixture_takes_every_row_once_or_goes_by_weights(tmp_path):
     ("keys", "message"),
     [
         ({"dataset_columns": {"prompt": "q"}}, "no column 'q'; it has question, solution"),
-        ({"dataset_test_split": "test"}, "one file, which has no split 'test'"),
-        ({"dataset_train_split": "train[:x]"}, "cannot be loaded"),
+        ({"dataset_test_split": "test"}, "has no split 'test', but train"),
+        ({"dataset_train_split": "train[:x]"}, r"has no split 'train\[:x\]'"),
     ],
 )
 def test_wrong_key_raises(tmp_path, keys, message):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.report.comparison import write_comparison
+from rlhf_pg.replay.comparison import write_comparison
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.run_page import write_report
 from tests.report.browser import Page, chromium, page

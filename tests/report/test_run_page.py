@@ -165,7 +165,6 @@ def test_step_being_written_does_not_spoil_the_others(run: Path) -> None:
     "said", [3, True, ["a", "b"], {"content": 3}, [{"content": True}], [{"content": {"a": [1]}}]]
 )
 def test_prompt_of_any_form_is_shown(run: Path, said: Any) -> None:
-    (run / "config.yaml").write_text("reward_weights: 2\n")
     for file in (run / "tokens").iterdir():
         file.unlink()
     write_lines(run / "completions.jsonl", [{"step": 10, "prompt": said, "completion": "2"}])

@@ -150,7 +150,7 @@ def test_policy_trains_and_is_evaluated(play) -> None:
     [
         ("verifiers:no_such", {}, "environment no_such cannot be loaded: .*no_such"),
         ("verifiers:mirrored_words", {"letters": 3}, "cannot be loaded: .*letters"),
-        ("verifiers:higher_lower", {"groups": True}, "compares the completions of a group"),
+        ("verifiers:higher_lower", {"groups": True}, "compares completions"),
     ],
 )
 def test_unfit_environment_is_refused(name, options, message) -> None:

@@ -534,7 +534,7 @@ def test_training_calls_tools_and_counts_failures(make, any_sampler, tmp_path: P
     right, wrong, none = samples.completions
     assert [message["role"] for message in right] == ["assistant", "tool", "assistant"]
     assert right[1]["content"] == answer
-    assert wrong[1]["content"] == "Error: calculate has no argument 'sum'"
+    assert "argument 'sum'" in wrong[1]["content"]
     assert [message["content"] for message in none] == [answer]
     observed = samples.completion_ids[0][samples.completion_mask[0] & ~samples.action_mask[0]]
     assert tokenizer.decode(observed) == f"<tool>{answer}<assistant>"
@@ -579,7 +579,7 @@ def test_bad_episode_option_raises(make, options: dict[str, Any], message: str) 
         (
             "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
             "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}",
-            "what one returns cannot be told to the model: .*roles alternate",
+            "does not fit the chat template: .*roles alternate",
         ),
     ],
 )

@@ -85,13 +85,11 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
             f"step must return Observation(messages, reward, done), got {shown(answer)}"
         )
     messages, reward, done = answer
-    if isinstance(prompt, str):
-        fits, kind = isinstance(messages, str), "a string, as the prompt is"
-    else:
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        fits, kind = _is_chat(messages), "messages or a string"
-    if not done and not fits:
+    is_text = isinstance(messages, str)
+    if is_text and not isinstance(prompt, str):
+        messages = [{"role": "user", "content": messages}]
+    if not (done or (is_text if isinstance(prompt, str) else _is_chat(messages))):
+        kind = "a string, as the prompt is" if isinstance(prompt, str) else "messages or a string"
         raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
     return Observation(messages, check_reward(reward, "a turn"), bool(done))
 

@@ -3,7 +3,8 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ class EpisodeRunner:
         ]
         try:
             with engine.weights_synced(), engine.session(params, seed) as session:
-                _Playing(self, session, params.max_tokens, episodes).run()
+                self._run(session, params.max_tokens, episodes)
         finally:
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
@@ -120,6 +121,70 @@ class EpisodeRunner:
             said = "%d of %d episodes failed; the first: %s"
             logger.warning(said, len(errors), len(episodes), errors[0])
         return episodes
+
+    def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
+        """Play all episodes to their ends, each going on as soon as it has what it waits for."""
+        played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
+        calls: dict[
+            Future[Any], tuple[int, int]
+        ] = {}  # under way, in the order of their beginnings
+        unopened = Counter(episode.prompt_index for episode in episodes)
+        opened: dict[int, dict[tuple[int, ...], list[Episode]]] = defaultdict(dict)
+
+        def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:
+            """Request the next turn of episodes that all have these tokens."""
+            position = len(alike[0].tokens)
+            request = Request(
+                tokens=tokens,
+                prompt_index=alike[0].prompt_index,
+                samples=[episode.sample for episode in alike],
+                position=position,
+                max_tokens=max_tokens - position,
+            )
+            try:
+                session.add(request)
+            except ValueError as error:
+                for episode in alike:
+                    episode.error = f"ValueError: the episode {error}"
+
+        def advance(key: tuple[int, int], result: Future[Any] | Completion | None) -> None:
+            """Send an episode what it has waited for, and see to its next move."""
+            episode, moves = played[key]
+            tokens: list[int] = []
+            try:
+                move = moves.send(result.result() if isinstance(result, Future) else result)
+                if isinstance(move, Future):
+                    calls[move] = key
+                    return
+                tokens = move
+            except StopIteration:
+                return
+            except Exception as error:  # the environment may answer anything
+                episode.error = told(error)
+            if episode.turns and tokens:
+                sample(tokens, [episode])
+            elif not episode.turns:
+                group = opened[episode.prompt_index]
+                if tokens:
+                    group.setdefault(tuple(tokens), []).append(episode)
+                unopened[episode.prompt_index] -= 1
+                if not unopened[episode.prompt_index]:  # those with the same prompt share it
+                    for prompt, alike in group.items():
+                        sample(prompt, sorted(alike, key=lambda one: one.sample))
+
+        try:
+            for key in played:
+                advance(key, None)
+            while calls or not session.idle:
+                for request, number, completion in [] if session.idle else session.step():
+                    advance((request.prompt_index, number), completion)
+                if session.idle:
+                    wait(calls, return_when=FIRST_COMPLETED)
+                for call in [call for call in calls if call.done()]:
+                    advance(calls.pop(call), call)
+        finally:
+            for call in calls:
+                call.cancel()
 
     def _play(
         self, episode: Episode, max_tokens: int
@@ -134,7 +199,7 @@ class EpisodeRunner:
             environment = episode.environment = self.environment_factory()
         example, prompt_ids = dict(episode.example), episode.prompt_ids
         tools = self.tools(example) if callable(self.tools) else self.tools
-        answer = yield self._call(environment.reset, copy.deepcopy(example))
+        answer = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
         prompt = check_prompt(answer, example["prompt"])
         if prompt != example["prompt"]:
             most = self.longest_prompt
@@ -150,7 +215,7 @@ class EpisodeRunner:
             episode.turns += 1
             if self.tools and reads_calls(self.tokenizer):
                 text = self.tokenizer.decode(ids if stop_id is None else ids[:-1])
-            answer = yield self._call(environment.step, text)
+            answer = yield call_beside(self.timeout, environment.step, text)
             messages, reward, done = check_observation(answer, prompt)
             if reward is not None:
                 episode.rewards[-1] = reward
@@ -168,94 +233,9 @@ class EpisodeRunner:
             # "Does not apply" would spare it the comparison with episodes that were completed.
             episode.rewards[-1] = 0.0
         if isinstance(environment, SettlingEnvironment):
-            paid = check_reward((yield self._call(environment.settle)), "an episode")
+            paid = check_reward((yield call_beside(self.timeout, environment.settle)), "an episode")
             if paid is not None:
                 episode.rewards[-1] = paid
-
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return call_beside(self.timeout, method, *arguments)
-
-
-class _Playing:
-    """The episodes of one call of `EpisodeRunner.play`."""
-
-    def __init__(
-        self,
-        runner: EpisodeRunner,
-        session: Session,
-        max_tokens: int,
-        episodes: Sequence[Episode],
-    ) -> None:
-        self.session, self.max_tokens = session, max_tokens
-        self.episodes = {(one.prompt_index, one.sample): one for one in episodes}
-        self.moves = {key: runner._play(one, max_tokens) for key, one in self.episodes.items()}
-        self.calls: dict[Future[Any], Episode] = {}  # under way, in the order of their beginnings
-        # The tokens of first turns, by prompt index and sample; None until the episode is reset.
-        self.first: dict[int, dict[int, list[int] | None]] = {}
-        for prompt_index, sample in self.episodes:
-            self.first.setdefault(prompt_index, {})[sample] = None
-
-    def run(self) -> None:
-        """Play all episodes to their ends."""
-        try:
-            for episode in self.episodes.values():
-                self._advance(episode, None)
-            while self.calls or not self.session.idle:
-                finished = [] if self.session.idle else self.session.step()
-                for request, sample, completion in finished:
-                    self._advance(self.episodes[request.prompt_index, sample], completion)
-                if self.session.idle:
-                    wait(self.calls, return_when=FIRST_COMPLETED)
-                for call in [call for call in self.calls if call.done()]:
-                    self._advance(self.calls.pop(call), call)
-        finally:
-            for call in self.calls:
-                call.cancel()
-
-    def _advance(self, episode: Episode, result: Future[Any] | Completion | None) -> None:
-        """Send an episode what it has waited for, and see to its next move."""
-        tokens: list[int] = []
-        try:
-            value = result.result() if isinstance(result, Future) else result
-            move = self.moves[episode.prompt_index, episode.sample].send(value)
-            if isinstance(move, Future):
-                self.calls[move] = episode
-                return
-            tokens = move
-        except StopIteration:
-            return
-        except Exception as error:  # the environment may answer anything
-            episode.error = told(error)
-        if episode.turns:
-            if tokens:
-                self._sample(tokens, [episode])
-            return
-        group = self.first[episode.prompt_index]
-        group[episode.sample] = tokens
-        if None not in group.values():  # all are reset: those with the same prompt share it
-            alike: dict[tuple[int, ...], list[Episode]] = {}
-            for sample, prompt in group.items():
-                if prompt:
-                    one = self.episodes[episode.prompt_index, sample]
-                    alike.setdefault(tuple(prompt), []).append(one)
-            for prompt_ids, episodes in alike.items():
-                self._sample(prompt_ids, episodes)
-
-    def _sample(self, tokens: Sequence[int], episodes: Sequence[Episode]) -> None:
-        """Request the next turn of episodes that all have these tokens."""
-        position = len(episodes[0].tokens)
-        request = Request(
-            tokens=tokens,
-            prompt_index=episodes[0].prompt_index,
-            samples=[episode.sample for episode in episodes],
-            position=position,
-            max_tokens=self.max_tokens - position,
-        )
-        try:
-            self.session.add(request)
-        except ValueError as error:
-            for episode in episodes:
-                episode.error = f"ValueError: the episode {error}"
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:

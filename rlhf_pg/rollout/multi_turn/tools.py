@@ -41,30 +41,30 @@ class Toolbox:
     timeout: float | None = None  # seconds for a call of a function
 
     def __post_init__(self) -> None:
-        if self.schemas:
-            _check_template(self.tokenizer, self.schemas)
+        if not self.schemas:
+            return
+        chat = [{"role": "user", "content": "?"}]
+        shown = encode(chat, self.tokenizer, tools=self.schemas)
+        if shown == encode(chat, self.tokenizer):
+            raise ValueError(
+                "tools: the chat template of the tokenizer does not show them to the model: give a "
+                "processing_class with one that does"
+            )
+        result = {"role": "tool", "name": "tool", "content": "!"}  # it must fit as well
+        encode_answer([result], self.tokenizer, chat, None, self.schemas)
 
     @classmethod
     def of(
         cls, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, timeout: float
     ) -> "Toolbox":
-        """Collect functions with type hints and a docstring in Google's style; ValueError if one
-        cannot be described, or two have the same name.
-        """
-        schemas: list[dict[str, Any]] = []
-        for tool in tools:
-            try:
-                schemas.append(get_json_schema(tool))
-            except Exception as error:  # it may raise anything
-                name = getattr(tool, "__qualname__", repr(tool))
-                raise ValueError(
-                    f"the tool {name} cannot be described to the model: {error}. Give every "
-                    "argument a type hint and a line under Args: in its docstring"
-                ) from error
-        names = [schema["function"]["name"] for schema in schemas]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"tools has two functions named {twice[0]}: rename one")
-        functions = dict(zip(names, tools, strict=True))
+        """Collect functions with type hints and a docstring in Google's style (else ValueError)."""
+        try:
+            schemas = [get_json_schema(tool) for tool in tools]
+        except Exception as error:  # it may raise anything
+            raise ValueError(f"tools: one cannot be described to the model: {error}") from error
+        functions = {
+            schema["function"]["name"]: x for schema, x in zip(schemas, tools, strict=True)
+        }
         return cls(schemas=schemas, tokenizer=tokenizer, functions=functions, timeout=timeout)
 
     def parse(self, completion: str, prompt: Any) -> list[ToolCall]:
@@ -110,27 +110,21 @@ class ToolEnvironment:
     def step(self, completion: str) -> Observation:
         """Answer with one message of the role "tool" for every call; the calls run concurrently."""
         calls = self.toolbox.parse(completion, self.prompt) if self.functions else []
-        begun = [self._begin(call) for call in calls]
+        begun: list[Future[Any] | str] = []
+        for call in calls:
+            if call.error is not None:
+                begun.append(call.error)
+            elif call.name not in self.functions:
+                begun.append(f"there is no tool {call.name!r}, only {', '.join(self.functions)}")
+            else:
+                function = self.functions[call.name]
+                begun.append(call_beside(self.toolbox.timeout, function, **call.arguments))
         self.calls += len(calls)
         messages = [
             {"role": "tool", "name": call.name, "content": self._content(result)}
             for call, result in zip(calls, begun, strict=True)
         ]
         return Observation(messages, done=not calls)
-
-    def _begin(self, call: ToolCall) -> Future[Any] | str:
-        """Begin a call, or return what is wrong with it by the schema of its tool."""
-        if call.error is not None:
-            return call.error
-        if call.name not in self.functions:
-            return f"there is no tool {call.name!r}, only {', '.join(self.functions)}"
-        schemas = {one["function"]["name"]: one["function"] for one in self.toolbox.schemas}
-        parameters = schemas[call.name].get("parameters", {})
-        if unknown := call.arguments.keys() - parameters.get("properties", {}).keys():
-            return f"{call.name} has no argument {min(unknown)!r}"
-        if missing := set(parameters.get("required", ())) - call.arguments.keys():
-            return f"{call.name} needs the argument {min(missing)!r}"
-        return call_beside(self.toolbox.timeout, self.functions[call.name], **call.arguments)
 
     def _content(self, result: Future[Any] | str) -> str:
         """Return what a call has returned, as text, or its error."""
@@ -199,21 +193,6 @@ def source_of(factory: Any) -> EnvironmentSource:
 def reads_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the tokenizer itself parses calls, including their special tokens."""
     return getattr(tokenizer, "response_template", None) is not None
-
-
-def _check_template(tokenizer: PreTrainedTokenizerBase, schemas: Schemas) -> None:
-    """Refuse a chat template that cannot show the tools to the model, or tell it their results."""
-    chat = [{"role": "user", "content": "?"}]
-    if encode(chat, tokenizer, tools=schemas) == encode(chat, tokenizer):
-        raise ValueError(
-            "tools: the chat template of the tokenizer does not show them to the model: give a "
-            "processing_class with one that does"
-        )
-    result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "!"}
-    try:
-        encode_answer([result], tokenizer, chat, None, schemas)
-    except ValueError as error:
-        raise ValueError(f"tools: what one returns cannot be told to the model: {error}") from error
 
 
 def _read_call(call: Any) -> ToolCall:

@@ -91,8 +91,8 @@ def test_turn_with_calls_is_answered_others_end_episode():
         ('{"name": 3}', 'a call needs a "name"'),
         ('{"name": "add", "arguments": [1]}', 'a call needs a "name"'),
         ('{"name": "exec", "arguments": {}}', "there is no tool 'exec', only add, shout, broken"),
-        ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "add has no argument 'c'"),
-        ('{"name": "add", "arguments": {"b": 1}}', "add needs the argument 'a'"),
+        ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "argument 'c'"),
+        ('{"name": "add", "arguments": {"b": 1}}', "argument: 'a'"),
         ('{"name": "add", "arguments": {"a": "x"}}', "TypeError"),
         ('{"name": "broken", "arguments": {"text": "gone"}}', "OSError: gone"),
     ],
@@ -180,9 +180,8 @@ def test_tokenizer_with_response_template_parses_calls():
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ([add, add], "tools has two functions named add"),
-        ([lambda x: x], "the tool <lambda> cannot be described"),
-        (["add"], "the tool 'add' cannot be described"),
+        ([lambda x: x], "cannot be described to the model: .*<lambda>"),
+        (["add"], "cannot be described to the model"),
     ],
 )
 def test_invalid_tools_raise(tools, message):

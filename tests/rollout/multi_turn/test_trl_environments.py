@@ -220,5 +220,5 @@ class Mute:
 
 
 def test_method_without_docstring_is_named() -> None:
-    with pytest.raises(ValueError, match=r"the tool Mute\.move cannot be described"):
+    with pytest.raises(ValueError, match=r"cannot be described to the model: .*move"):
         TrlEnvironments(Mute).runner_options(TOKENIZER, 1.0, [])

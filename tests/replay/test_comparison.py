@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
+from rlhf_pg.replay.comparison import difference_tables, named_runs, write_comparison
 from tests.report.synthetic import make_run
 from tests.report.test_run_page import read
 

@@ -44,6 +44,8 @@ def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
+    else:
+        names = [f"{i + 1}: {path}" for i, path in enumerate(paths)]  # one run twice
     return {name: RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 

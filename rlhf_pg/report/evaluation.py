@@ -1,0 +1,44 @@
+"""The metrics of an evaluation as tables, with their confidence intervals."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+Z = 1.959964  # of a normal distribution, for 95 %
+# Metrics in the table; the JSON has all of them.
+SHOWN = re.compile(
+    r"reward|rewards/.*/mean|(pass|majority)@\d+|completions/(mean_length|clipped_ratio)"
+    r"|(episodes|tools)/.*"
+)
+
+
+def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return 95 % confidence intervals: the mean -+ 1.96 standard errors over prompts."""
+    errors = {name: metrics.get(f"{name}_stderr", math.nan) * Z for name in metrics}
+    return {name: (metrics[name] - x, metrics[name] + x) for name, x in errors.items() if x == x}
+
+
+def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
+    """Return a table for each evaluation set (one without a name is ""), and for their mean."""
+    heads = {name: f"eval_{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
+    known = intervals(metrics)
+    rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
+    for metric, value in metrics.items():
+        owner = max((name for name, head in heads.items() if metric.startswith(head)), key=len)
+        full = metric.removeprefix(heads[owner])
+        short = full.removeprefix("greedy_")
+        if SHOWN.fullmatch(short):
+            half = f" ± {known[metric][1] - value:.2g}" if metric in known else ""
+            cell = "-" if math.isnan(value) else f"{value:.4g}{half}"
+            rows[owner].setdefault(short, ["", ""])[short != full] = cell
+    made = []
+    for name, own in rows.items():
+        table = Table(escape(name or ("evaluation" if "" in sets else "mean")), "sampled", "greedy")
+        for metric, cells in own.items():
+            table.add_row(Text(metric), *cells)
+        made += [table] * bool(own)
+    return made
