@@ -46,7 +46,7 @@ TODAY = {
     "report": 1655,
     "plan": 451,
     "tasks": 949,
-    "boundary": 437,
+    "boundary": 386,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 
