@@ -41,12 +41,12 @@ TODAY = {
     "rollout": 3053,
     "rollout/multi_turn": 1043,
     "rewards": 2107,
-    "supervised": 1018,
-    "trainers": 3357,
-    "runtime": 1205,
-    "checkpoint": 777,
+    "supervised": 1016,
+    "trainers": 3358,
+    "runtime": 1147,
+    "checkpoint": 680,
     "tasks": 780,
-    "boundary": 437,
+    "boundary": 386,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 

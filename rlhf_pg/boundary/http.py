@@ -1,9 +1,9 @@
-"""JSON asked of a server over HTTP, with bounded attempts, time, size and concurrency."""
+"""JSON asked of a server over HTTP, with bounded attempts, time and concurrency."""
 
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -11,7 +11,6 @@ from rlhf_pg.boundary.quoted import quoted, told
 
 T = TypeVar("T")
 
-MOST = 1 << 26  # bytes of an answer
 PAUSE = 1.0  # seconds before the second attempt, twice as long before each further one
 LONGEST_PAUSE = 60.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -42,9 +41,9 @@ class Client:
     ) -> None:
         self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
         self._free = asyncio.Semaphore(concurrency)
-        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         self._client = httpx2.AsyncClient(
-            headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
+            headers={"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
             timeout=None,  # our own bounds the whole answer
             # A kept connection may be closed just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
@@ -57,26 +56,30 @@ class Client:
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
         status is from 300 to 499, but for `TEMPORARY`; Unanswered if all attempts have failed.
         """
-        content, failure = None if body is None else json.dumps(body, allow_nan=False), ""
+        method, content, failure = "GET", None, ""
+        if body is not None:
+            method, content = "POST", json.dumps(body, allow_nan=False)
         async with self._free:
             for attempt in range(self.retries + 1):
                 if attempt:
                     await asyncio.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
                 try:
                     async with asyncio.timeout(self.timeout):
-                        status, text = await self._once(path, content)
-                    if status < 300:
+                        answer = await self._client.request(
+                            method, self.url + path, content=content
+                        )
+                    if (status := answer.status_code) < 300:
                         # vLLM answers some requests in plain text, "Success: ...".
-                        is_json = text.lstrip()[:1] in (b"{", b"[")
-                        return read(json.loads(text, parse_constant=_refuse) if is_json else None)
+                        is_json = answer.text.lstrip()[:1] in ("{", "[")
+                        return read(answer.json() if is_json else None)
                 except TimeoutError:
                     failure = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
-                    failure = f"no answer ({told(_origin(error))})"
-                except (ValueError, TypeError, LookupError, RecursionError) as error:
+                    failure = f"no answer ({told(error)})"
+                except (ValueError, TypeError, LookupError) as error:
                     failure = f"an answer that cannot be used ({told(error)})"
                 else:
-                    said = "redirects are not followed" if status < 400 else _message(text)
+                    said = answer.text if status >= 400 else "redirects are not followed"
                     said = said.replace(self._key, "***") if self._key else said
                     failure = f"status {status}: {quoted(said)}"
                     if status < 500 and status not in TEMPORARY:
@@ -87,32 +90,3 @@ class Client:
             f"the server at {self.url} gave {failure}, to {path or '/'}, in {self.retries + 1} "
             f"attempt{'s' if self.retries else ''}"
         )
-
-    async def _once(self, path: str, content: str | None) -> tuple[int, bytes]:
-        method, parts, size = "GET" if content is None else "POST", [], 0
-        async with self._client.stream(method, self.url + path, content=content) as answer:
-            async for part in answer.aiter_raw():
-                parts.append(part)
-                size += len(part)
-                if size > MOST:
-                    raise ValueError(f"it has more than {MOST} bytes")
-        return answer.status_code, b"".join(parts)
-
-
-def _message(text: bytes) -> str:
-    """Return the message of an error as OpenAI's and vLLM's servers give it, or the text itself."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, TypeError, LookupError):
-        return text.decode(errors="replace").strip() or "nothing said"
-
-
-def _origin(error: BaseException) -> BaseException:
-    """Return the system error that libraries have wrapped."""
-    while (cause := error.__cause__ or error.__context__) is not None and str(cause):
-        error = cause
-    return error
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

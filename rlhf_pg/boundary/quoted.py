@@ -16,12 +16,14 @@ def quoted(text: str) -> str:
     more = f" ... ({len(text)} characters)" if len(text) > LONGEST else ""
     # Searching this far is enough: a secret cut off here lies beyond what is shown.
     text = _QUERY.sub(r"\1***", _USER.sub("***@", text[: 4 * LONGEST]))
-    return "".join(map(_visible, text[:LONGEST])) + more
+    return visible(text[:LONGEST]).replace("\n", r"\n") + more
 
 
 def visible(text: str) -> str:
-    """Return lines of text with control characters escaped."""
-    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
+    """Escape all but newlines that is a control character or changes a line's end or direction."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def shown(value: object) -> str:
@@ -32,10 +34,3 @@ def shown(value: object) -> str:
 def told(error: BaseException) -> str:
     """Return an exception's type and message, `quoted`."""
     return quoted(f"{type(error).__name__}: {error}")
-
-
-def _visible(character: str) -> str:
-    """Escape a character that is a control character, ends a line or changes its direction."""
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode()

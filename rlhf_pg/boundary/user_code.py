@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_pg.boundary.quoted import told
-
-T = TypeVar("T")
 
 PATIENCE = 1.0  # seconds that an async call may take beyond its own timeout to be cancelled
 
@@ -80,20 +78,6 @@ def call_beside(
     else:
         threading.Thread(target=call, daemon=True).start()
     return future
-
-
-def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """Wait for an awaitable's result, even inside a running event loop (a notebook)."""
-    return result_of(begin(lambda: awaitable))
-
-
-def result_of(future: Future[T]) -> T:
-    """Wait for a future's result; an interrupt is raised at once and cancels the future."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, shown, visible
+from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
@@ -32,7 +32,7 @@ def load(name: str) -> Any:
     fails (the message has its traceback), or what has that name is no function: a class, say.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if "://" in name or name.endswith(".py") or not place:
+    if name.endswith(".py") or not place:
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
         )
@@ -50,16 +50,12 @@ def load(name: str) -> Any:
         said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
         raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{said}") from None
     found = getattr(module, attribute, None)
-    if found is None:
-        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        functions = [k for k, v in public.items() if callable(v) and not inspect.isclass(v)]
+    if inspect.isclass(found) or not callable(found):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        public = [key for key in functions if not key.startswith("_")]
         raise ValueError(
             f"{quoted(name)}: it has no function {quoted(attribute)}"
-            f"{nearest(attribute, functions)}; functions in it: {', '.join(functions) or 'none'}"
-        )
-    if inspect.isclass(found) or not callable(found):
-        raise ValueError(
-            f"{quoted(name)} is {shown(found)}: name a function, or an object that can be called"
+            f"{nearest(attribute, public)}; functions in it: {', '.join(public) or 'none'}"
         )
     return found
 

@@ -2,8 +2,8 @@
 
 A directory is written beside its place as `partial-{name}`. Its `state.json`, written last, has the
 size and the SHA-256 of every other file. Everything is synced to disk before the directory gets its
-name, since a machine may lose power at any moment. A directory that it replaces is moved to
-`aside-{name}` for the moment of the renaming.
+name, since a machine may lose power at any moment, and before one that it replaces is removed: from
+then on `recover` completes an interrupted replacement.
 """
 
 import errno
@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +21,46 @@ from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
 STATE = "state.json"
-PARTIAL, ASIDE = "partial-", "aside-"
+PARTIAL = "partial-"
 
 
 class Save:
-    """The save of a directory by several processes, any of which may fail.
-
-    A process whose step fails skips its further steps, but still takes part in every collective
-    between them, since the others would wait for it. At `check` all processes learn of the failure.
-    """
+    """The save of a directory by several processes, any of which may fail."""
 
     def __init__(self, runtime: Runtime, path: Path) -> None:
         self.runtime, self.path = runtime, path
-        self._failure: Exception | None = None
 
-    def do(self, step: Callable[[], Any]) -> None:
-        """Take a step on this process."""
-        if self._failure is None:
-            try:
-                step()
-            except Exception as error:  # OSError, or the own classes of safetensors and tokenizers
-                self._failure = error
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Take a step in a block; if that of any process fails, remove what was begun, and raise
+        OSError on all of them; collective.
+        """
+        try:
+            with self.runtime.raise_together(OSError):
+                try:
+                    yield
+                except Exception as error:  # also the own classes of safetensors and tokenizers
+                    raise OSError(
+                        f"{self.path} could not be saved ({told(error)}). Checkpoints that were "
+                        "saved before are whole: make sure that the disk has room and can be "
+                        "written to by every process, then go on with --resume_from_checkpoint "
+                        "latest"
+                    ) from error
+        except OSError:
+            if self.runtime.is_main:
+                with suppress(OSError):  # `begin` tries again
+                    recover(self.path)
+            raise
 
-    def main(self, step: Callable[[], Any]) -> None:
-        """Take a step on the main process only."""
-        if self.runtime.is_main:
-            self.do(step)
-
-    def check(self) -> None:
-        """Remove what was begun and raise OSError on all processes if a step failed on any."""
-        error = self._failure
-        reason = self.runtime.first_error(f"{type(error).__name__}: {error}" if error else None)
-        if reason is None:
-            return
-        if self.runtime.is_main:
-            with suppress(OSError):  # `begin` tries again
-                recover(self.path)
-        raise OSError(
-            f"{self.path} could not be saved ({reason}). Checkpoints that were saved before are "
-            "whole: make sure that the disk has room and can be written to by every process, then "
-            "go on with --resume_from_checkpoint latest"
-        ) from error
+    def main(self, call: Callable[[], Any]) -> None:
+        """Take a step on the main process; collective."""
+        with self.step():
+            if self.runtime.is_main:
+                call()
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path where a directory is written or removed; it is never read."""
+    """Return the path where a directory is written or removed."""
     return path.with_name(PARTIAL + path.name)
 
 
@@ -79,7 +74,7 @@ def begin(path: Path) -> None:
 def publish(path: Path, facts: Mapping[str, Any]) -> None:
     """Write `state.json` with facts in JSON types, and give the directory its name."""
     failpoint("save-state")
-    partial, aside = partial_of(path), path.with_name(ASIDE + path.name)
+    partial = partial_of(path)
     entries = {
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
         for file in sorted(partial.rglob("*"))
@@ -89,14 +84,12 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
     for written in [*partial.rglob("*"), partial]:
         sync(written)
     failpoint("save-rename")
-    if os.path.lexists(path):
-        path.rename(aside)
-        failpoint("save-aside")
+    shutil.rmtree(path, ignore_errors=True)
+    failpoint("save-replace")
     partial.rename(path)
     for directory in path.parents[:3]:  # the parent may be new, and its own too
         sync(directory)
     failpoint("save-renamed")
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
@@ -109,35 +102,24 @@ def remove(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Put back what was moved aside, unless its replacement has arrived; remove what is partial."""
-    aside = path.with_name(ASIDE + path.name)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-    elif aside.exists():
-        aside.rename(path)
-    shutil.rmtree(partial_of(path), ignore_errors=True)
-
-
-def recover_all(directory: Path) -> None:
-    """Call `recover` for all that an interruption has left in a directory."""
-    for prefix in (PARTIAL, ASIDE):
-        for path in list(directory.glob(f"{prefix}*")):
-            recover(path.with_name(path.name.removeprefix(prefix)))
+    """Remove what is partial, unless it is whole and what it replaces is not: that is completed."""
+    partial = partial_of(path)
+    if verified(partial) is None and verified(path) is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def verified(path: Path, contents: bool = True) -> str | None:
     """Return how a directory differs, in sizes or `contents`, from what was published, or None."""
     try:
-        files = json.loads((path / STATE).read_text()).get("files")
-        if files is None:
-            return f"its {STATE} has no sizes and hashes, as those of earlier versions"
-        for name, entry in files.items():
+        for name, entry in json.loads((path / STATE).read_text())["files"].items():
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 return f"{quoted(name)} has {size} bytes, and had {entry['size']}"
             if contents and _sha256(path / name) != entry["sha256"]:
                 return f"{quoted(name)} has changed: its SHA-256 is another"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError) as error:
         return told(error)
     return None
 

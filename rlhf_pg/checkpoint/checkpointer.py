@@ -7,10 +7,10 @@ has the size and hash of every file: a run never resumes from a damaged checkpoi
 """
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,47 +81,31 @@ class Checkpointer:
         Unless it `prunes`, the next save removes older checkpoints beyond `limit`.
 
         Raises:
-            OSError: on all processes, it could not be written. Nothing of it remains, and what was
-                there before is unchanged; if only its name could not be synced, all of it remains.
+            OSError: on all processes, it could not be written. What was there before is unchanged,
+                unless all of the new one was written and only its name was missing.
         """
-        path, run = path or self.path(), self.directory.parent
+        path = path or self.path()
         save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
-        save.main(lambda: run.mkdir(mode=0o700, parents=True, exist_ok=True))
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
         save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
-        runtime.barrier()  # the directory exists from here on
-        save.do(lambda: _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank)))
-        save.check()
-
-        def publish() -> None:
-            for rank in range(runtime.world):
-                if not _rng_file(partial, rank).exists():
-                    reason = "all processes must share output_dir"
-                    raise OSError(f"rank {rank} wrote elsewhere: {reason}")
-            facts = {"step": self.state.step, "config": self.config, **self.numbers()}
-            atomic.publish(path, facts | {"fingerprints": self.fingerprints()})
-
-        save.main(publish)
-        save.check()
+        with save.step():
+            _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
+        facts = {"step": self.state.step, "config": self.config, **self.numbers()}
+        save.main(lambda: atomic.publish(path, facts | {"fingerprints": self.fingerprints()}))
         if path == self.path():
             self.saved = self.state.step
             if runtime.is_main and prunes and self.limit is not None:
                 self._prune(self.limit)
-        runtime.barrier()
         return path
 
     def _prune(self, limit: int) -> None:
-        """Remove checkpoints beyond `limit`, once the newest is known to be whole."""
+        """Remove older checkpoints beyond `limit`."""
         older = [step for step in self.steps() if step < self.state.step]
-        doomed = older[: max(0, len(older) + 1 - limit)]
-        reason = atomic.verified(self.path()) if doomed else None
         try:
-            if reason is not None:
-                raise OSError(f"{self.path()} is not whole: {reason}")
-            for step in doomed:
+            for step in older[: max(0, len(older) + 1 - limit)]:
                 atomic.remove(self.path(step))
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
@@ -140,21 +124,24 @@ class Checkpointer:
         the model with its adapter merged, in `merged/`.
         """
         for name, whole, part in self._saved_parts(final):
-            with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
+            adapter_alone = _saves_adapter(part)
+            with whole.gathered(save.runtime.main_host, adapter_alone), save.step():
+                if not save.runtime.is_main:
+                    continue
                 if name == "model":
-                    save.main(lambda: failpoint("save-models"))
-                    save.main(partial(part.save_pretrained, path))
-                    save.main(lambda: self.tokenizer.save_pretrained(path))
+                    failpoint("save-models")
+                    part.save_pretrained(path)
+                    self.tokenizer.save_pretrained(path)
                 elif name == "critic":
-                    moments = self.running.get("value_moments")
-                    save.main(partial(part.save, path / name, moments))
+                    part.save(path / name, self.running.get("value_moments"))
                 else:
-                    save.main(partial(part.save, path / name))
+                    part.save(path / name)
         if final and self.config.get("save_merged"):
             policy: Any = self.parts["model"]
-            with policy.gathered(save.runtime.main_host):
-                save.main(lambda: merged(policy.module).save_pretrained(path / "merged"))
-                save.main(lambda: self.tokenizer.save_pretrained(path / "merged"))
+            with policy.gathered(save.runtime.main_host), save.step():
+                if save.runtime.is_main:
+                    merged(policy.module).save_pretrained(path / "merged")
+                    self.tokenizer.save_pretrained(path / "merged")
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of what changes during a run and is not a tensor."""
@@ -167,8 +154,15 @@ class Checkpointer:
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
         """Restore what `numbers` returned."""
-        scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
-        self._load_schedule(numbers["scheduler"], numbers["learning_rates"], scale)
+        peaks, rates = getattr(self.scheduler, "base_lrs", []), numbers["learning_rates"]
+        self.scheduler.load_state_dict(numbers["scheduler"])
+        if isinstance(self.scheduler, LambdaLR):  # ours: peaks and length are this run's
+            self.scheduler.base_lrs, step = peaks, self.scheduler.last_epoch
+            scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
+            of_step = zip(peaks, self.scheduler.lr_lambdas, strict=True)
+            rates = [peak * factor(step) * scale for peak, factor in of_step]
+        for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         vars(self.state).update(numbers["counters"])
         for name, record in self.running.items():
             vars(record).update(numbers["running"][name])
@@ -181,25 +175,33 @@ class Checkpointer:
         """
         run = self.directory.parent
         if runtime.is_main:
-            for name in ("best", "final"):
-                atomic.recover(run / name)
-            atomic.recover_all(self.directory)
+            left = self.directory.glob(f"{atomic.PARTIAL}*")
+            names = [path.name.removeprefix(atomic.PARTIAL) for path in left]
+            for path in (run / "best", run / "final", *map(self.directory.joinpath, names)):
+                atomic.recover(path)
         runtime.barrier()
-        newest = self._newest(runtime)
-        if choice in (True, "latest"):
-            return self.restore(self._newest_whole(newest, runtime), runtime.rank)
+        there = json.loads(runtime.gather_text(json.dumps(self.steps()))[0])
+        newest = max(there, default=-1)
         if choice:
-            path = Path(str(choice))
-            if (reason := self._fault(path, runtime)) is not None:
-                places = (path, path / "checkpoints", path.parent / "checkpoints")
-                found = [step for place in places for step in sorted(place.glob("step-*"))[-1:]]
-                there = f": {found[0].parent} has {found[0].name}" if found else ""
-                raise ValueError(
-                    f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
-                    f"which takes the newest whole one, or from another directory{there}"
-                )
+            latest, faults = choice in (True, "latest"), list[str]()
+            paths = [self.path(step) for step in reversed(there)] if latest else [Path(str(choice))]
+            for path in paths:
+                if (reason := self._fault(path, runtime)) is None:
+                    break
+                faults.append(f"{path} is not whole ({reason})")
+            else:
+                text = f"{self.directory if latest else choice} holds no whole checkpoint: "
+                text += "; ".join(faults) or "there is none"
+                if not latest:
+                    places = (path, path / "checkpoints", path.parent / "checkpoints")
+                    found = [step for place in places for step in sorted(place.glob("step-*"))[-1:]]
+                    text += ". Resume with latest, which takes the newest whole one, or another"
+                    text += f": {found[0].parent} has {found[0].name}" if found else ""
+                raise ValueError(text)
+            if faults and runtime.is_main:
+                logger.warning("going on from %s: %s", path, "; ".join(faults))
             saved = self.restore(path, runtime.rank)
-            if newest > self.state.step:
+            if not latest and newest > self.state.step:
                 raise ValueError(
                     f"{self.directory} holds checkpoints of later steps, up to "
                     f"{self.path(newest).name}: move them away, resume from the latest, or choose "
@@ -215,26 +217,6 @@ class Checkpointer:
                 )
         return {}
 
-    def _newest(self, runtime: Runtime, below: int | None = None) -> int:
-        """Return the largest step of which any process sees a checkpoint; -1 if there is none."""
-        own = [step for step in self.steps() if below is None or step < below]
-        return runtime.all_reduce_max(max(own, default=-1))
-
-    def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
-        """Return the newest checkpoint that is whole on every process; log which ones are not."""
-        broken: list[str] = []
-        while newest >= 0:
-            path = self.path(newest)
-            reason = self._fault(path, runtime)
-            if reason is None:
-                if broken and runtime.is_main:
-                    logger.warning("going on from %s: %s", path, "; ".join(broken))
-                return path
-            broken.append(f"{path.name} is not whole ({reason})")
-            newest = self._newest(runtime, below=newest)
-        none = f"{self.directory} has no whole checkpoint to resume from"
-        raise ValueError("; ".join([none, *broken]))
-
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
         """Return why not every process can resume from a checkpoint, or None; collective."""
         reason = atomic.verified(path, contents=runtime.is_main)
@@ -247,9 +229,9 @@ class Checkpointer:
         state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
         counters, prints = asdict(self.state), self.fingerprints()
-        warnings = compatibility.check(path, state, config, prints, self.running, counters)
-        for warning in warnings if rank == 0 else ():
-            logger.warning("%s %s", path, warning)
+        altered = compatibility.check(path, state, config, prints, self.running, counters)
+        if altered and rank == 0:
+            logger.warning("%s goes on with other settings: %s", path, altered)
         for name, whole, part in self._saved_parts():
             with whole.modified(_saves_adapter(part)):
                 if name == "model":
@@ -266,22 +248,6 @@ class Checkpointer:
         if (rng := _rng_file(path, rank)).exists():
             restore_rng(load_file(rng))
         return dict(state["config"])
-
-    def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
-        """Restore the schedule's position; peaks and length are this run's, which may differ."""
-        peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
-        self.scheduler.load_state_dict(saved)
-        if peaks is not None:
-            before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks
-            rates = [
-                rate * new / old if old not in (0, new) else rate
-                for rate, new, old in zip(rates, peaks, before, strict=True)
-            ]
-        if isinstance(self.scheduler, LambdaLR):  # our own; its rates depend on the run's length
-            at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
-            rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
-        for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def optimizer_tensors(

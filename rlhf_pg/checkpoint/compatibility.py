@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys by which rewards are named. They may change with a warning: new functions mend old ones.
-REWARDS = {"reward_funcs", "reward_options", "reward_model_name_or_path"}
 # Keys of the training data, of which only the rows count, by their fingerprint.
 OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
@@ -29,11 +27,12 @@ MAY_CHANGE = {
     *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
     "given_in_python",  # the models and adapters of which have fingerprints
 }
-# Keys that may change with a warning: the schedule goes on with the new peak.
-PEAKS = {"learning_rate", "value_learning_rate"}
-# The same if the schedule stretches over the run: the rates of later steps change.
-LENGTHS = {"max_steps", "num_train_epochs"}
-WITHOUT_LENGTH = {"constant", "constant_with_warmup", "inverse_sqrt"}
+# Keys that may change with a warning: peaks of the schedule, the length of the run, by which the
+# rates of later steps change, and names of rewards, since new functions mend old ones.
+WARNED = {
+    *("learning_rate", "value_learning_rate", "max_steps", "num_train_epochs"),
+    *("reward_funcs", "reward_options", "reward_model_name_or_path"),
+}
 
 # What must be as it was when the run began, and how to provide it.
 REMEDIES = {
@@ -52,8 +51,8 @@ def check(
     fingerprints: Mapping[str, str | None],
     running: Iterable[str],
     counters: Iterable[str],
-) -> list[str]:
-    """Refuse to resume from another run's state; return what to warn of.
+) -> str:
+    """Refuse to resume from another run's state; return what has `changed` that is warned of.
 
     `saved` is that of `state.json`, the others are this run's. ValueError names what has changed,
     and the remedy.
@@ -64,7 +63,7 @@ def check(
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))
-    fixed = saved["config"].keys() - MAY_CHANGE - PEAKS - REWARDS
+    fixed = saved["config"].keys() - MAY_CHANGE - WARNED
     if other := changed(saved["config"], now, fixed):
         raise ValueError(
             f"{path} was saved by a run with another config: {other}. Resume with the same, or "
@@ -79,16 +78,7 @@ def check(
             f"{path} was saved with running statistics of {theirs}, and this run has them of "
             f"{ours}: resume with the same reward functions"
         )
-    altered = {"learning rates": PEAKS | lengths(now), "rewards": REWARDS}
-    changes = {what: changed(saved["config"], now, keys) for what, keys in altered.items()}
-    return [f"goes on with other {what}: {said}" for what, said in changes.items() if said]
-
-
-def lengths(config: Mapping[str, Any]) -> set[str]:
-    """Return the keys by which the length of the run alters the learning rates of later steps."""
-    if config.get("lr_scheduler_type") in WITHOUT_LENGTH:
-        return set()
-    return LENGTHS if config.get("max_steps", -1) < 0 else {"max_steps"}
+    return changed(saved["config"], now, WARNED)
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:

@@ -17,9 +17,7 @@ logger = logging.getLogger(__name__)
 
 def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
     """Write model (or its adapter), tokenizer and critic; OSError on all if that fails."""
-    saving = atomic.Save(runtime, path)
-    checkpointer.save_models(saving, path, final=True)
-    saving.check()
+    checkpointer.save_models(atomic.Save(runtime, path), path, final=True)
 
 
 def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
@@ -29,7 +27,6 @@ def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) ->
     checkpointer.save_models(saving, partial, final=True)
     saving.main(lambda: _write_card(checkpointer, partial))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
-    saving.check()
 
 
 def _write_card(checkpointer: Checkpointer, path: Path) -> None:

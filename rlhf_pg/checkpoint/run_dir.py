@@ -3,26 +3,19 @@
 What an earlier run left in it is set aside when another run begins there.
 """
 
-import functools
 import logging
 import os
 import socket
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 from filelock import FileLock, Timeout
 
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 LOCK = "lock"
-PROBE = 1 << 16  # bytes: more than a half-full block of a full file system has left
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +25,10 @@ RUN_FILES = (
     *("wandb", "run-id", "skipped", "model.sha256", "report.html", "tokens", "trace.jsonl"),
     *("metrics.json", "metrics.jsonl"),
 )
-SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
 
 
-@contextmanager
-def begun(directory: Path) -> Iterator[None]:
-    """Train inside, by one process: the directory is `locked`, earlier contents are set aside."""
-    with locked(directory):
-        if (earlier := set_aside(directory)) is not None:
-            print(SET_ASIDE.format(directory, earlier), flush=True)
-        yield
-
-
-def set_aside(directory: Path) -> Path | None:
-    """Move what is named as files of a run are to `earlier-N/`; return that, or None if none is."""
+def set_aside(directory: Path) -> str | None:
+    """Move what is named as files of a run are to `earlier-N/`, and say so; None if none is."""
     supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
     there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:
@@ -56,7 +39,7 @@ def set_aside(directory: Path) -> Path | None:
     place.mkdir()
     for name in there:
         (directory / name).rename(place / name)
-    return place
+    return f"{directory} held an earlier run or a model: it is in {place} now"
 
 
 @contextmanager
@@ -70,11 +53,8 @@ def locked(directory: Path) -> Iterator[None]:
     lock = FileLock(file, fallback_to_soft=False)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        failpoint("probe")
-        with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as probe:
-            probe.write(bytes(PROBE))
-            probe.flush()
-            os.fsync(probe.fileno())
+        failpoint("lock")
+        file.touch()
     except OSError as error:
         raise ValueError(
             f"output_dir {directory} cannot be written to: {error}. Make room, or choose another"
@@ -94,18 +74,6 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a method in `run_dir_lock`; its object has `args.output_dir` and a `runtime`."""
-
-    @functools.wraps(method)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        owner: Any = args[0]
-        with run_dir_lock(Path(owner.args.output_dir), owner.runtime):
-            return method(*args, **kwargs)
-
-    return alone
 
 
 @contextmanager

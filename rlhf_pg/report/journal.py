@@ -13,7 +13,7 @@ from rich.text import Text
 from safetensors import SafetensorError
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.checkpoint.run_dir import SET_ASIDE, set_aside
+from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRecord, tokens_file
@@ -38,8 +38,8 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
         if after_step > 0:
             self.say(f"going on after step {after_step}")
-        elif (earlier := set_aside(directory)) is not None:
-            self.say(SET_ASIDE.format(directory, earlier))
+        elif (moved := set_aside(directory)) is not None:
+            self.say(moved)
         self._metrics = JsonLines(directory / METRICS, after_step)
         self._completions = JsonLines(directory / COMPLETIONS, after_step)
         self._trace = JsonLines(directory / TRACE, after_step, synced=False)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from rlhf_pg.boundary.quoted import shown, told
-from rlhf_pg.boundary.user_code import finite, wait_for
+from rlhf_pg.boundary.user_code import begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # given to every function
 FACTS = ("ended", "truncated", "environments")  # given to those that ask
@@ -146,7 +146,7 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     """
     try:
         returned = function(**arguments)
-        returned = wait_for(returned) if inspect.isawaitable(returned) else returned
+        returned = begin(lambda: returned).result() if inspect.isawaitable(returned) else returned
     except (Exception, SystemExit) as error:
         raise CallFailed(f"raised {told(error)}") from error
     return replace(answer, scores=read_scores(returned, answer.count))

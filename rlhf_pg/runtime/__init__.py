@@ -10,6 +10,6 @@ from rlhf_pg.runtime.ddp import State as State
 from rlhf_pg.runtime.full_weights import FullWeights as FullWeights
 from rlhf_pg.runtime.full_weights import gathered as gathered
 from rlhf_pg.runtime.processes import Runtime as Runtime
+from rlhf_pg.runtime.termination import Terminated as Terminated
 from rlhf_pg.runtime.termination import Termination as Termination
-from rlhf_pg.runtime.watchdog import Terminated as Terminated
-from rlhf_pg.runtime.watchdog import broadcasts_failure as broadcasts_failure
+from rlhf_pg.runtime.termination import broadcasts_failure as broadcasts_failure

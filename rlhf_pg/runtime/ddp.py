@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_pg.runtime.full_weights import full, put
-from rlhf_pg.runtime.watchdog import Watch, waits
+from rlhf_pg.runtime.termination import Watch, waits
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value is not shaped like the parameter
@@ -24,21 +24,22 @@ class MasterWeights:
 
     The 8 bits of bfloat16 would lose changes below 0.2 %. Weights that are not in bfloat16 are
     updated themselves. The optimizer's parameter groups hold the copies from now on; ValueError if
-    it already has moments of bfloat16 weights.
+    it has moments of what it does not update any more.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        if any(p.dtype == torch.bfloat16 for p in optimizer.state):
-            raise ValueError(
-                "optimizers: yours has moments already, of bfloat16 weights: give a new one"
-            )
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         lossy = [p for p in trained if p.dtype == torch.bfloat16]
         self._of: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().float()) for p in lossy}
         self._weights = {master: weight for weight, master in self._of.items()}
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
+        if optimizer.state.keys() - {self.of(p) for p in trained}:
+            raise ValueError(
+                "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would "
+                "lose: give a new one"
+            )
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the tensor that the optimizer updates for a weight: its copy or itself."""

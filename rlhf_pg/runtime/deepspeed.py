@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, count
 from rlhf_pg.runtime.full_weights import check_divisible
-from rlhf_pg.runtime.watchdog import waits
+from rlhf_pg.runtime.termination import waits
 
 
 class DeepSpeedBackend(DDPBackend):
@@ -37,7 +37,6 @@ class DeepSpeedBackend(DDPBackend):
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
         self.optimizer = self._zero.optimizer
-        self._is_broken = False  # an update was interrupted
         self._forgotten: list[Tensor] = []  # shards that the next step leaves unchanged
         self._buffers: list[Tensor | None] = []  # for their gradients
         self.optimizer.register_step_pre_hook(self._hide)
@@ -62,12 +61,7 @@ class DeepSpeedBackend(DDPBackend):
 
     @waits
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share; ValueError after `discard_update`."""
-        if self._is_broken:
-            raise ValueError(
-                "an update was broken off, and DeepSpeed keeps half of its gradient: resume from a "
-                "checkpoint in a new process"
-            )
+        """Add the gradient of this process's share of the loss."""
         self._wrapped.backward(loss * self._world)
 
     def zero_grad_of(self, module: nn.Module) -> None:
@@ -84,10 +78,6 @@ class DeepSpeedBackend(DDPBackend):
             for key in map(self._zero.get_param_id, parameters):
                 if key in norms:
                     norms[key] = torch.zeros_like(norms[key])  # multiplying by 0 would keep NaN
-
-    def discard_update(self) -> None:
-        """Note that an update was interrupted: DeepSpeed's buffers cannot drop half a gradient."""
-        self._is_broken = True
 
     @waits
     def step(self) -> float:
@@ -199,16 +189,11 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return the optimizer that updates where the state is to be; ValueError if there is none."""
+    """Return the optimizer that updates where the state is to be; DeepSpeed refuses any other."""
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    there, kind = isinstance(optimizer, DeepSpeedCPUAdam), type(optimizer)
-    if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):
+    # accelerate would make Adam of any other.
+    is_adam = type(optimizer) in (Adam, AdamW)
+    if where == "none" or not is_adam or not config.get("zero_force_ds_cpu_optimizer", True):
         return optimizer
-    if kind not in (Adam, AdamW):  # accelerate would treat it as Adam
-        raise ValueError(
-            f"the DeepSpeed config offloads the optimizer, and there is no {kind.__name__} for "
-            "that: use Adam or AdamW, leave offload_optimizer out, or set "
-            "zero_force_ds_cpu_optimizer to false there"
-        )
     faster: Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
     return faster

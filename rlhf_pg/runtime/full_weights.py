@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
-from rlhf_pg.runtime.watchdog import Watch, waits
+from rlhf_pg.runtime.termination import Watch, waits
 
 CPU = torch.device("cpu")
 
@@ -28,11 +28,6 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError(
             "8-bit moments are for one process or DDP: launch without FSDP, DeepSpeed, or set "
             "optim to adamw_torch_fused"
-        )
-    if optimizer.state:
-        raise ValueError(
-            "optimizers: yours has moments already, which FSDP and DeepSpeed would lose: give a "
-            "new one, or launch with DDP"
         )
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from rlhf_pg.runtime.ddp import DDPBackend
-from rlhf_pg.runtime.watchdog import Watch, waits
+from rlhf_pg.runtime.termination import Watch, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
@@ -159,11 +159,9 @@ class Runtime:
         squares = torch.where(mask, (wide - mean) ** 2, 0.0).sum()
         return mean, self.all_reduce_sum(squares) / count
 
-    def leave_together(self, place: str, error: BaseException) -> bool:
-        """Return whether all processes end in the same place, by any error; not a collective."""
-        if self.watch is None or SHARED in error.__dict__:
-            return True
-        return self.watch.leave_together(place)
+    def is_shared(self, error: BaseException) -> bool:
+        """Return whether all processes have raised an error together."""
+        return self.world == 1 or SHARED in error.__dict__
 
     @waits
     def barrier(self) -> None:

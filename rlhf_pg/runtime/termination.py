@@ -1,23 +1,53 @@
-"""Signals that end a run after its current step.
+"""The ends of a run on all processes: by a signal, or because one of them has failed or hangs.
 
-They are SIGTERM, which schedulers send before they take a machine away; SIGHUP, from a terminal
-that is closed; and SIGINT (Ctrl-C).
+A signal ends a run after its current step. They are SIGTERM, which schedulers send before they take
+a machine away; SIGHUP, from a terminal that is closed; and SIGINT (Ctrl-C).
+
+A process inside a collective notices no failure of another: no exception reaches Python until the
+operation returns. So each process has a thread that once a second reads a key of
+torch.distributed's own store, under which the first failure is written.
 """
 
+import faulthandler
+import functools
+import itertools
+import json
 import os
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from rlhf_pg.runtime.processes import Runtime
+from torch.distributed.distributed_c10d import PrefixStore
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by launchers
-POLL = 1.0  # seconds between two checks of our parent process
+POLL = 1.0  # seconds between two reads of the store, and two checks of our parent process
 SAME = 2.0  # seconds in which a second signal is the first one, passed on by a launcher
 TOLD = b"\nSIGINT: the step is finished and saved first; another Ctrl-C ends the run at once\n"
+
+PARTING = 120.0  # seconds to wait for other processes to save, once the launcher is gone
+GRACE = 5.0  # seconds for other processes to answer, or to end by an error of their own
+LONGEST = 20_000  # characters of a failure
+NUMBERS = itertools.count()  # of watches: the same in every process
+
+# Messages of gloo when the process at the other end is gone.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
+
+
+class Terminated(SystemExit):
+    """The exit of all processes together after a signal, which is no failure of any of them."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(128 + number)  # the convention of shells
 
 
 class Termination:
@@ -26,7 +56,7 @@ class Termination:
     `stopping` is set on all processes together, once one of them has called `stop`.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Any) -> None:  # a `Runtime`, whose file imports this one
         self._runtime = runtime
         self.stopping, self._stop = False, False
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
@@ -103,6 +133,182 @@ class Termination:
         """
         number = self._asked[0] if self._asked else 0
         # One number for both: a signal ends the run whether or not it is to stop.
-        agreed = self._runtime.all_reduce_max(number + 1 if number else int(self._stop))
+        agreed: int = self._runtime.all_reduce_max(number + 1 if number else int(self._stop))
         self.stopping = agreed > 0
         return max(agreed - 1, 0)
+
+
+class Failure(NamedTuple):
+    """The entry in the store: the first process that failed, and why."""
+
+    rank: int
+    text: str
+    hung: bool = False
+
+
+class Watch:
+    """A thread that tells the others of a failure here, and ends this process after one elsewhere.
+
+    A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
+    error ends it first. A process with work of its own (it may be saving, or closing its trackers)
+    may go on until it waits for others, for at most `timeout` seconds. A process that has waited
+    for `timeout` seconds makes every process report its stacks and end. The store is that of
+    torch.distributed.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
+        # A clone has its own connection: the original is locked while somebody waits for a key.
+        self._store = PrefixStore(f"rlhf_pg/failure/{next(NUMBERS)}", store.clone())
+        self._rank, self._world, self._timeout = rank, world, timeout
+        self._wait: tuple[str, float] | None = None  # where the main thread waits, and since when
+        self._heard: Failure | None = None
+        self._launcher = os.getppid()
+        self._stop = threading.Event()
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # for stacks when NCCL's watchdog aborts
+        self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; from now on this process is not watched."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join(GRACE)
+            self._meet("ends", range(1, self._world) if self._rank == 0 else ())
+
+    @contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """Mark a block that returns only when other processes have come as far."""
+        outer = self._wait
+        self._wait = place, time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait = outer and (outer[0], time.monotonic())
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others why this process leaves, and wait until they know.
+
+        An error that only follows from another process's failure gets that failure as a note.
+        """
+        if self._stop.is_set():  # it was already told where it was raised
+            return
+        self._stop.set()
+        self._thread.join(GRACE)
+        lost = any(words in str(error) for words in LOST)
+        what = f"failed: {type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        first = self._heard or self._publish(f"{what}\n{trace}{GONE if lost else ''}")
+        # Print it now: once the first process has left, a launcher may kill the others any moment.
+        self._say(what)
+        if first.rank != self._rank and isinstance(error, RuntimeError):
+            error.add_note(f"Before that, {first.text.splitlines()[0]}")
+        elif lost:
+            error.add_note(GONE)
+        if not self._heard:
+            self._answer()
+
+    def _publish(self, what: str, hung: bool = False) -> Failure:
+        """Write a failure of this process if it is the first, and return the first."""
+        text = f"rank {self._rank} ({socket.gethostname()}) {what[:LONGEST]}"
+        mine = Failure(self._rank, text, hung)
+        try:
+            return Failure(*json.loads(self._store.compare_set("first", "", json.dumps(mine))))
+        except RuntimeError:  # the store is gone, so nobody can be told
+            return mine
+
+    def _answer(self) -> None:
+        """Confirm that this process knows, and wait for the others, whose connections it breaks."""
+        if silent := self._meet("knows", [r for r in range(self._world) if r != self._rank]):
+            self._say(f"no answer from ranks {silent}: gone, or frozen")
+        if self._rank == 0:
+            time.sleep(POLL)  # others may be counting answers
+
+    def _meet(self, sign: str, others: Sequence[int]) -> Sequence[int]:
+        """Give a sign and wait for that of the others; return those that gave none.
+
+        Rank 0 or its launcher holds the store, and must not go while others read in it.
+        """
+        deadline = time.monotonic() + GRACE
+        keys = [f"{sign}/{rank}" for rank in others]
+        with suppress(RuntimeError):
+            self._store.set(f"{sign}/{self._rank}", "")
+            while keys and not self._store.check(keys):
+                if time.monotonic() > deadline:
+                    return [r for r in others if not self._store.check([f"{sign}/{r}"])]
+                time.sleep(POLL / 20)
+            return []
+        return others
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL):
+            try:
+                wait = self._wait
+                if wait is not None and time.monotonic() - wait[1] > self._timeout:
+                    text = f"has waited {self._timeout} s in {wait[0]} (ddp_timeout): "
+                    self._publish(text + "another process hangs", hung=True)
+                if self._store.check(["first"]):
+                    self._heard = failure = Failure(*json.loads(self._store.get("first")))
+                    if failure.hung:
+                        self._leave(failure.text)
+                    self._say(failure.text)
+                    self._meet("knows", ())
+                    self._end_when_waiting("cannot go on without the others", self._timeout)
+            except RuntimeError as error:
+                text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
+                orphaned = os.getppid() != self._launcher  # all then save and end by themselves
+                grace = PARTING if orphaned else GRACE
+                self._end_when_waiting(text, patience=float("inf"), grace=grace)
+
+    def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
+        """End the process once it waits for others; return if it ends by itself."""
+        heard = time.monotonic()
+        while not self._stop.wait(POLL):
+            wait, now = self._wait, time.monotonic()
+            has_waited = wait is not None and now - max(wait[1], heard) > grace
+            if has_waited or now - heard > patience:
+                self._leave(why)
+
+    def _leave(self, why: str) -> NoReturn:
+        """End the process without interrupting its main thread, which is not possible."""
+        self._say(why)
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+        self._answer()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(1)
+
+    def _say(self, text: str) -> None:
+        """Write to stderr in one piece, since the terminal is shared."""
+        with suppress(OSError, ValueError):  # of a full disk, or a closed stream
+            sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
+            sys.stderr.flush()
+
+
+def waits(verb: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of `Runtime` that returns only when other processes have come as far."""
+
+    @functools.wraps(verb)
+    def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+        owner: Any = args[0]
+        with nullcontext() if owner.watch is None else owner.watch.waiting(verb.__name__):
+            return verb(*args, **kwargs)
+
+    return watched
+
+
+def broadcasts_failure(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of an object with a `runtime`, to end other processes when it raises."""
+
+    @functools.wraps(method)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            watch = getattr(getattr(args[0], "runtime", None), "watch", None)
+            if watch is not None and not isinstance(error, Terminated):
+                watch.tell(error)
+            raise
+
+    return telling

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, OF_DATA, changed, lengths
-from rlhf_pg.checkpoint.run_dir import begun, locked
+from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, OF_DATA, WARNED, changed
+from rlhf_pg.checkpoint.run_dir import locked, set_aside
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.models import fingerprint as fingerprint_of_weights
@@ -113,9 +113,10 @@ def run(trainer: Trainer, args: SupervisedConfig, save: Callable[[Path], None]) 
         check_resumed(Path(checkpoint), args, model)
         trainer.accelerator.wait_for_everyone()  # before the config is written anew
     goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == directory.resolve()
-    beginning = locked(directory) if goes_on else begun(directory)
-    with beginning if is_main else nullcontext():
+    with locked(directory) if is_main else nullcontext():
         if is_main:
+            if not goes_on and (moved := set_aside(directory)) is not None:
+                print(moved, flush=True)
             dump(args, directory / "config.yaml")
             (directory / MODEL).write_text(f"{model}\n")
             trainer.add_callback(_Journal(directory / "metrics.jsonl"))
@@ -157,33 +158,30 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
         for path, number in numbers.items()
         if number.isdecimal() and (path / "trainer_state.json").exists()
     }
-    if not whole and latest:
-        raise ValueError(f"resume_from_checkpoint: {args.output_dir} has no checkpoint to resume")
     if not whole:
         raise ValueError(
-            f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a "
-            "directory checkpoint-N of an output_dir"
+            f"resume_from_checkpoint: {args.output_dir if latest else choice} holds no whole "
+            "checkpoint: name a directory checkpoint-N of an output_dir"
         )
     return whole[max(whole)]
 
 
 def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
     """Refuse to resume with other data, model (by fingerprint) or keys that change the result."""
-    loaded = checkpoint.parent / MODEL
+    loaded, recorded = checkpoint.parent / MODEL, checkpoint.parent / "config.yaml"
     if model is not None and loaded.exists() and loaded.read_text().strip() != model:
         raise ValueError(
             f"{checkpoint} was saved by a run with another model: resume with the same base model "
             "and adapter (model_name_or_path, or model and peft_config)"
         )
-    recorded = checkpoint.parent / "config.yaml"
     if not recorded.exists():
         return
     saved, now = yaml.safe_load(recorded.read_text()), json.loads(json.dumps(asdict(args)))
     kept = now.keys() - (MAY_CHANGE | {"micro_batch_size"}) | {"dataset_fingerprint"}
     if args.dataset_fingerprint is None:
         kept |= OF_DATA
-    if altered := changed(saved, now, lengths(now)):
-        logger.warning("%s: the learning rates of later steps change", altered)
+    if altered := changed(saved, now, WARNED & MAY_CHANGE):
+        logger.warning("%s goes on with other settings: %s", checkpoint, altered)
     for key in sorted(kept & saved.keys()):
         if saved[key] != now[key]:
             raise ValueError(

@@ -18,7 +18,7 @@ from transformers import TrainerState
 
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
-from rlhf_pg.checkpoint.run_dir import locks_run_dir
+from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
@@ -76,7 +76,6 @@ class TrainingLoop(ABC):
         """Return metrics of the evaluation dataset, `eval_reward` among them."""
 
     @broadcasts_failure
-    @locks_run_dir
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Train to the last step, and leave the run directory with `final/` behind.
 
@@ -91,13 +90,16 @@ class TrainingLoop(ABC):
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, 129 after
                 SIGHUP, or 130 after SIGINT (Ctrl-C): the step has been finished, and a checkpoint
                 saved. After any other error the last finished step is saved, unless the run has
-                diverged; with several processes, only if all fail in the same step.
+                diverged; with several processes, only if all raise it together.
         """
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
+        choice = resume_from_checkpoint
+        with run_dir_lock(Path(self.args.output_dir), self.runtime):
+            self._train(self.args.resume_from_checkpoint if choice is None else choice)
+
+    def _train(self, choice: str | bool | None) -> None:
         if self.runtime.is_main:
             export.check_hub(self.args)
-        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime)
+        saved = self.checkpointer.resume(choice, self.runtime)
         if self.state.step > self.total_steps:
             raise ValueError(
                 f"the checkpoint is of step {self.state.step}, and the run is to have "
@@ -224,10 +226,10 @@ class TrainingLoop(ABC):
     def _saved_on_leaving(self) -> Iterator[None]:
         """Save the last finished step when an error ends the run, and say so in a note.
 
-        With several processes this happens only if all fail together, in one step: an error of one
-        alone leaves the others in a collective. A failure to save is logged, and the original
-        error is raised. Nothing is saved of a run that has diverged or was interrupted twice, and
-        no older checkpoint is removed: weights of half a step do not replace those of a whole one.
+        With several processes this happens only if all raise it together: an error of one alone
+        leaves the others in a collective. A failure to save is logged, and the original error
+        raised. Nothing is saved of a run that has diverged or was interrupted twice, and no older
+        checkpoint is removed: weights of half a step do not replace those of a whole one.
         """
         try:
             yield
@@ -238,8 +240,7 @@ class TrainingLoop(ABC):
             if step == 0 or (isinstance(error, KeyboardInterrupt) and self.termination.asked):
                 raise
             try:
-                together = f"step {step}, update {begun}"
-                if saver.saved != step and self.runtime.leave_together(together, error):
+                if saver.saved != step and self.runtime.is_shared(error):
                     self.save_checkpoint(prunes=False)
                     if begun and self.runtime.is_main:
                         logger.warning(

@@ -59,9 +59,9 @@ ROWS = {
     56: "an environment that answers with megabytes",
     57: "a vLLM server that fails, hangs or is gone",
     58: "a server whose answers are cut off, malformed, or no sample of the policy",
-    59: "a server that redirects, floods, or never ends",
+    59: "a server that redirects, or never ends",
     60: "a server whose answer is lost when it has done what was asked",
     61: "a reward file that is missing, or whose import fails",
-    62: "a server of rewards, or a judge, that fails, hangs, floods, redirects or is gone",
+    62: "a server of rewards, or a judge, that fails, hangs, redirects or is gone",
     63: "a server of rewards, or a judge, that answers garbage",
 }

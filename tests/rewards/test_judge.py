@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from rlhf_pg.boundary.user_code import wait_for
+from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rewards.servers import Judge
 from tests.rewards.loopback import Loopback, Said
@@ -55,7 +55,9 @@ def make(server, **options):
 
 def scores(judge, completions=("a", "bb"), **columns):
     given = {"prompts": ["p"] * len(completions), "completions": list(completions)}
-    return wait_for(judge(**given, completion_ids=[[4]] * len(completions), **columns))
+    return begin(
+        lambda: judge(**given, completion_ids=[[4]] * len(completions), **columns)
+    ).result()
 
 
 def failure(judge, *args, **given):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.boundary.user_code import wait_for
+from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rollout.multi_turn.adapters import load_task
 from tests.tasks.test_verifiers import play, totals
 
@@ -56,8 +56,8 @@ def test_first_observation_stands_behind_prompt(servers) -> None:
         task = load_task(f"openenv:{url}", {"prompt": "Guess."})
         options = task.environment_factory.runner_options(None, 10.0, ())
         environment = options["environment_factory"]()
-        prompt = wait_for(environment.reset(dict(task.train_dataset[0])))
-        wait_for(environment.settle())
+        prompt = begin(lambda: environment.reset(dict(task.train_dataset[0]))).result()
+        begin(lambda: environment.settle()).result()
     assert prompt == [{"role": "user", "content": "Guess.\n\n0 to 9?"}]
 
 

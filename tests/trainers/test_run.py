@@ -222,7 +222,7 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
 def test_resume_without_checkpoint_raises(make, tmp_path) -> None:
     with pytest.raises(ValueError, match="no whole checkpoint"):
         make().train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="holds no checkpoint"):
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
         make().train(resume_from_checkpoint=str(tmp_path))
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.boundary import http
 from rlhf_pg.boundary.quoted import shown, told
-from rlhf_pg.boundary.user_code import begin, result_of
+from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
@@ -170,7 +170,7 @@ class VllmServerEngine(RolloutEngine):
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
         """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
-        return result_of(self.begin(path, body, read))
+        return self.begin(path, body, read).result()
 
     def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":
         """Send a request (`http.Client.ask`); the future raises RolloutError without an answer."""

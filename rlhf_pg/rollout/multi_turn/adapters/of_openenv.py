@@ -10,7 +10,7 @@ from datasets import Dataset
 from openenv import GenericEnvClient
 
 from rlhf_pg.boundary.quoted import quoted, told
-from rlhf_pg.boundary.user_code import begin, call_beside, result_of
+from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.config.fields import config
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
@@ -40,7 +40,7 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
     """
     own = Options(**options)
     try:
-        source: EnvironmentSource = result_of(call_beside(PATIENCE, _look, name, own))
+        source: EnvironmentSource = call_beside(PATIENCE, _look, name, own).result()
     except Exception as error:
         raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
     total = own.episodes + own.eval_episodes

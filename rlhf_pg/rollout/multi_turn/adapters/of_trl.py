@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.boundary.user_code import call_beside, result_of
+from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.rollout.multi_turn.environment import Messages, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
@@ -90,7 +90,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         parameters = inspect.signature(self.instance.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
-        said = result_of(call_beside(self.toolbox.timeout, self.instance.reset, **row))
+        said = call_beside(self.toolbox.timeout, self.instance.reset, **row).result()
         if not isinstance(said, str | None):
             raise ValueError(f"reset must return a string or None, got {shown(said)}")
         self.prompt = example["prompt"]
@@ -107,7 +107,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         """Return what the instance pays for the episode, if it does."""
         if not hasattr(self.instance, "get_reward"):
             return None
-        return result_of(call_beside(self.toolbox.timeout, self.instance.get_reward))
+        return call_beside(self.toolbox.timeout, self.instance.get_reward).result()
 
 
 def _methods(instance: Any) -> dict[str, Tool]:
