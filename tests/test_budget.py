@@ -38,16 +38,15 @@ BUDGETS = {
 TODAY = {
     "config": 2461,
     "data": 1342,
-    "models": 2328,
+    "models": 2280,
     "rollout": 3044,
     "rollout/multi_turn": 1089,
     "rewards": 2063,
-    "supervised": 1018,
     "trainers": 3411,
     "runtime": 1132,
     "checkpoint": 680,
     "report": 1655,
-    "plan": 451,
+    "plan": 450,
     "tasks": 949,
     "boundary": 386,
 }
