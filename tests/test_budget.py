@@ -43,7 +43,7 @@ TODAY = {
     "rollout/multi_turn": 1089,
     "rewards": 2063,
     "trainers": 3411,
-    "runtime": 1132,
+    "runtime": 1135,
     "checkpoint": 680,
     "report": 1655,
     "plan": 450,
