@@ -7,6 +7,7 @@ from rlhf_pg.models.adapters import add_adapter as add_adapter
 from rlhf_pg.models.adapters import lost_in_merge as lost_in_merge
 from rlhf_pg.models.adapters import merged as merged
 from rlhf_pg.models.adapters import quantized as quantized
+from rlhf_pg.models.attention import max_positions as max_positions
 from rlhf_pg.models.attention import settle_positions as settle_positions
 from rlhf_pg.models.critic import ActorCritic as ActorCritic
 from rlhf_pg.models.critic import Critic as Critic
@@ -14,6 +15,7 @@ from rlhf_pg.models.critic import Models as Models
 from rlhf_pg.models.critic import assemble as assemble
 from rlhf_pg.models.critic import new_critic as new_critic
 from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
+from rlhf_pg.models.lm_head import evaluating as evaluating
 from rlhf_pg.models.loading import about as about
 from rlhf_pg.models.loading import check_directory as check_directory
 from rlhf_pg.models.loading import check_options as check_options
@@ -26,7 +28,6 @@ from rlhf_pg.models.loading import load_model as load_model
 from rlhf_pg.models.loading import load_policy as load_policy
 from rlhf_pg.models.loading import load_tokenizer as load_tokenizer
 from rlhf_pg.models.loading import load_weights as load_weights
-from rlhf_pg.models.loading import max_positions as max_positions
 from rlhf_pg.models.loading import opening as opening
 from rlhf_pg.models.loading import place as place
 from rlhf_pg.models.loading import policy_of as policy_of
@@ -36,7 +37,6 @@ from rlhf_pg.models.loading import stop_token_ids as stop_token_ids
 from rlhf_pg.models.loading import tokenizer_from_pretrained as tokenizer_from_pretrained
 from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
 from rlhf_pg.models.modes import disable_dropout as disable_dropout
-from rlhf_pg.models.modes import evaluating as evaluating
 from rlhf_pg.models.policy import Policy as Policy
 from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
 from rlhf_pg.models.policy import Reference as Reference

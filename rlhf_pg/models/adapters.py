@@ -23,9 +23,6 @@ from rlhf_pg.config.inputs import AdapterConfig
 
 M = TypeVar("M", bound=nn.Module)
 
-# The classes that `from_pretrained` returns: PeftModel wraps a PreTrainedModel and is none itself.
-LOADED = (PreTrainedModel, PeftModel)
-
 # Share of an adapter that may be lost to rounding when it is merged for sampling. A young adapter
 # in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
 MOST_LOST = 0.1
@@ -121,13 +118,6 @@ def adds_nothing(model: PreTrainedModel) -> bool:
     tensors = peft.get_peft_model_state_dict(model)
     plain = all(".lora_A." in name or ".lora_B." in name for name in tensors)
     return plain and not any(tensors[name].any() for name in tensors if ".lora_B." in name)
-
-
-def trunk(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head (but with its adapters), from tokens to hidden states."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    module: nn.Module = bare.base_model
-    return module
 
 
 def freeze_unread(model: PreTrainedModel) -> None:

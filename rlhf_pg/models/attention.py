@@ -127,6 +127,12 @@ def window(model: PreTrainedModel) -> float:
     return min(windows)
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence that the model has positions for; None if it sets no limit."""
+    limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def settle_positions(model: nn.Module, longest: int) -> None:
     """Make LongRoPE positions (Ding et al. 2024) turn at one speed, whatever a row's length.
 

@@ -17,14 +17,8 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.masking import widen
-from rlhf_pg.models.adapters import (
-    LOADED,
-    add_adapter,
-    freeze_all_but,
-    freeze_unread,
-    share_frozen,
-    trunk,
-)
+from rlhf_pg.models.adapters import add_adapter, freeze_all_but, freeze_unread, share_frozen
+from rlhf_pg.models.lm_head import LOADED, trunk
 from rlhf_pg.models.loading import (
     ATTENTION,
     PLACES,
@@ -36,14 +30,9 @@ from rlhf_pg.models.loading import (
     opening,
     tokenizer_from_pretrained,
 )
-from rlhf_pg.models.modes import (
-    checkpoint_activations,
-    checkpoints,
-    disable_dropout,
-    train_as_evaluated,
-)
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.policy import Policy, Reference
+from rlhf_pg.models.policy import Policy, Reference, train_as_evaluated
 from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"

@@ -5,7 +5,8 @@ time and are turned into their own gradient in place. Where there are several ch
 computed again in the backward pass instead of being kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,11 +18,13 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_pg.masking import widen
-from rlhf_pg.models.adapters import LOADED, trunk
-from rlhf_pg.models.modes import evaluating
+
+# The classes that `from_pretrained` returns: PeftModel wraps a PreTrainedModel and is none itself.
+LOADED = (PreTrainedModel, PeftModel)
 
 # Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 took
 # 2.7 s on a CPU core in such chunks, 2.4 s with all logits kept, 4.9 s with plain log_softmax.
@@ -144,15 +147,15 @@ class ChunkedLMHead:
             finally:
                 del linear.forward
             return scores
-        # A linear layer keeps its input for the backward pass but not its output, so only the
-        # output needs recomputing. With dropout the output would be another one.
-        drops = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
-        parts = []
-        for x, y in zip(*(x.tensor_split(self.chunks) for x in (hidden, tokens)), strict=True):
-            again = partial(layer, x.detach()) if self.chunks > 1 and not drops else None
-            options = (self.temperature, self.entropy_gradient, self.transform, again)
-            parts.append(token_scores(layer(x), y, *options))
-        logprobs, entropies = zip(*parts, strict=True)
+
+        def score(x: Tensor, y: Tensor) -> Any:
+            options = self.temperature, self.entropy_gradient, self.transform
+            return token_scores(layer(x), y, *options)
+
+        if self.chunks > 1:
+            score = partial(checkpoint, score, use_reentrant=False)
+        pieces = (x.tensor_split(self.chunks) for x in (hidden, tokens))
+        logprobs, entropies = zip(*map(score, *pieces), strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
 
@@ -263,7 +266,6 @@ def token_scores(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     transform: LogitTransform = NOTHING,
-    again: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
 
@@ -276,28 +278,22 @@ def token_scores(
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
             an error if anything else needs them.
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
-        again: recomputes the logits, which are then not kept for the backward pass.
     """
     distribution = TokenDistribution(temperature, transform, entropy_gradient)
-    scores: Any = _Scores.apply
-    logprobs, entropies = scores(logits, tokens, distribution, again)
-    return logprobs, entropies
+    scores: tuple[Tensor, Tensor] = _Scores.apply(logits, tokens, distribution)  # type: ignore[no-untyped-call]
+    return scores
 
 
 class _Scores(torch.autograd.Function):
-    """Scores of logits that are kept for the backward pass, or recomputed by `again`."""
+    """Scores of logits, which are kept for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        tokens: Tensor,
-        distribution: TokenDistribution,
-        again: Callable[[], Tensor] | None,
+        ctx: Any, output: Tensor, tokens: Tensor, distribution: TokenDistribution
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = distribution.scores(output, tokens)
-        ctx.save_for_backward(output if again is None else None, tokens, entropies)
-        ctx.distribution, ctx.again = distribution, again
+        ctx.save_for_backward(output, tokens, entropies)
+        ctx.distribution = distribution
         if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -306,10 +302,8 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Any, ...]:
         output, tokens, entropies = ctx.saved_tensors
-        if ctx.again is not None:
-            output = ctx.again()
         ctx.distribution.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
-        return output, None, None, None
+        return output, None, None
 
 
 def _blocks(output: Tensor) -> Iterator[slice]:
@@ -322,11 +316,30 @@ def _blocks(output: Tensor) -> Iterator[slice]:
         yield slice(start, start + block)
 
 
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its head (but with its adapters), from tokens to hidden states."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    module: nn.Module = bare.base_model
+    return module
+
+
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of the model below any adapter; it may itself be adapted."""
     bare = model.get_base_model() if isinstance(model, PeftModel) else model
     layer: nn.Module | None = bare.get_output_embeddings()
     return layer
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode inside the block, then restore the mode of every module."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @torch.no_grad()

@@ -231,7 +231,7 @@ def from_pretrained(
     """
     model: PreTrainedModel
     where = place(path)
-    if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # older ones always unpack
+    if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with opening("model", path):
         model, info = auto_class.from_pretrained(
@@ -353,12 +353,6 @@ def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that the model has positions for; None if it sets no limit."""
-    limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
-
-
 def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
@@ -370,8 +364,7 @@ def load_tokenizer(
 
     Raises:
         ValueError: there is no tokenizer that can be loaded, it has no EOS token, no pad token
-            (`pad_token` is missing or unknown), ids beyond the model's embedding rows, or it
-            cannot decode one of the model's.
+            (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -401,17 +394,6 @@ def load_tokenizer(
             "(the EOS token will do: padding is masked by position, not by id)"
         )
     check_vocabulary(tokenizer, model, "processing_class")
-    # Rewards read the text of every id that the model can sample.
-    rows = model.get_input_embeddings().weight.shape[0]
-    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
-        try:
-            tokenizer.decode([id_])
-        except Exception as error:
-            raise ValueError(
-                f"processing_class: the model has {rows} embedding rows and can sample the id "
-                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
-                "ids, or resize the embeddings (model.resize_token_embeddings)"
-            ) from error
     return tokenizer
 
 
@@ -444,16 +426,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and the generation config's.
-
-    Raises:
-        ValueError: `eos_token_id` of the generation config is neither an id nor a list of ids.
-    """
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
     own = getattr(model.generation_config, "eos_token_id", None)
     more = own if isinstance(own, list) else [] if own is None else [own]
-    if not all(type(one) is int for one in more):
-        raise ValueError(
-            "eos_token_id in the model's generation_config must be an id or a list of ids, got "
-            f"{shown(own)}"
-        )
     return sorted({tokenizer.eos_token_id, *more})

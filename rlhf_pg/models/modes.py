@@ -1,4 +1,4 @@
-"""Train and evaluation modes, activation checkpointing and dropout."""
+"""Activation checkpointing and dropout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.models.lm_head import LOADED
 
 
 def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
@@ -71,17 +71,6 @@ def offloads(model: nn.Module) -> bool:
     return any(getattr(function, "func", None) is _offloaded for function in functions)
 
 
-def train_as_evaluated(model: nn.Module) -> None:
-    """Train a model in evaluation mode, so that what is trained is what samples.
-
-    Train mode is more than dropout (jitter in routers, clipped coefficients). Only a part that
-    recomputes its activations is in train mode, without its children: that does nothing else.
-    """
-    model.eval()
-    for part in model.modules():
-        part.training = bool(getattr(part, "gradient_checkpointing", False))
-
-
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0, in the modules and in the rates that attention functions read."""
     for module in model.modules():
@@ -90,15 +79,3 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode inside the block, then restore the mode of every module."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

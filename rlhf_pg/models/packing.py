@@ -10,7 +10,7 @@ exponentials:
 
 Given o and l of both, the backward pass of either part is that of ordinary attention
 (FlashAttention-2; Dao 2023, section 3.1): e^(scores - l) and D = rowsum(dO * O) are those of the
-whole softmax. On a GPU it is one FlexAttention kernel, or where that fails SDPA row by row.
+whole softmax. On a GPU it is one FlexAttention kernel, or where that fails SDPA with a mask.
 
 Shapes: B rows, P prompt width, T completion width; N computed tokens, H query and K key-value
 heads, D their width.
@@ -39,7 +39,7 @@ from rlhf_pg.models.attention import (
     replaced_attention,
     window,
 )
-from rlhf_pg.models.modes import evaluating
+from rlhf_pg.models.lm_head import evaluating
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # For all kinds of heads, passes and masks. Beyond its limit torch computes every score instead.
@@ -177,7 +177,7 @@ class SharedPrefix:
             width = max(-(-width // 8) * 8, NARROWEST)  # every kernel here takes this
             heads = (query.shape[0], key.shape[0], width)
             flex = flex_compiles(query.dtype, heads, query.device)
-            attend = self.by_flex if flex else self.by_rows
+            attend = self.by_flex if flex else self.by_families
         q, k, v = (
             x if x.shape[2] == width else nn.functional.pad(x, (0, width - x.shape[2]))
             for x in (query, key, value)
@@ -205,28 +205,21 @@ class SharedPrefix:
             )
         return out[0].transpose(0, 1)
 
-    def by_rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attend row by row, with a copy of the prompt's keys before each completion's own."""
+    def by_families(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attend family by family, with a mask that hides siblings."""
         parts, start = list[Tensor](), 0
         for prompt, completions in self.families:
-            shared = slice(start, start + prompt)
-            for i, length in enumerate([prompt, *completions]):
-                own = slice(start, start + length)
-                keys, values = (
-                    torch.cat([x[:, shared], x[:, own]], 1) if i else x[:, own]
-                    for x in (key, value)
-                )
-                mask = torch.ones(length, keys.shape[1], dtype=torch.bool, device=query.device)
-                out = nn.functional.scaled_dot_product_attention(
-                    query[None, :, own],
-                    keys[None],
-                    values[None],
-                    attn_mask=mask.tril(keys.shape[1] - length),
-                    scale=scale,
-                    enable_gqa=query.shape[0] != key.shape[0],
-                )
-                parts.append(out[0])
-                start += length
+            lengths = torch.tensor([prompt, *completions])
+            row = to_device(torch.arange(len(lengths)).repeat_interleave(lengths), query.device)
+            own = slice(start, start + len(row))
+            q, k, v = (x[None, :, own] for x in (query, key, value))
+            sees = ((row[:, None] == row) | (row == 0)).tril()
+            shares = query.shape[0] != key.shape[0]
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=sees, scale=scale, enable_gqa=shares
+            )
+            parts.append(out[0])
+            start += len(row)
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     @cached_property

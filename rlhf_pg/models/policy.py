@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models.adapters import adds_nothing, share_frozen, trunk
+from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.lm_head import (
     CHUNK_SIZE,
     ChunkedLMHead,
     logit_transform_of,
     num_chunks,
     token_scores,
+    trunk,
 )
 from rlhf_pg.models.loading import load_weights
-from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 
 
@@ -181,6 +181,17 @@ class Policy(nn.Module):
         # The logits in column t are about token t+1; those of the last column are about no token.
         logits: Tensor = output.logits[:, -columns:-1]
         return logits
+
+
+def train_as_evaluated(model: nn.Module) -> None:
+    """Train a model in evaluation mode, so that what is trained is what samples.
+
+    Train mode is more than dropout (jitter in routers, clipped coefficients). Only a part that
+    recomputes its activations is in train mode, without its children: that does nothing else.
+    """
+    model.eval()
+    for part in model.modules():
+        part.training = bool(getattr(part, "gradient_checkpointing", False))
 
 
 def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:

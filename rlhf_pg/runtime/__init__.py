@@ -6,9 +6,9 @@ sharded module.
 """
 
 from rlhf_pg.runtime.ddp import DDPBackend as DDPBackend
+from rlhf_pg.runtime.ddp import FullWeights as FullWeights
 from rlhf_pg.runtime.ddp import State as State
-from rlhf_pg.runtime.full_weights import FullWeights as FullWeights
-from rlhf_pg.runtime.full_weights import gathered as gathered
+from rlhf_pg.runtime.ddp import gathered as gathered
 from rlhf_pg.runtime.processes import Runtime as Runtime
 from rlhf_pg.runtime.termination import Terminated as Terminated
 from rlhf_pg.runtime.termination import Termination as Termination

@@ -17,8 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, count
-from rlhf_pg.runtime.full_weights import check_divisible
+from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, check_divisible, count
 from rlhf_pg.runtime.termination import waits
 
 

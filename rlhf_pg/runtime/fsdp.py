@@ -9,8 +9,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlhf_pg.runtime.ddp import DDPBackend
-from rlhf_pg.runtime.full_weights import check_divisible, put
+from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
 
 
 class FSDPBackend(DDPBackend):

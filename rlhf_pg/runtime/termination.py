@@ -271,9 +271,12 @@ class Watch:
 
     def _leave(self, why: str) -> NoReturn:
         """End the process without interrupting its main thread, which is not possible."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                stack = "".join(traceback.format_stack(frame)).rstrip()
+                why += f"\nStack of {names.get(ident, ident)}:\n{stack}"
         self._say(why)
-        if sys.__stderr__ is not None:
-            faulthandler.dump_traceback(sys.__stderr__)
         self._answer()
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -1,7 +1,6 @@
 """Training of a reward model on preference pairs, with the `Trainer` of transformers."""
 
 import copy
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,17 +24,13 @@ from transformers import (
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.user_code import finite
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import with_system
-from rlhf_pg.rewards.reward_model import (
-    encode_whole,
-    score_tokenizer,
-    sequence_scores,
-    with_eos,
-)
+from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
 from rlhf_pg.supervised.examples import load_held_out, named_data
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import run, training_arguments
@@ -177,13 +172,7 @@ def load_pairs(
     a text of more than `limit` tokens, chats without a chat template.
     """
     with models.about(name):
-        if isinstance(dataset, list) and dataset:
-            dataset = as_dataset(dataset)
-        if not isinstance(dataset, Dataset):
-            raise ValueError(
-                "give a datasets.Dataset with columns chosen and rejected, or name data by "
-                "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
-            )
+        dataset = as_dataset(dataset)
         if not len(dataset):
             raise ValueError("it has no rows: give some")
         if missing := {"chosen", "rejected"} - set(dataset.column_names):
@@ -216,8 +205,6 @@ def load_pairs(
 def _tokenize_pair(
     pair: Mapping[str, Any], args: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, row: int
 ) -> Pair:
-    if pair["chosen"] == pair["rejected"]:
-        raise ValueError(f"chosen and rejected are the same in row {row}: drop the row")
     both = []
     for key in ("chosen", "rejected"):
         text = pair[key]
@@ -235,11 +222,10 @@ def _tokenize_pair(
             f"chosen and rejected have the same tokens in row {row}: drop the row, or look at what "
             "the chat template leaves out"
         )
-    margin = pair.get("margin", 0.0)
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not is_number or not math.isfinite(margin):
-        raise ValueError(f"the margin in row {row} must be a finite number, got {shown(margin)}")
-    return Pair(array("i", both[0]), array("i", both[1]), float(margin))
+    given = pair.get("margin", 0.0)
+    if (margin := finite(given)) is None:
+        raise ValueError(f"the margin in row {row} must be a finite number, got {shown(given)}")
+    return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 
 def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:

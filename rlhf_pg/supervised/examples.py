@@ -54,12 +54,10 @@ class ExampleMaker:
         else:
             ids, mask = self._text("", row["text"], number)
         if not any(mask[1:]):  # nothing predicts the first token
-            why = "a model learns to predict the second token of a text, and those behind it"
-            if self.args.assistant_only_loss:
-                why = (
-                    "the assistant says nothing in it that the template shows (assistant_only_loss)"
-                )
-            raise ValueError(f"row {number} has nothing to learn: {why}")
+            raise ValueError(
+                f"row {number} has nothing to learn: it has a single token, or the assistant says "
+                "nothing that the template shows (assistant_only_loss)"
+            )
         if self.limit is not None and len(ids) > self.limit:
             if self.args.long_examples == "error":
                 raise ValueError(

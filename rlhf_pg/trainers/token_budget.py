@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, chunk_size_for
-from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.runtime import Runtime
@@ -242,7 +241,7 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     meta |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
     copied = copy.deepcopy(module, meta)
     for part in copied.modules():
-        if isinstance(part, LOADED) and checkpoints(part):
+        if checkpoints(part):
             checkpoint_activations(part, offloads(part))  # its hook is bound to what was copied
     return copied
 

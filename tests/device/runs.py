@@ -29,7 +29,7 @@ from rlhf_pg import (
     RLOOTrainer,
 )
 from rlhf_pg.report.json_lines import read
-from rlhf_pg.runtime.full_weights import full
+from rlhf_pg.runtime.ddp import full
 from rlhf_pg.tasks import TASKS
 from tests.tiny import tiny_model
 

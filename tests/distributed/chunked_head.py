@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import ChunkedLMHead, _ChunkedScores
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.lm_head import ChunkedLMHead, _ChunkedScores, trunk
 from rlhf_pg.runtime.processes import Runtime
 from tests.distributed import backends
 from tests.distributed.runs import flat, gradient_of

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.runtime.full_weights import full, put
+from rlhf_pg.runtime.ddp import full, put
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
 

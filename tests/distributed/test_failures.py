@@ -83,8 +83,7 @@ def test_callback_error_on_one_rank_ends_other_rank(started) -> None:
     text = said(first)
     assert "[rank 0] rank 1 (" in text
     assert "failed: KeyboardInterrupt: the judge has had enough\n" in text
-    assert "[rank 0] cannot go on without the others\n" in text
-    assert "Thread 0x" in text
+    assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
 
 
 @pytest.mark.distributed
@@ -125,9 +124,9 @@ def test_hanging_rank_is_reported_with_all_stacks(started) -> None:
     first, second = map(said, started("reward", "sleeps_for_ever"))
     for rank, text in enumerate((first, second)):
         assert f"[rank {rank}] rank 0 (" in text
-        assert "has waited 8 s in gather (ddp_timeout): another process hangs\n" in text
-    assert " in first_error\n" in first
-    assert " in sleeps_for_ever\n" in second
+        assert "has waited 8 s in gather (ddp_timeout): another process hangs\nStack of" in text
+    assert ", in first_error\n" in first
+    assert ", in sleeps_for_ever\n" in second
     assert "sleeps_for_ever" not in first
 
 
@@ -136,6 +135,6 @@ def test_rank_hanging_before_step_times_out_weight_gather(started) -> None:
     """The other begins the step with what it needs for sampling."""
     first, second = map(said, started("begin", "sleeps_for_ever", "fsdp2"))
     for text in (first, second):
-        assert "has waited 8 s in _fill (ddp_timeout): another process hangs\n" in text
-    assert " in full_tensor\n" in first
-    assert " in sleeps_for_ever\n" in second
+        assert "has waited 8 s in _fill (ddp_timeout): another process hangs\nStack of" in text
+    assert ", in full_tensor\n" in first
+    assert ", in sleeps_for_ever\n" in second

@@ -23,6 +23,7 @@ NAMED_CODE = {
     "boundary/user_modules.py": ["importlib.import_module"],
     # A command or a class, by a name out of a fixed list.
     "cli/main.py": ["importlib.import_module"],
+    "data/inputs.py": ["import_module"],
     "rewards/__init__.py": ["import_module"],
     "rewards/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
 }

@@ -166,9 +166,9 @@ def test_interrupted_step_restarts_with_same_random_state(make, tmp_path) -> Non
     trainer = make(**options)
     step = trainer.step
 
-    def second(meter):
+    def second():
         broken.extend([True] * (trainer.state.step == 1))
-        return step(meter)
+        return step()
 
     trainer.step = second
     with pytest.raises(ValueError, match=r"(?s)not today.*goes on from .*step-00000001 "):

@@ -12,7 +12,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -302,44 +301,6 @@ def test_unknown_token_as_eos_raises():
         load_tokenizer(tokenizer, tiny_model("gpt2"))
     tokenizer.eos_token = "<7>"  # as GPT-2 has it
     assert load_tokenizer(tokenizer, tiny_model("gpt2")).eos_token_id == 7
-
-
-class InPython(PreTrainedTokenizer):
-    """Decodes the ids of its vocabulary, and has none of `missing`."""
-
-    def __init__(self, missing, **special):
-        self.known = {f"<{i}>": i for i in range(40) if i != missing}
-        super().__init__(**special)
-
-    vocab_size = 40
-
-    def get_vocab(self):
-        return self.known | self.added_tokens_encoder
-
-    def _convert_token_to_id(self, token):
-        return self.known.get(token)
-
-    def _convert_id_to_token(self, index):
-        return f"<{index}>" if f"<{index}>" in self.known else None
-
-
-@pytest.mark.parametrize(("missing", "rows"), [(17, 40), (None, 41), (None, 40)])
-def test_undecodable_id_raises(missing, rows):
-    tokenizer = InPython(missing, eos_token="<2>", pad_token="<0>")
-    model = tiny_model("gpt2", vocab_size=rows)
-    if (missing, rows) == (None, 40):
-        assert load_tokenizer(tokenizer, model) is tokenizer
-        return
-    with pytest.raises(ValueError, match=rf"processing_class: .* the id {missing or 40}, "):
-        load_tokenizer(tokenizer, model)
-
-
-@pytest.mark.parametrize("configured", ["</s>", [[2]], 2.0, True])
-def test_eos_that_is_no_id_is_an_error(configured):
-    model = tiny_model("gpt2")
-    model.generation_config.eos_token_id = configured
-    with pytest.raises(ValueError, match="eos_token_id"):
-        stop_token_ids(model, make_tokenizer(eos_token="<2>", pad_token="<0>"))
 
 
 @pytest.mark.parametrize(

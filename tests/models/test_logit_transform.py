@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import ChunkedLMHead, LogitTransform, logit_transform_of
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.lm_head import ChunkedLMHead, LogitTransform, logit_transform_of, trunk
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 GROUPED = {"intermediate_size": 48, "num_key_value_heads": 2}

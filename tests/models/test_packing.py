@@ -198,7 +198,7 @@ def explicit(query, key, value, scale):
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-@pytest.mark.parametrize("way", ["by_blocks", "by_rows", "by_flex"])
+@pytest.mark.parametrize("way", ["by_blocks", "by_families", "by_flex"])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
 def test_attention_matches_softmax_over_visible_tokens(way, heads, key_heads):

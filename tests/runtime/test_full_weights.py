@@ -7,8 +7,8 @@ from torch import nn
 
 from rlhf_pg.models import ActorCritic, Policy, add_adapter, new_critic
 from rlhf_pg.runtime import FullWeights
+from rlhf_pg.runtime.ddp import check_divisible
 from rlhf_pg.runtime.fsdp import _set_apart
-from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.tasks.tiny import character_tokenizer
 from tests.tiny import ARCHS, tiny_model
 

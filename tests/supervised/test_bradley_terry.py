@@ -422,7 +422,7 @@ CHAT = Dataset.from_dict(
     [
         (broken(drop=["chosen"]), r"no column 'chosen' \(it has prompt, rejected\)"),
         (broken(drop=["rejected"]), r"no column 'rejected' \(it has prompt, chosen\)"),
-        (broken(2, chosen="b", rejected="b"), "chosen and rejected are the same in row 2"),
+        (broken(2, chosen="b", rejected="b"), "chosen and rejected have the same tokens in row 2"),
         (broken(3, rejected="b" * 31), "a text in row 3 has 34 tokens, more than the 32"),
         (broken(1, chosen="B"), "text in row 1 cannot be tokenized"),
         (broken(1, prompt=None), "row 1: prompt and completion must both be strings"),
@@ -431,7 +431,7 @@ CHAT = Dataset.from_dict(
         (CHAT, "chosen in row 0 is a list of messages.*no chat_template"),
         (pairs(4).select([]), "it has no rows"),
         (["ab"], "give a datasets.Dataset or a list of dicts"),
-        (iter(pairs(4)), "give a datasets.Dataset with columns chosen and rejected"),
+        (iter(pairs(4)), "give a datasets.Dataset"),
         (None, "give a datasets.Dataset"),
     ],
 )

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import PPOTrainer
-from rlhf_pg.runtime.full_weights import check_divisible
+from rlhf_pg.runtime.ddp import check_divisible
 
 installed = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 absent = pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is here")
