@@ -41,7 +41,7 @@ TODAY = {
     "config": 2164,
     "data": 1307,
     "models": 2280,
-    "rollout": 3053,
+    "rollout": 3056,
     "rollout/multi_turn": 1043,
     "rewards": 2107,
     "trainers": 3357,

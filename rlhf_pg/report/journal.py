@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from safetensors import SafetensorError
 
-from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.boundary.quoted import told, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRecord, tokens_file
-from rlhf_pg.report.run_page import LiveReport
 
 logger = logging.getLogger(__name__)
 
+FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
+SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 SHOWN = ("reward", "kl", "entropy")
+
+
+class LiveReport:
+    """The report of a run, kept up to date in at most 1 % of its time; failures are one warning."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.directory, self.clock = directory, clock
+        self._due = clock() + FIRST
+        self._has_failed = False
+
+    def update(self) -> None:
+        """Write the report if that is due."""
+        if self.clock() >= self._due:
+            self.finish(running=True)
+
+    def finish(self, running: bool = False) -> None:
+        """Write the report, due or not."""
+        begun = self.clock()
+        try:
+            from rlhf_pg.report.run_page import write_report
+
+            write_report(self.directory, running=running)
+        except Exception as error:  # a full disk, a damaged file: never the end of a run
+            if not self._has_failed:
+                logger.warning(
+                    "%s is not up to date: %s", self.directory / "report.html", told(error)
+                )
+            self._has_failed = True
+        self._due = self.clock() + SHARE * (self.clock() - begun)
 
 
 class Journal:

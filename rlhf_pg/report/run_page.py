@@ -2,15 +2,14 @@
 
 import fnmatch
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_pg.boundary.quoted import told, visible
+from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
 MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
-FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
-SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 # A line for each chart: its title, patterns of its keys, and what it shows. A number goes to the
 # first chart that has its key; "Other" takes what is left, a chart each.
 CATALOGUE = """
@@ -106,31 +103,6 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     }
     write_document(path, curve["name"], data, ((step, logged.packed(step)) for step in steps))
     return path
-
-
-class LiveReport:
-    """The report of a run, kept up to date in at most 1 % of its time; failures are one warning."""
-
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.directory, self.clock = directory, clock
-        self._due = clock() + FIRST
-        self._has_failed = False
-
-    def update(self) -> None:
-        """Write the report if that is due."""
-        if self.clock() >= self._due:
-            self.finish(running=True)
-
-    def finish(self, running: bool = False) -> None:
-        """Write the report, due or not."""
-        begun = self.clock()
-        try:
-            write_report(self.directory, running=running)
-        except Exception as error:  # a full disk, a damaged file: never the end of a run
-            if not self._has_failed:
-                logger.warning("%s is not up to date: %s", self.directory / REPORT, told(error))
-            self._has_failed = True
-        self._due = self.clock() + SHARE * (self.clock() - begun)
 
 
 def _subtitle(files: RunFiles) -> list[str]:

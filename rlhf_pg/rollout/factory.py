@@ -15,10 +15,6 @@ from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.native.engine import NativeEngine
-from rlhf_pg.rollout.vllm.handover import parts_tied_weights
-from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
-from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
-from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from rlhf_pg.runtime import Runtime
 
 C = TypeVar("C", bound=PolicyGradientConfig)
@@ -44,6 +40,10 @@ def unsuited(
         return f"the device is {kind}"
     if version is None:
         return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
+    from rlhf_pg.rollout.vllm.handover import parts_tied_weights
+    from rlhf_pg.rollout.vllm.in_process import lacking
+    from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
+
     try:
         check_version(version, "the installed vLLM")
     except ValueError as error:
@@ -56,7 +56,7 @@ def unsuited(
         "rollout_cache_tokens is set": args.rollout_cache_tokens is not None,
         f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None) or lacking(model)
 
 
 def choose_engine(
@@ -65,8 +65,7 @@ def choose_engine(
     """Return the name of the engine that samples, and why; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
-    why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
-    why = runtime.first_error(why)
+    why = runtime.first_error(unsuited(args, model, runtime.device.type, installed()))
     return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
 
 
@@ -127,6 +126,8 @@ def new_engine(
         RolloutError: the server does not answer.
     """
     if args.rollout_engine == "vllm":
+        from rlhf_pg.rollout.vllm.in_process import VllmEngine
+
         return VllmEngine(
             model,
             eos_token_ids,
@@ -138,6 +139,8 @@ def new_engine(
             longest=longest,
         )
     if args.rollout_engine == "vllm_server":
+        from rlhf_pg.rollout.vllm.server import VllmServerEngine
+
         directory = args.vllm_sync_directory or Path(args.output_dir) / "sync"
         return VllmServerEngine(
             model,

@@ -16,8 +16,9 @@ import pytest
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.report import html, run_page, token_steps
+from rlhf_pg.report.journal import LiveReport
 from rlhf_pg.report.run_files import RunFiles, tokens_file
-from rlhf_pg.report.run_page import LiveReport, write_report
+from rlhf_pg.report.run_page import write_report
 from tests.report.conftest import HOSTILE
 from tests.report.synthetic import write_lines
 

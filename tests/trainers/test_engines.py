@@ -13,6 +13,7 @@ from rlhf_pg import GRPOConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import NativeEngine, factory
+from rlhf_pg.rollout.vllm import in_process
 
 
 class Stand(NativeEngine):
@@ -30,8 +31,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     """A machine on which vLLM is there and suits."""
     Stand.made = []
     monkeypatch.setattr(factory, "unsuited", lambda *_: None)
-    monkeypatch.setattr(factory, "lacking", lambda _: None)
-    monkeypatch.setattr(factory, "VllmEngine", Stand)
+    monkeypatch.setattr(in_process, "VllmEngine", Stand)
     return Stand
 
 
@@ -67,7 +67,7 @@ def test_auto_engine_on_gpu_reports_why_vllm_is_unsuited(make, monkeypatch):
 
     monkeypatch.setattr(factory, "unsuited", unsuited)
     monkeypatch.setattr(factory, "installed", lambda: "0.32.0")
-    monkeypatch.setattr(factory, "lacking", lambda _: "vLLM has no such class of its own")
+    monkeypatch.setattr(in_process, "lacking", lambda _: "vLLM has no such class of its own")
     assert make().why_engine == "auto: vLLM has no such class of its own"
     monkeypatch.setattr(factory, "installed", lambda: None)
     assert make().why_engine.startswith("auto: vLLM is not installed")
@@ -100,7 +100,7 @@ def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkey
     def broken(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
-    monkeypatch.setattr(factory, "VllmEngine", broken)
+    monkeypatch.setattr(in_process, "VllmEngine", broken)
     trainer = make(max_steps=1)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
