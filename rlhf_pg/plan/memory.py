@@ -159,7 +159,6 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
     policy = list(meta.policy.parameters())
     optim = meta.args.optim
     parts = memory_by_part(policy, layout, processes, sampling, optim)
-    parts["optimizer"] = parts.pop("moments", 0.0) + parts.pop("masters", 0.0)
     if meta.args.load_in_4bit:
         frozen = [p for p in policy if not p.requires_grad]
         parts["weights"] -= sum(p.nbytes - FOUR_BITS * p.numel() for p in frozen)

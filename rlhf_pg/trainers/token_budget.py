@@ -121,8 +121,7 @@ def memory_by_part(
             moments = 2 if optim == "adamw_8bit" else moments
             # In float32 ZeRO-3 updates its share of the weights; ZeRO-1 and ZeRO-2 copy it first.
             masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
-            each["moments"] = moments / (processes if layout.moments else 1)
-            each["masters"] = masters / (processes if layout.moments else 1)
+            each["optimizer"] = (moments + masters) / (processes if layout.moments else 1)
             kept = not rollout or layout.name == "ZeRO-3"  # it never gives back their memory
             each["gradients"] = kept * b / (processes if layout.gradients else 1)
             if layout.name == "DDP" and processes > 1:

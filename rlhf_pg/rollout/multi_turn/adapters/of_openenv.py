@@ -1,7 +1,8 @@
 """Environments of OpenEnv, each a session with a server that answers `reset` and `step`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.config.fields import config
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, ToolCall
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
 PATIENCE = 10.0  # seconds that the server may take to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
@@ -43,12 +44,10 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
         source: EnvironmentSource = call_beside(PATIENCE, _look, name, own).result()
     except Exception as error:
         raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
-    total = own.episodes + own.eval_episodes
-    prompt = [{"role": "user", "content": own.prompt}]
+    total, prompt = own.episodes + own.eval_episodes, [{"role": "user", "content": own.prompt}]
     rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]
-    held_out = rows[own.episodes :]
-    train = Dataset.from_list(rows[: own.episodes])
-    return train, Dataset.from_list(held_out) if held_out else None, source
+    train, held_out = (Dataset.from_list(x) for x in (rows[: own.episodes], rows[own.episodes :]))
+    return train, held_out if len(held_out) else None, source
 
 
 async def _look(url: str, options: Options) -> EnvironmentSource:
@@ -73,20 +72,15 @@ async def _look(url: str, options: Options) -> EnvironmentSource:
     return EnvironmentSource(partial(Session, url, observation_key, None), schemas)
 
 
+@dataclass
 class Session(SettlingEnvironment):
-    """One episode, a session with the server.
+    """One episode, a session with the server."""
 
-    Args:
-        observation_key: the field that the policy reads; None: all of them.
-        action_key: the field that takes a turn; None: a turn calls tools, which `box` parses.
-    """
-
-    def __init__(
-        self, url: str, observation_key: str | None, action_key: str | None, box: Any = None
-    ) -> None:
-        self.url, self.observation_key, self.action_key = url, observation_key, action_key
-        self.box = box
-        self.client: Any = None
+    url: str
+    observation_key: str | None  # the field that the policy reads; None: all of them
+    action_key: str | None  # the field that takes a turn; None: a turn calls tools
+    box: Any = None  # which parses the calls
+    client: Any = None
 
     async def reset(self, example: dict[str, Any]) -> Messages:
         """Open the session, and return the row's prompt with the first observation behind it."""
@@ -100,12 +94,10 @@ class Session(SettlingEnvironment):
 
     async def step(self, completion: str) -> Observation:
         """Take a turn as an action, or make the calls in it, and return what the server says."""
-        if self.action_key is None:
-            return await self._call(self.box.parse(completion, self.prompt))
-        result = await self.client.step({self.action_key: completion})
-        return Observation(self._text(result.observation), result.reward, bool(result.done))
-
-    async def _call(self, calls: Sequence[ToolCall]) -> Observation:
+        if self.action_key is not None:
+            result = await self.client.step({self.action_key: completion})
+            return Observation(self._text(result.observation), result.reward, bool(result.done))
+        calls = self.box.parse(completion, self.prompt)
         messages, rewards, done = list[dict[str, Any]](), list[float](), not calls
         for call in calls:
             content = f"Error: {call.error}"

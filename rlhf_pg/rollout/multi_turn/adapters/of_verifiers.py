@@ -5,9 +5,9 @@ client waits for the policy's next turn, so whatever the environment does in bet
 """
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from json import dumps
 from typing import Any
 
 from verifiers import load_environment
@@ -18,8 +18,6 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 from rlhf_pg.boundary.quoted import quoted, shown, told
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
-
-SHOWN = {"name", "description", "parameters"}  # of a tool, to the policy
 
 
 def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
@@ -33,10 +31,9 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
         raise ValueError(
             f"the rubric of {quoted(name)} compares completions: give each a reward of its own"
         )
-    schemas = [
-        {"type": "function", "function": tool.model_dump(include=SHOWN)}
-        for tool in environment.tool_defs or ()
-    ]
+    shown = {"name", "description", "parameters"}
+    tools = [tool.model_dump(include=shown) for tool in environment.tool_defs or ()]
+    schemas = [{"type": "function", "function": tool} for tool in tools]
     source = EnvironmentSource(partial(VerifiersEnvironment, environment), schemas)
     return evaluation if train is None else train, evaluation, source
 
@@ -59,12 +56,12 @@ class VerifiersEnvironment(SettlingEnvironment):
 
     async def step(self, completion: str) -> Observation:
         """Hand a turn to the rollout, and return what it adds before the next, if there is one."""
-        asked = []
-        for i, call in enumerate(self.box.parse(completion, self.prompt) if self.box else ()):
-            arguments = call.error or json.dumps(call.arguments)
-            asked.append(
-                ToolCall(id=f"call_{i}", name=call.name or "unreadable", arguments=arguments)
+        asked = [
+            ToolCall(
+                id=f"call_{i}", name=x.name or "unreadable", arguments=x.error or dumps(x.arguments)
             )
+            for i, x in enumerate(self.box.parse(completion, self.prompt) if self.box else ())
+        ]
         message = ResponseMessage(
             content=TAGGED.sub("", completion).strip() if asked else completion,
             tool_calls=asked or None,
