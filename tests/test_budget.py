@@ -43,10 +43,10 @@ TODAY = {
     "models": 2280,
     "rollout": 3045,
     "rollout/multi_turn": 1032,
-    "rewards": 2107,
-    "trainers": 3356,
+    "rewards": 2110,
+    "trainers": 3353,
     "runtime": 1135,
-    "checkpoint": 680,
+    "checkpoint": 681,
     "tasks": 780,
     "boundary": 386,
 }

@@ -9,7 +9,6 @@ from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.report.model_card import model_card
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,8 @@ def _write_card(checkpointer: Checkpointer, path: Path) -> None:
     """Write the model card; without one a run has lost nothing, so a failure is a warning."""
     try:
         fingerprint = checkpointer.fingerprints().get("train_dataset")
+        from rlhf_pg.report.model_card import model_card
+
         card = model_card(checkpointer.config, fingerprint, checkpointer.directory.parent)
         (path / "README.md").write_text(card, encoding="utf-8")
     except Exception as error:

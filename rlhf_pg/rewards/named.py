@@ -14,8 +14,6 @@ from rlhf_pg.config.files import absolute, located
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
-from rlhf_pg.rewards.servers import HttpReward, Judge
-from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier, make_verifier
 
 Reward = Callable[..., Any] | str  # a reward model, by its path or Hub id
 
@@ -69,6 +67,8 @@ def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None
 
 
 def _reward(name: str, options: Mapping[str, Any]) -> Any:
+    from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
+
     kind, _, own = name.partition(":")
     if name in VERIFIERS:
         return make_verifier(name, options)
@@ -87,6 +87,8 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
             f"{', '.join(VERIFIERS)}"
         )
     if kind in ("judge", "http", "https"):
+        from rlhf_pg.rewards.servers import HttpReward, Judge
+
         made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
         try:
             return made(given, **checked_options(made.__init__, options))
@@ -112,9 +114,9 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
     for name, reward in zip(names, rewards, strict=True):
         if isinstance(reward, str):
             what = f"loads the reward model {quoted(reward)}"
-        elif isinstance(reward, HttpReward | Judge):
-            what = f"sends completions to {reward.where}"
-        elif isinstance(reward, Verifier):
+        elif where := getattr(reward, "where", None):  # a server's
+            what = f"sends completions to {where}"
+        elif getattr(reward, "is_ready_made", False):
             what = "ready-made"
         else:
             function = reward.func if isinstance(reward, functools.partial) else reward

@@ -22,7 +22,6 @@ from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, 
 from rlhf_pg.rewards.pool import START, Pool
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
-from rlhf_pg.rewards.verifiers import Verifier
 
 Scores = Sequence[float | Sequence[float | None] | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
@@ -112,7 +111,8 @@ class Rewards:
             source = Source.of(next(name for name in names if name not in taken), function)
             if isinstance(function, RewardModel):
                 source = replace(source, kind="model")
-            stays = isinstance(function, Verifier) or "environments" in source.parameters
+            has_own_limits = getattr(function, "is_ready_made", False)
+            stays = has_own_limits or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")
                 try:

@@ -29,7 +29,6 @@ from rlhf_pg.rollout import (
     SamplingParams,
     ToolEnvironment,
 )
-from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironment
 from rlhf_pg.rollout.multi_turn.episodes import (
     environment_rewards,
     episode_counts,
@@ -258,16 +257,14 @@ class Sampler:
         if judgement.lost.any():
             known = ~judgement.lost.to(batch.action_mask.device)
             mask = batch.action_mask & known[:, None]
-            batch = batch.with_columns(action_mask=mask, host_rows=None)
+            batch = batch.with_columns(action_mask=mask)
         scores = self.shaping.penalized(judgement.scores.to(batch.sampler_logprobs), batch)
         return batch.with_columns(scores=scores, logged=judgement.extra)
 
     def _inputs(self, batch: Batch) -> RewardInputs:
         ids = batch.token_lists()
-        environments: list[Any] = [
-            one.instance if type(one) is TrlEnvironment else one
-            for one in (episode.environment for episode in batch.episodes)
-        ]
+        played = (episode.environment for episode in batch.episodes)
+        environments = [getattr(one, "trl_instance", one) for one in played]
         if all(type(one) is ToolEnvironment for one in environments):  # or there are none
             environments = []
         return RewardInputs(

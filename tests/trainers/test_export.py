@@ -84,7 +84,7 @@ def test_card_that_fails_is_one_warning(make, tmp_path, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("no card today")
 
-    monkeypatch.setattr("rlhf_pg.checkpoint.export.model_card", fails)
+    monkeypatch.setattr("rlhf_pg.report.model_card.model_card", fails)
     with caplog.at_level(logging.WARNING, "rlhf_pg"):
         make(max_steps=1).train()
     assert [m for m in caplog.messages if "card" in m] == [

@@ -75,7 +75,7 @@ def trainer_on(make, factory: Any, **options: Any) -> PolicyGradientTrainer:
 
 
 def instances(batch):
-    return [episode.environment.instance for episode in batch.episodes]
+    return [episode.environment.trl_instance for episode in batch.episodes]
 
 
 def test_methods_reach_template_and_get_reward_pays(make, any_sampler, tmp_path) -> None:

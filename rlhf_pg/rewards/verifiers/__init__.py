@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.fields import checked_options
@@ -36,6 +36,7 @@ class Verifier:
     # The prompt ends with `<think>`, as some chat templates have it, or with another tag: a
     # completion that was cut off before `</think>` is still thinking.
     opened: bool = False
+    is_ready_made: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:

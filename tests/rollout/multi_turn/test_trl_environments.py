@@ -122,7 +122,7 @@ def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:
     assert [reward for reward in episode.rewards if reward == reward] == [6.0]
     assert episode.rewards[-1] == 6.0  # at the last turn's last token
     assert episode_counts([episode], "cpu").tolist() == [[3, 0, 3, 1]]
-    instance = episode.environment.instance
+    instance = episode.environment.trl_instance
     assert type(instance) is Counter
     assert instance.row == {"prompt": CHAT, "start": 5, "answer": "a"}
 
@@ -153,10 +153,10 @@ def test_row_chooses_environment_and_its_tools() -> None:
     ]
     assert TrlEnvironments(factories).pays
     count, door = play(runner, call("step", key='"b"'), "done", rows=rows)
-    assert door.environment.instance.open
+    assert door.environment.trl_instance.open
     assert door.messages[1]["content"] == "open"
     assert "there is no tool 'step', only double, increment" in count.messages[1]["content"]
-    assert "environment" not in count.environment.instance.row
+    assert "environment" not in count.environment.trl_instance.row
     assert all(reward != reward for reward in door.rewards)
     with pytest.raises(ValueError, match=r"column 'environment' says 'house', .* has count, door"):
         runner.tools({"environment": "house"})

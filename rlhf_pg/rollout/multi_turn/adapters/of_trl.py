@@ -73,7 +73,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         factories, boxes: what makes instances, and their tools, by name.
     """
 
-    instance: Any = None
+    trl_instance: Any = None
 
     def __init__(
         self, factories: Mapping[Any, Callable[[], Any]], boxes: Mapping[Any, Toolbox]
@@ -85,12 +85,12 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         """Reset an instance with the row, and append what it says to the last message."""
         row = dict(example)
         name = None if None in self.boxes else row.pop(COLUMN)
-        self.instance, self.toolbox = self.factories[name](), self.boxes[name]
-        self.functions = {**self.toolbox.functions, **_methods(self.instance)}
-        parameters = inspect.signature(self.instance.reset).parameters
+        self.trl_instance, self.toolbox = self.factories[name](), self.boxes[name]
+        self.functions = {**self.toolbox.functions, **_methods(self.trl_instance)}
+        parameters = inspect.signature(self.trl_instance.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
-        said = call_beside(self.toolbox.timeout, self.instance.reset, **row).result()
+        said = call_beside(self.toolbox.timeout, self.trl_instance.reset, **row).result()
         if not isinstance(said, str | None):
             raise ValueError(f"reset must return a string or None, got {shown(said)}")
         self.prompt = example["prompt"]
@@ -105,9 +105,9 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
 
     def settle(self) -> Any:
         """Return what the instance pays for the episode, if it does."""
-        if not hasattr(self.instance, "get_reward"):
+        if not hasattr(self.trl_instance, "get_reward"):
             return None
-        return call_beside(self.toolbox.timeout, self.instance.get_reward).result()
+        return call_beside(self.toolbox.timeout, self.trl_instance.get_reward).result()
 
 
 def _methods(instance: Any) -> dict[str, Tool]:
