@@ -76,7 +76,7 @@ class Client:
                     failure = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
                     failure = f"no answer ({told(error)})"
-                except (ValueError, TypeError, LookupError) as error:
+                except (ValueError, TypeError, LookupError, RecursionError) as error:
                     failure = f"an answer that cannot be used ({told(error)})"
                 else:
                     said = answer.text if status >= 400 else "redirects are not followed"

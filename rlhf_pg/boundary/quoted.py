@@ -20,7 +20,7 @@ def quoted(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape all but newlines that is a control character or changes a line's end or direction."""
+    """Escape control characters and those that change a line's end or direction; keep newlines."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )

@@ -32,7 +32,7 @@ def load(name: str) -> Any:
     fails (the message has its traceback), or what has that name is no function: a class, say.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if name.endswith(".py") or not place:
+    if name.endswith(".py") or "://" in name or not place:
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
         )

@@ -2,8 +2,7 @@
 
 A directory is written beside its place as `partial-{name}`. Its `state.json`, written last, has the
 size and the SHA-256 of every other file. Everything is synced to disk before the directory gets its
-name, since a machine may lose power at any moment, and before one that it replaces is removed: from
-then on `recover` completes an interrupted replacement.
+name, since a machine may lose power at any moment. `recover` completes an interrupted replacement.
 """
 
 import errno
@@ -84,12 +83,23 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
     for written in [*partial.rglob("*"), partial]:
         sync(written)
     failpoint("save-rename")
-    shutil.rmtree(path, ignore_errors=True)
-    failpoint("save-replace")
-    partial.rename(path)
+    _replace(path)
     for directory in path.parents[:3]:  # the parent may be new, and its own too
         sync(directory)
     failpoint("save-renamed")
+
+
+def _replace(path: Path) -> None:
+    """Give `partial_of(path)` its name, and remove what had it."""
+    replaced = path.with_name(f"{PARTIAL}replaced-{path.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        path.rename(replaced)  # at once, whoever reads from it
+    failpoint("save-replace")
+    partial_of(path).rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
@@ -97,6 +107,7 @@ def remove(path: Path) -> None:
     failpoint("prune")
     shutil.rmtree(partial_of(path), ignore_errors=True)
     path.rename(partial_of(path))
+    (partial_of(path) / STATE).unlink(missing_ok=True)  # or `recover` would complete it
     failpoint("pruning")
     shutil.rmtree(partial_of(path))
 
@@ -105,8 +116,7 @@ def recover(path: Path) -> None:
     """Remove what is partial, unless it is whole and what it replaces is not: that is completed."""
     partial = partial_of(path)
     if verified(partial) is None and verified(path) is not None:
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        _replace(path)
     shutil.rmtree(partial, ignore_errors=True)
 
 

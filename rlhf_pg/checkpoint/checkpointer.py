@@ -86,6 +86,8 @@ class Checkpointer:
         """
         path = path or self.path()
         save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+        run = self.directory.parent
+        save.main(lambda: run.mkdir(mode=0o700, parents=True, exist_ok=True))
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}

@@ -92,8 +92,11 @@ class Batch:
         dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Pad lists, one entry per row, into a batch; `actions`, the tokens that the policy chose,
-        are by default all of them.
+        are by default all of them. ValueError if a row has not one number for each token.
         """
+        for rows in (logprobs, actions or completions):
+            if list(map(len, rows)) != list(map(len, completions)):
+                raise ValueError("a completion needs one log-probability, and action, per token")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = pad_rows(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)

@@ -71,4 +71,5 @@ def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
     return {
         name: made_prompts(data, args, f"eval_dataset {name}".rstrip())
         for name, data in sets.items()
+        if data is not None
     }

@@ -86,6 +86,7 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
     """Open splits, in the syntax of `datasets`; by default the only one, or else "test"."""
     opened = open_splits(name, config)
     split = split or (next(iter(opened)) if len(opened) == 1 else "test")
+    split = "+".join(opened) if split == "all" else split
     sizes = {key: len(data) for key, data in opened.items()}
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
@@ -100,8 +101,14 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
 
 
 def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a share of the rows off by the seed; both parts keep the order of the dataset."""
-    chosen = set(permutation(len(data), seed)[: max(1, round(share * len(data)))])
+    """Split a share of the rows off by the seed, in the order of the dataset; ValueError if all."""
+    count = max(1, round(share * len(data)))
+    if count >= len(data):
+        raise ValueError(
+            f"dataset_test_split {share} of {len(data)} rows leaves none to train on: give more "
+            "rows, or name a split"
+        )
+    chosen = set(permutation(len(data), seed)[:count])
     kept = [row for row in range(len(data)) if row not in chosen]
     return data.select(kept), data.select(sorted(chosen))
 
@@ -129,6 +136,8 @@ def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int)
 def renamed(data: Dataset, args: DataConfig) -> Dataset:
     """Give columns the names that `dataset_columns` maps them to; ValueError if that cannot be."""
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
+    if len(wanted) < len(args.dataset_columns):
+        raise ValueError("dataset_columns gives two names to one column: name each only once")
     there = data.column_names
     for theirs in wanted:
         if theirs not in there:

@@ -76,7 +76,9 @@ def build_meta_models(
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
     remote, adapter = args.trust_remote_code, adapter_of(args, None)
-    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
+    task, prompt = None, args.max_prompt_length
+    if args.task is not None and (args.model_name_or_path is None or not prompt):
+        task = load_task(args.task, args.task_options, args.seed)
     if (name := args.model_name_or_path) is None:
         if task is None:
             raise ValueError("no model: write model_name_or_path")
@@ -86,7 +88,6 @@ def build_meta_models(
         with models.about("model_name_or_path"):
             model = _without_data(name, dtype, AutoModelForCausalLM, remote)
         tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
-    prompt = args.max_prompt_length
     if not prompt:  # that of the data which the config names
         data = made_prompts(named_data(args, task).train, args, "train_dataset")
         set_template_arguments(tokenizer, args.chat_template_kwargs)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.rewards.named import PYTHON, named_rewards
@@ -18,7 +18,13 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     """
     if not run.config:
         raise ValueError(f"{run.directory} holds no run: it lacks config.yaml")
-    kind = TRAINERS[run.config["algorithm"]]
+    algorithm = run.config.get("algorithm")
+    if algorithm not in TRAINERS:
+        raise ValueError(
+            f"{run.directory / 'config.yaml'}: the key algorithm must be one of "
+            f"{', '.join(TRAINERS)}, got {shown(algorithm)}"
+        )
+    kind = TRAINERS[algorithm]
     recipe = ["--config", str(run.directory / "config.yaml")]
     args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
     given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]

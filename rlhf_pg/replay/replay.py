@@ -47,6 +47,7 @@ class Replay:
             raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
         self.last: int = self.run.metrics[-1]["step"]
         self.has_episodes = trainer.episode_runner is not None
+        trainer.observers = ()  # nothing is written
         trainer.sampler.episode_runner = None  # nobody plays
         trainer.learner.agreement.refuses = False  # other hardware may round otherwise
         trainer.on_resume(self.run.config)

@@ -21,7 +21,7 @@ from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRe
 
 logger = logging.getLogger(__name__)
 
-FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
+FIRST = 3.0  # seconds until the first page, which a short run never needs
 SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 SHOWN = ("reward", "kl", "entropy")
 

@@ -24,6 +24,10 @@ COUNTER = "step"  # the key whose value is not shaped like the parameter
 TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
 MASTER = "master"  # the key of the float32 weights through which bfloat16 ones are updated
 CPU = torch.device("cpu")
+HAS_MOMENTS = (
+    "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would lose: give a "
+    "new one"
+)
 
 
 def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
@@ -35,6 +39,8 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
             "8-bit moments are for one process or DDP: launch without FSDP, DeepSpeed, or set "
             "optim to adamw_torch_fused"
         )
+    if optimizer.state:
+        raise ValueError(HAS_MOMENTS)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -88,10 +94,7 @@ class MasterWeights:
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
         if optimizer.state.keys() - {self.of(p) for p in trained}:
-            raise ValueError(
-                "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would "
-                "lose: give a new one"
-            )
+            raise ValueError(HAS_MOMENTS)
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the tensor that the optimizer updates for a weight: its copy or itself."""

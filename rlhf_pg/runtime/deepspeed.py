@@ -38,6 +38,7 @@ class DeepSpeedBackend(DDPBackend):
         self.optimizer = self._zero.optimizer
         self._forgotten: list[Tensor] = []  # shards that the next step leaves unchanged
         self._buffers: list[Tensor | None] = []  # for their gradients
+        self._is_broken = False  # an update was interrupted
         self.optimizer.register_step_pre_hook(self._hide)
         self.optimizer.register_step_post_hook(self._show)
         return engine
@@ -60,8 +61,17 @@ class DeepSpeedBackend(DDPBackend):
 
     @waits
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share of the loss."""
+        """Add the gradient of this process's share; ValueError after `discard_update`."""
+        if self._is_broken:
+            raise ValueError(
+                "an update was broken off, and DeepSpeed keeps half of its gradient: resume from a "
+                "checkpoint in a new process"
+            )
         self._wrapped.backward(loss * self._world)
+
+    def discard_update(self) -> None:
+        """Note that an update was interrupted: DeepSpeed's buffers cannot drop half a gradient."""
+        self._is_broken = True
 
     def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of some parameters, which the next step then leaves unchanged."""
@@ -188,11 +198,14 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return the optimizer that updates where the state is to be; DeepSpeed refuses any other."""
+    """Return the optimizer that updates where the state is to be; ValueError if there is none."""
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    # accelerate would make Adam of any other.
-    is_adam = type(optimizer) in (Adam, AdamW)
-    if where == "none" or not is_adam or not config.get("zero_force_ds_cpu_optimizer", True):
+    if where == "none" or not config.get("zero_force_ds_cpu_optimizer", True):
         return optimizer
+    if type(optimizer) not in (Adam, AdamW):  # accelerate would make Adam of it
+        raise ValueError(
+            f"the DeepSpeed config offloads the optimizer, and {type(optimizer).__name__} cannot "
+            "be offloaded: use Adam or AdamW, or leave offload_optimizer out"
+        )
     faster: Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
     return faster

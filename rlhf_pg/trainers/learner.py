@@ -69,7 +69,7 @@ class Learner:
         self.frozen_until = args.policy_frozen_until
         self.updates_begun = 0
         self.size = self._size()
-        # The models are sharded; whatever needs whole weights runs before.
+        # Fingerprints need whole weights, so they are taken before the models are sharded.
         parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch)
@@ -78,7 +78,7 @@ class Learner:
         }
         self.full_policy = self.parts["model"]
         if runtime.splits:
-            _ = self.fingerprints  # computed now and kept: they need whole weights
+            _ = self.fingerprints  # which are kept
         if optimizer is None:
             runtime.place(self.policy)
             self.trained = cast(Any, partial(runtime.output, self.policy))

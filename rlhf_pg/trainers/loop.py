@@ -341,7 +341,7 @@ class TrainingLoop(ABC):
         )
 
     def began(self) -> Start:
-        """Return on what the run begins or goes on, and from which weights; collective."""
+        """Describe the environment and the weights that the run begins from; collective."""
         return Start(
             step=self.state.step,
             versions=versions(),

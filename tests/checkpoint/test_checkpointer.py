@@ -16,6 +16,7 @@ from transformers import (
     get_scheduler,
 )
 
+from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import (
     Checkpointer,
     TrainState,
@@ -304,6 +305,30 @@ def test_saving_step_again_replaces_checkpoint(tmp_path):
     assert not (path / "leftover").exists()
     assert json.loads((path / "state.json").read_text())["counters"]["prompt_index"] == 77
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_checkpoint_that_is_a_link_is_replaced(tmp_path):
+    checkpointer = make_checkpointer(tmp_path / "checkpoints")
+    path = save_at(checkpointer, 4)
+    elsewhere = path.rename(tmp_path / "elsewhere")
+    path.symlink_to(elsewhere)
+    assert save_at(checkpointer, 4) == path
+    assert not path.is_symlink()
+    assert (elsewhere / "state.json").exists()
+
+
+def test_removed_checkpoint_is_not_completed_after_a_kill(tmp_path, monkeypatch):
+    path = save_at(make_checkpointer(tmp_path), 4)
+
+    def killed(name):
+        if name == "pruning":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "failpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        atomic.remove(path)
+    atomic.recover(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("choice", [True, "latest", "step-00000005"])

@@ -121,6 +121,10 @@ def test_wrong_usage_is_one_error(run: str, flags: list[str], said: str, capsys)
 def test_what_is_no_run_is_one_error(tmp_path: Path, run: str, capsys) -> None:
     assert str(tmp_path) in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
     assert "are required: RUN" in said_of(["replay", "--step", "1"], capsys)
+    (tmp_path / "config.yaml").write_text("algorithm: sft\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    said = said_of(["replay", str(tmp_path), "--step", "1"], capsys)
+    assert "algorithm must be one of grpo" in said
 
 
 def test_run_of_python_says_how(make, capsys) -> None:

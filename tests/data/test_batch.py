@@ -79,6 +79,17 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
     assert nothing.micro_batches(100) == []
 
 
+@pytest.mark.parametrize(
+    ("logprobs", "actions"),
+    [([[-0.5], [-0.6, -0.7]], None), ([[-0.5, -0.6], [-0.7]], [[True], [True] * 2])],
+)
+def test_numbers_of_other_tokens_raise(logprobs, actions):
+    """Together they are as many as the tokens."""
+    tokens = [[1], [1]], [[2, 3], [4]]
+    with pytest.raises(ValueError, match="per token"):
+        Batch.from_tokens(*tokens, logprobs, [False] * 2, [0, 0], PAD, actions)
+
+
 def test_action_mask_has_holes_at_environment_tokens():
     r = Batch.from_tokens(
         [[1], [1]],

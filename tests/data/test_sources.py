@@ -95,11 +95,20 @@ def test_mixture_takes_every_row_once_or_goes_by_weights(tmp_path):
     assert load_datasets(weighted, 0).train["question"] == mixed["question"]
 
 
+def test_all_splits_are_one_behind_another(tmp_path):
+    for name in ("train", "test"):
+        written(tmp_path / f"{name}.jsonl")
+    args = DataConfig(dataset_name=(str(tmp_path),), dataset_train_split="all")
+    assert len(load_datasets(args, 0).train) == 2 * len(ROWS)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"dataset_columns": {"prompt": "q"}}, "no column 'q'; it has question, solution"),
+        ({"dataset_columns": {"prompt": "question", "x": "question"}}, "two names to one column"),
         ({"dataset_test_split": "test"}, "has no split 'test', but train"),
+        ({"dataset_test_split": 0.99}, "leaves none to train on"),
         ({"dataset_train_split": "train[:x]"}, r"has no split 'train\[:x\]'"),
     ],
 )

@@ -186,6 +186,16 @@ def test_record_agrees_with_what_readers_see(make) -> None:
     assert set(unlogged.numbers) == {"advantage", "sampler_logprob"}
 
 
+def test_replay_by_the_trainer_of_the_run_writes_nothing(make) -> None:
+    trainer = make(GRPOTrainer, **EVERY)
+    trainer.train()
+    run = RunFiles(Path(trainer.args.output_dir))
+    shutil.rmtree(run.directory / "checkpoints" / "step-00000004")
+    before = contents(run.directory)
+    assert Replay(trainer).make(4).differs == []  # from step 2, over step 3
+    assert contents(run.directory) == before
+
+
 def test_any_bit_of_a_weight_changes_its_fingerprint(make) -> None:
     trainer = make()
     before = trainer.recorder.fingerprints(trained=True)

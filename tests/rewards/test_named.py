@@ -160,7 +160,7 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         ),
         (["mine.py:brevity"], {"mine.py:brevity": {"completions": 1}}, "its options are limit"),
         (["mine.py"], {}, "names no function"),
-        (["ftp://host/mine.py:f"], {}, "there is no file"),
+        (["ftp://host/mine.py:f"], {}, "names no function: write file.py:NAME"),
         (["absent.py:f"], {}, "there is no file"),
         (["mine.py:acuracy"], {}, "did you mean 'accuracy'"),
     ],

@@ -96,13 +96,15 @@ def test_unsuitable_deepspeed_config_raises(asked, message) -> None:
         zero._config(asked, bf16=False)
 
 
-def test_optimizer_other_than_adam_is_kept() -> None:
-    """accelerate makes Adam of whatever it does not know; DeepSpeed refuses it."""
+def test_offloaded_optimizer_is_kept_or_raises() -> None:
+    """accelerate makes Adam of whatever it does not know."""
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     weights = [torch.nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.SGD(weights, lr=1.0, momentum=0.9)
     config: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    assert zero._offloaded(optimizer, config) is optimizer
+    with pytest.raises(ValueError, match="SGD cannot be offloaded: use Adam or AdamW"):
+        zero._offloaded(optimizer, config)
+    assert zero._offloaded(optimizer, config | {"zero_force_ds_cpu_optimizer": False}) is optimizer
     assert zero._offloaded(optimizer, {"zero_optimization": {"stage": 3}}) is optimizer
 
 
@@ -113,3 +115,12 @@ def test_deepspeed_with_float64_raises() -> None:
     asked = SimpleNamespace(num_processes=1)
     with pytest.raises(ValueError, match="set dtype to float32"):
         zero.DeepSpeedBackend(asked, layer, optimizer)
+
+
+def test_deepspeed_after_discarded_update_raises() -> None:
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
+    engine = object.__new__(zero.DeepSpeedBackend)
+    engine.watch = None
+    engine.discard_update()
+    with pytest.raises(ValueError, match=r"an update was broken off.*in a new process"):
+        engine.backward(torch.zeros(()))

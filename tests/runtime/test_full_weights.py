@@ -107,3 +107,12 @@ def test_quantized_weights_raise() -> None:
     model.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match="4-bit weights are for one process or DDP"):
         check_divisible(model, optimizer)
+
+
+def test_used_optimizer_raises() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="yours has moments already"):
+        check_divisible(model, optimizer)

@@ -65,6 +65,8 @@ class Toolbox:
         functions = {
             schema["function"]["name"]: x for schema, x in zip(schemas, tools, strict=True)
         }
+        if len(functions) < len(tools):
+            raise ValueError(f"tools: two have one name; there are {', '.join(functions)}")
         return cls(schemas=schemas, tokenizer=tokenizer, functions=functions, timeout=timeout)
 
     def parse(self, completion: str, prompt: Any) -> list[ToolCall]:

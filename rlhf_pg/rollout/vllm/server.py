@@ -169,7 +169,7 @@ class VllmServerEngine(RolloutEngine):
             )
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
-        """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
+        """Return the result of `begin`."""
         return self.begin(path, body, read).result()
 
     def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":

@@ -182,6 +182,7 @@ def test_tokenizer_with_response_template_parses_calls():
     [
         ([lambda x: x], "cannot be described to the model: .*<lambda>"),
         (["add"], "cannot be described to the model"),
+        ([add, add], "two have one name; there are add"),
     ],
 )
 def test_invalid_tools_raise(tools, message):
