@@ -127,6 +127,11 @@ def as_dataset(given: Any) -> Dataset:
     """Return a dataset, or make one of a list of dicts; ValueError if that is impossible."""
     if isinstance(given, Dataset):
         return given
+    if given is None:
+        raise ValueError(
+            "no data: write dataset_name (a file, a folder or a Hub id), as in docs/your-data.md, "
+            "or task: arithmetic for an embedded task; or give a datasets.Dataset"
+        )
     if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
         hint = ": take one split" if isinstance(given, Mapping) else ""
         if isinstance(given, IterableDataset):

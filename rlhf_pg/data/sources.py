@@ -192,17 +192,14 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
     return with_system(prompt, system, f"the prompt in row {number}")
 
 
-def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Any:
+def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
     """Make the prompts of a dataset as the config says: by a template, with a system message.
 
     With `of_texts` False a dataset without prompts stays as it is. ValueError, with the name `what`
-    in front, if a row does not fit.
+    in front, if there are none, or a row does not fit.
     """
     try:
-        if isinstance(data, list):
-            data = as_dataset(data)
-        if not isinstance(data, Dataset):
-            return data  # refused where it is read
+        data = as_dataset(data)
         has_prompts = args.prompt_template is not None or "prompt" in data.column_names
         return with_prompts(data, args) if has_prompts or of_texts else data
     except ValueError as error:
