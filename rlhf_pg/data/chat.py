@@ -21,10 +21,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ARGUMENTS = "chat_template_kwargs"
 
 
-class TooLong(ValueError):
-    """An error for a text with more tokens than it may have."""
-
-
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
@@ -64,8 +60,7 @@ def encode(
             or behind its own words, if they come last; otherwise it is closed.
 
     Raises:
-        TooLong: there are more tokens than `most`.
-        ValueError: something else is wrong; the message names row and text.
+        ValueError: it has a fault, or more tokens than `most`; the message names row and text.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
@@ -74,9 +69,9 @@ def encode(
         quoted = quoted_chat(text, tokenizer, where)
         if open_turn and continues(text):
             quoted[-1] = _marked(quoted[-1])
-            chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
+            chat = _around_mark(rendered(tokenizer, quoted, where, False, tools))[0]
         else:
-            chat = _rendered(tokenizer, quoted, where, open_turn, tools)
+            chat = rendered(tokenizer, quoted, where, open_turn, tools)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
@@ -85,7 +80,7 @@ def encode(
     if not ids:
         raise ValueError(f"{where} is empty: a model needs at least one token")
     if most is not None and len(ids) > most:
-        raise TooLong(f"{where} is too long: {len(ids)} tokens, for at most {most}")
+        raise ValueError(f"{where} is too long: {len(ids)} tokens, for at most {most}")
     return ids
 
 
@@ -112,7 +107,7 @@ def encode_answer(
     said = quoted_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
     told = quoted_chat(list(messages), tokenizer, where)
-    chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    chat = rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
     text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
@@ -163,7 +158,7 @@ def _around_mark(chat: str) -> tuple[str, str]:
 
 
 def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """Quote chat messages for `_rendered`."""
+    """Quote chat messages for `rendered`."""
     try:
         quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer, len(tokenizer)))
     except Exception as error:
@@ -171,12 +166,12 @@ def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: 
     return quoted
 
 
-def _rendered(
+def rendered(
     tokenizer: PreTrainedTokenizerBase,
     quoted: list[Any],
     where: str,
-    open_turn: bool,
-    tools: Sequence[dict[str, Any]],
+    open_turn: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """Render quoted chat messages by the chat template, for `_tokenize_chat`."""
     if not tokenizer.chat_template:
@@ -231,7 +226,7 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
-    """Tokenize what `_rendered` gave; a `QUOTE` stands for a name, letter by letter."""
+    """Tokenize what `rendered` gave; a `QUOTE` stands for a name, letter by letter."""
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
     for number, text in zip(rest[::2], rest[1::2], strict=True):

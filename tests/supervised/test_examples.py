@@ -278,7 +278,11 @@ def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options
 @pytest.mark.parametrize(
     ("template", "chat", "message"),
     [
-        (None, CHAT, "messages in row 0 is a chat, but the tokenizer has no chat_template"),
+        (
+            None,
+            CHAT,
+            "messages in row 0 is a list of messages, but the tokenizer has no chat_template",
+        ),
         ("{{ raise_exception('odd') }}", CHAT, "messages in row 0 does not fit the chat template"),
         (TAGGED, CHAT[:1], "row 0 has nothing to learn: .*the assistant says nothing"),
     ],
