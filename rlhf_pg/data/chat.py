@@ -64,7 +64,7 @@ def encode(
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
-        ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
+        ids = tokenized(tokenizer, text, where, add_special_tokens=True)["input_ids"]
     elif isinstance(text, list) and text and isinstance(text[0], dict):
         quoted = quoted_chat(text, tokenizer, where)
         if open_turn and continues(text):
@@ -103,7 +103,7 @@ def encode_answer(
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
-        return _tokenize(tokenizer, messages, where, add_special_tokens=False)
+        return tokenized(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
     said = quoted_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
     told = quoted_chat(list(messages), tokenizer, where)
@@ -228,10 +228,10 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
     """Tokenize what `rendered` gave; a `QUOTE` stands for a name, letter by letter."""
     first, *rest = QUOTE.split(chat)
-    ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
+    ids = tokenized(tokenizer, first, where, add_special_tokens=False)["input_ids"]
     for number, text in zip(rest[::2], rest[1::2], strict=True):
         ids += spelled(tokenizer, number, where)
-        ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
+        ids += tokenized(tokenizer, text, where, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -240,17 +240,19 @@ def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list
     vocabulary = _vocabulary(tokenizer, len(tokenizer))
     name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
-    ids = _tokenize(tokenizer, name, where, **plain)
+    ids = tokenized(tokenizer, name, where, **plain)["input_ids"]
     if vocabulary.ids & set(ids):  # some vocabularies have it among their pieces
-        ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
+        letters = [tokenized(tokenizer, letter, where, **plain) for letter in name]
+        ids = [i for letter in letters for i in letter["input_ids"]]
     return ids
 
 
-def _tokenize(
+def tokenized(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
-) -> list[int]:
+) -> dict[str, list[Any]]:
+    """Return what the tokenizer makes of a text: "input_ids", and what the options ask for."""
     try:
-        ids: list[int] = tokenizer(text, **options)["input_ids"]
-    except Exception as error:  # a character without a token, say
-        raise ValueError(f"{where} cannot be tokenized: {error}") from error
-    return ids
+        encoded: dict[str, list[Any]] = tokenizer(text, **options)
+    except Exception as error:  # a character without a token, or a slow tokenizer
+        raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
+    return encoded

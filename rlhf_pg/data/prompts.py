@@ -36,11 +36,6 @@ class Prompts:
     def longest(self) -> int:
         return max(len(tokens) for tokens in self.tokens)
 
-    def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """Return all columns of rows."""
-        columns: dict[str, list[Any]] = self.rows[list(rows)] if rows else {}
-        return columns
-
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the tokens and of all columns by row; a resumed run needs the same."""
@@ -124,18 +119,13 @@ def as_dataset(given: Any) -> Dataset:
     """Return a dataset, or make one of a list of dicts; ValueError if that is impossible."""
     if isinstance(given, Dataset):
         return given
-    if given is None:
-        raise ValueError(
-            "no data: write dataset_name (a file, a folder or a Hub id), as in docs/your-data.md, "
-            "or task: arithmetic for an embedded task; or give a datasets.Dataset"
-        )
     if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
         hint = ": take one split" if isinstance(given, Mapping) else ""
         if isinstance(given, IterableDataset):
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
-            "give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
-            f"{shown(given)}{hint}"
+            "write dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
+            f"or give a datasets.Dataset or a list of dicts; got {shown(given)}{hint}"
         )
     try:
         return Dataset.from_list([dict(row) for row in given])

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_pg.boundary.quoted import told
-from rlhf_pg.data.chat import QUOTE, quoted_chat, rendered, spelled, template_arguments
+from rlhf_pg.data.chat import QUOTE, quoted_chat, rendered, spelled, template_arguments, tokenized
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -113,16 +112,13 @@ def _tokenize_places(
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
-            pieces = spelled(tokenizer, part, where)
-            width = len(part) + 2
-            ids, places = ids + pieces, places + [(at, at + width)] * len(pieces)
+            pieces, width = spelled(tokenizer, part, where), len(part) + 2
+            spans = [(0, width)] * len(pieces)
         else:
-            width = len(part)
-            try:
-                encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
-            except Exception as error:  # a character without a token, or a slow tokenizer
-                raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
-            ids = ids + encoded["input_ids"]
-            places = places + [(at + a, at + b) for a, b in encoded["offset_mapping"]]
+            options = {"add_special_tokens": False, "return_offsets_mapping": True}
+            encoded = tokenized(tokenizer, part, where, **options)
+            pieces, spans, width = encoded["input_ids"], encoded["offset_mapping"], len(part)
+        ids += pieces
+        places += [(at + a, at + b) for a, b in spans]
         at += width
     return ids, places

@@ -54,8 +54,7 @@ def evaluate(
     # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for start in range(0, len(prompts), at_once):
-        batch = range(len(prompts))[start : start + at_once]
-        mine = list(batch[runtime.rank :: runtime.world])
+        mine = list(range(len(prompts))[start : start + at_once][runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
         sampled = sampler.sample(prompts, mine, indices, n, temperature)

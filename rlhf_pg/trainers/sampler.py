@@ -199,7 +199,7 @@ class Sampler:
         """Return completions, equally many of each row, as a batch."""
         n = len(said) // max(1, len(rows))
         repeated = [row for row in rows for _ in range(n)]
-        tokens, columns = [prompts.tokens[row] for row in repeated], prompts.columns(repeated)
+        tokens, columns = [prompts.tokens[row] for row in repeated], prompts.rows[repeated]
         opened = columns.pop("prompt", [])
         has_episodes = self.episode_runner is not None
         texts, fields = list[tuple[Any, Any]](), dict[str, Any]()
