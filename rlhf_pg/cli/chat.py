@@ -12,7 +12,7 @@ from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import model_of_run
 from rlhf_pg.config.parse import fail
-from rlhf_pg.data.chat import TooLong, encode
+from rlhf_pg.data.chat import encode
 
 AGAIN = "/new"
 
@@ -63,7 +63,7 @@ def chat(flags: Sequence[str]) -> None:
         asked = [*messages, {"role": "user", "content": line}]
         try:
             ids = encode(asked if tokenizer.chat_template else line, tokenizer, most=room)
-        except TooLong as error:
+        except ValueError as error:
             print(f"error: {visible(str(error))}: {AGAIN} begins anew", file=sys.stderr)
             continue
         given = torch.tensor([ids], device=model.device)

@@ -226,12 +226,8 @@ class Batch:
 
         def table(name: str) -> dict[str, list[Any]]:
             keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
-            blank = [[None] * part.num_rows for part in parts]
             return {
-                key: _joined(
-                    getattr(part, name).get(key, nothing)
-                    for part, nothing in zip(parts, blank, strict=True)
-                )
+                key: _joined(getattr(part, name).get(key, [None] * part.num_rows) for part in parts)
                 for key in keys
             }
 

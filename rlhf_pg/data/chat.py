@@ -21,10 +21,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ARGUMENTS = "chat_template_kwargs"
 
 
-class TooLong(ValueError):
-    """An error for a text with more tokens than it may have."""
-
-
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
@@ -64,19 +60,18 @@ def encode(
             or behind its own words, if they come last; otherwise it is closed.
 
     Raises:
-        TooLong: there are more tokens than `most`.
-        ValueError: something else is wrong; the message names row and text.
+        ValueError: it has a fault, or more tokens than `most`; the message names row and text.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
-        ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
+        ids = tokenized(tokenizer, text, where, add_special_tokens=True)["input_ids"]
     elif isinstance(text, list) and text and isinstance(text[0], dict):
         quoted = quoted_chat(text, tokenizer, where)
         if open_turn and continues(text):
             quoted[-1] = _marked(quoted[-1])
-            chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
+            chat = _around_mark(rendered(tokenizer, quoted, where, False, tools))[0]
         else:
-            chat = _rendered(tokenizer, quoted, where, open_turn, tools)
+            chat = rendered(tokenizer, quoted, where, open_turn, tools)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
@@ -85,7 +80,7 @@ def encode(
     if not ids:
         raise ValueError(f"{where} is empty: a model needs at least one token")
     if most is not None and len(ids) > most:
-        raise TooLong(f"{where} is too long: {len(ids)} tokens, for at most {most}")
+        raise ValueError(f"{where} is too long: {len(ids)} tokens, for at most {most}")
     return ids
 
 
@@ -108,11 +103,11 @@ def encode_answer(
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
-        return _tokenize(tokenizer, messages, where, add_special_tokens=False)
+        return tokenized(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
     said = quoted_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
     told = quoted_chat(list(messages), tokenizer, where)
-    chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    chat = rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
     text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
@@ -163,7 +158,7 @@ def _around_mark(chat: str) -> tuple[str, str]:
 
 
 def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """Quote chat messages for `_rendered`."""
+    """Quote chat messages for `rendered`."""
     try:
         quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer, len(tokenizer)))
     except Exception as error:
@@ -171,12 +166,12 @@ def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: 
     return quoted
 
 
-def _rendered(
+def rendered(
     tokenizer: PreTrainedTokenizerBase,
     quoted: list[Any],
     where: str,
-    open_turn: bool,
-    tools: Sequence[dict[str, Any]],
+    open_turn: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """Render quoted chat messages by the chat template, for `_tokenize_chat`."""
     if not tokenizer.chat_template:
@@ -231,12 +226,12 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
-    """Tokenize what `_rendered` gave; a `QUOTE` stands for a name, letter by letter."""
+    """Tokenize what `rendered` gave; a `QUOTE` stands for a name, letter by letter."""
     first, *rest = QUOTE.split(chat)
-    ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
+    ids = tokenized(tokenizer, first, where, add_special_tokens=False)["input_ids"]
     for number, text in zip(rest[::2], rest[1::2], strict=True):
         ids += spelled(tokenizer, number, where)
-        ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
+        ids += tokenized(tokenizer, text, where, add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -245,17 +240,19 @@ def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list
     vocabulary = _vocabulary(tokenizer, len(tokenizer))
     name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
-    ids = _tokenize(tokenizer, name, where, **plain)
+    ids = tokenized(tokenizer, name, where, **plain)["input_ids"]
     if vocabulary.ids & set(ids):  # some vocabularies have it among their pieces
-        ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
+        letters = [tokenized(tokenizer, letter, where, **plain) for letter in name]
+        ids = [i for letter in letters for i in letter["input_ids"]]
     return ids
 
 
-def _tokenize(
+def tokenized(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
-) -> list[int]:
+) -> dict[str, list[Any]]:
+    """Return what the tokenizer makes of a text: "input_ids", and what the options ask for."""
     try:
-        ids: list[int] = tokenizer(text, **options)["input_ids"]
-    except Exception as error:  # a character without a token, say
-        raise ValueError(f"{where} cannot be tokenized: {error}") from error
-    return ids
+        encoded: dict[str, list[Any]] = tokenizer(text, **options)
+    except Exception as error:  # a character without a token, or a slow tokenizer
+        raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
+    return encoded

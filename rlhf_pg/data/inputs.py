@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.sources import Loaded, load_datasets, made_prompts
+
+Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
 
 def settle_data(
@@ -24,25 +27,17 @@ def settle_data(
     task = None
     if args.task is not None and given is None:
         task = load_task(args.task, args.task_options, args.seed)
-    if trains:
-        args.refuse_twice("train_dataset", train_dataset, "dataset_name", "task")
-        args.refuse_twice("eval_dataset", eval_dataset, "eval_dataset_name", "dataset_test_split")
-    is_named = task is not None or bool(args.dataset_name)
-    if given is None and (is_named or not trains or environment_factory is None):
-        named = named_data(args, task, trains)
-    elif trains and args.eval_dataset_name:
-        named = load_datasets(args, args.seed, train=False)
-    else:  # given in Python, or an environment brings the prompts
-        named = Loaded(None, {})
-    if eval_dataset is None:
-        eval_dataset = named.eval
-        if not trains and not eval_dataset:  # nothing is held out: all of it
-            eval_dataset = {"": named_data(args, task).train}
-    held_out = made_sets(eval_dataset, args)
     if not trains:
-        return task, next(iter(held_out.values())), held_out
-    train_dataset = named.train if train_dataset is None else train_dataset
-    return task, made_prompts(train_dataset, args, "train_dataset"), held_out
+        if eval_dataset is None:  # where nothing is held out, all of it
+            held_out = named_data(args, task, train=False).eval
+            eval_dataset = held_out or named_data(args, task).train
+        sets = made_sets(eval_dataset, args)
+        return task, next(iter(sets.values())), sets
+    args.refuse_twice("train_dataset", train_dataset, "task")
+    train_dataset, eval_dataset = given_or_named(args, train_dataset, eval_dataset, task)
+    if train_dataset is not None or environment_factory is None:  # which brings prompts
+        train_dataset = made_prompts(train_dataset, args, "train_dataset")
+    return task, train_dataset, made_sets(eval_dataset, args)
 
 
 def load_task(name: str, options: Mapping[str, Any], seed: int) -> Any:
@@ -50,14 +45,20 @@ def load_task(name: str, options: Mapping[str, Any], seed: int) -> Any:
     return import_module("rlhf_pg.tasks").load_task(name, options, seed)
 
 
-def named_data(args: PolicyGradientConfig, task: Any, train: bool = True) -> Loaded:
+def given_or_named(args: Config, train: Any, held_out: Any, task: Any = None) -> Loaded:
+    """Return what is given to train and to evaluate on, or else what the config names; ValueError
+    if it is both.
+    """
+    args.refuse_twice("train_dataset", train, "dataset_name")
+    args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
+    named = named_data(args, task, train is None)
+    return Loaded(
+        named.train if train is None else train, named.eval if held_out is None else held_out
+    )
+
+
+def named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
     """Load the training rows, if any `train`, and the evaluation sets that a config names."""
-    if task is None and not args.dataset_name and (train or not args.eval_dataset_name):
-        raise ValueError(
-            f"no data to {'train' if train else 'evaluate'} on: write dataset_name (a file, a "
-            "folder or a Hub id) and reward_funcs, as in docs/your-data.md; or task: arithmetic "
-            "for an embedded task"
-        )
     loaded = load_datasets(args, args.seed, train)
     if task is None:
         return loaded
@@ -65,11 +66,11 @@ def named_data(args: PolicyGradientConfig, task: Any, train: bool = True) -> Loa
     return Loaded(task.train_dataset, loaded.eval or own)
 
 
-def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
+def made_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[str, Any]:
     """Make the prompts of evaluation datasets, by name; a single one has the name ""."""
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     return {
-        name: made_prompts(data, args, f"eval_dataset {name}".rstrip())
+        name: made_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
         for name, data in sets.items()
         if data is not None
     }

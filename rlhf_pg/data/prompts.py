@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -35,19 +35,6 @@ class Prompts:
     @property
     def longest(self) -> int:
         return max(len(tokens) for tokens in self.tokens)
-
-    def examples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows by their numbers, with all columns."""
-        return [self.rows[row] for row in rows]
-
-    def encoded(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of the prompts of rows by their numbers."""
-        return [self.tokens[row] for row in rows]
-
-    def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """Return all columns of rows."""
-        columns: dict[str, list[Any]] = self.rows[list(rows)] if rows else {}
-        return columns
 
     @cached_property
     def fingerprint(self) -> str:
@@ -103,6 +90,11 @@ def load_prompts(
             own = tools(dict(dataset[row])) if callable(tools) else tools
         except ValueError as error:
             raise ValueError(f"row {row}: {error}") from error
+        if tools and isinstance(prompt, str):
+            raise ValueError(
+                f"the prompt in row {row} is a string, and tools are called in a chat: make it a "
+                "list of messages"
+            )
         ids = encode(prompt, tokenizer, row, tools=own)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             long.append(f"row {row} with {len(ids)} tokens")
@@ -132,8 +124,8 @@ def as_dataset(given: Any) -> Dataset:
         if isinstance(given, IterableDataset):
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
-            "give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
-            f"{shown(given)}{hint}"
+            "write dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
+            f"or give a datasets.Dataset or a list of dicts; got {shown(given)}{hint}"
         )
     try:
         return Dataset.from_list([dict(row) for row in given])
@@ -174,13 +166,6 @@ def fitting_prompts(
     """
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
-        prompts = loaded.rows["prompt"] if tools else ()
-        for row, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                raise ValueError(
-                    f"the prompt in row {row} is a string, and tools are called in a chat: make it "
-                    "a list of messages"
-                )
         width = loaded.longest + max_completion_length
         widest = (
             f"the longest prompt ({loaded.longest}) plus max_completion_length is {width} tokens"
@@ -226,9 +211,3 @@ def permutation(size: int, *key: int) -> list[int]:
     """Return a random order of 0..size-1 that depends on the key alone."""
     order: list[int] = np.random.default_rng(key).permutation(size).tolist()
     return order
-
-
-def batches(rows: range, size: int) -> Iterator[range]:
-    """Yield the rows in runs of `size`."""
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]

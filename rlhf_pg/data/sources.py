@@ -149,12 +149,13 @@ def renamed(data: Dataset, args: DataConfig) -> Dataset:
     return data.remove_columns(hidden).rename_columns(changed) if changed else data
 
 
-def with_prompts(data: Dataset, args: DataConfig) -> Dataset:
+def with_prompts(data: Dataset, args: DataConfig, of_texts: bool = True) -> Dataset:
     """Return a dataset whose column `prompt` is made from each row: by a template, with a system
     message, as a chat.
 
     A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
-    names that. ValueError if the template names no column, or does not fit a row.
+    names that and `of_texts` is set. ValueError if the template names no column, or does not fit a
+    row.
     """
     template, columns = args.prompt_template, data.column_names
     try:
@@ -162,7 +163,7 @@ def with_prompts(data: Dataset, args: DataConfig) -> Dataset:
     except ValueError as error:
         raise ValueError(f"prompt_template cannot be read: {error}") from error
     names = [name for _, name, _, _ in parts if name is not None]
-    if columns == ["text"] and "text" not in names:
+    if of_texts and columns == ["text"] and "text" not in names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
     for name in names:
         if name not in columns:
@@ -201,19 +202,10 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
     return with_system(prompt, system, f"the prompt in row {number}")
 
 
-def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Any:
-    """Make the prompts of a dataset as the config says: by a template, with a system message.
-
-    With `of_texts` False a dataset without prompts stays as it is. ValueError, with the name `what`
-    in front, if a row does not fit.
-    """
+def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
+    """Make the prompts of data, `with_prompts`; a ValueError has the name `what` in front."""
     try:
-        if isinstance(data, list):
-            data = as_dataset(data)
-        if not isinstance(data, Dataset):
-            return data  # refused where it is read
-        has_prompts = args.prompt_template is not None or "prompt" in data.column_names
-        return with_prompts(data, args) if has_prompts or of_texts else data
+        return with_prompts(as_dataset(data), args, of_texts)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 

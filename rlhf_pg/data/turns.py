@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_pg.boundary.quoted import told
-from rlhf_pg.data.chat import QUOTE, quoted_chat, spelled, template_arguments
+from rlhf_pg.data.chat import QUOTE, quoted_chat, rendered, spelled, template_arguments, tokenized
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -45,35 +44,13 @@ def encode_turns(
             told apart.
     """
     quoted = quoted_chat(list(messages), tokenizer, where)
-    if not tokenizer.chat_template:
-        raise ValueError(f"{where} is a chat, but the tokenizer has no chat_template")
-    template: str = tokenizer.get_chat_template()
-    has_tags = GENERATION.search(template) is not None
-    names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
-
-    def rendered(count: int, closed: bool) -> tuple[str, list[Span]]:
-        """Render the first messages, with the places of what stands in generation tags."""
-        try:
-            [text], spans = render_jinja_template(
-                [quoted[:count]],
-                chat_template=template,
-                return_assistant_tokens_mask=closed and has_tags,
-                add_generation_prompt=not closed,
-                **names,
-            )
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
-        return text, spans[0] if closed and has_tags else []
-
-    whole, tagged = rendered(len(quoted), closed=True)
+    whole = rendered(tokenizer, quoted, where)
 
     def length(count: int, closed: bool) -> int:
         """Return how long the text is up to a message, or else up to the assistant's turn there."""
         if count == 0 and not closed:
             return 0
-        if closed and count == len(quoted):
-            return len(whole)
-        text, _ = rendered(count, closed)
+        text = rendered(tokenizer, quoted[:count], where, open_turn=not closed)
         if not whole.startswith(text):
             raise ValueError(
                 f"{where}: the chat template renders the first {count} messages differently once "
@@ -87,8 +64,12 @@ def encode_turns(
     spoken = [n for n, said in enumerate(quoted) if said.get("role") == "assistant"]
     start = length(read, closed=False)
     spans = [(start, len(whole))]
-    if assistant_only and has_tags:
-        spans = tagged
+    template = tokenizer.get_chat_template()
+    if assistant_only and GENERATION.search(template):
+        names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
+        _, [spans] = render_jinja_template(
+            [quoted], chat_template=template, return_assistant_tokens_mask=True, **names
+        )
     elif assistant_only:
         spans = [(length(n, closed=False), length(n + 1, closed=True)) for n in spoken]
     learnt = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
@@ -131,16 +112,13 @@ def _tokenize_places(
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
-            pieces = spelled(tokenizer, part, where)
-            width = len(part) + 2
-            ids, places = ids + pieces, places + [(at, at + width)] * len(pieces)
+            pieces, width = spelled(tokenizer, part, where), len(part) + 2
+            spans = [(0, width)] * len(pieces)
         else:
-            width = len(part)
-            try:
-                encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
-            except Exception as error:  # a character without a token, or a slow tokenizer
-                raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
-            ids = ids + encoded["input_ids"]
-            places = places + [(at + a, at + b) for a, b in encoded["offset_mapping"]]
+            options = {"add_special_tokens": False, "return_offsets_mapping": True}
+            encoded = tokenized(tokenizer, part, where, **options)
+            pieces, spans, width = encoded["input_ids"], encoded["offset_mapping"], len(part)
+        ids += pieces
+        places += [(at + a, at + b) for a, b in spans]
         at += width
     return ids, places

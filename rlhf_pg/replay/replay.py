@@ -167,7 +167,7 @@ class Replay:
         for own, span in zip(scores, spans, strict=True):
             own[: span.stop - span.start] = whole[span].to(scores)
         rows = [int(record.row[i]) for i in mine]
-        columns = trainer.train_prompts.columns(rows)
+        columns = trainer.train_prompts.rows[rows]
         prompt_of = columns.pop("prompt", [])
         if self.has_episodes:
             prompt_of = [tokenizer.decode(prompts[i]) for i in mine]

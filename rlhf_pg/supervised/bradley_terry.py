@@ -31,7 +31,7 @@ from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import with_system
 from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
-from rlhf_pg.supervised.examples import load_held_out, named_data
+from rlhf_pg.supervised.examples import load_sets, settle_data
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import run, training_arguments
 
@@ -105,7 +105,11 @@ def train_reward_model(
     check_precision(args.dtype)
     set_seed(args.seed)
     adapter = models.adapter_of(args, peft_config)
-    train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
+    rows, sets = settle_data(args, train_dataset, eval_dataset)
+    if not sets:
+        raise ValueError(
+            "eval_dataset: no held-out pairs: give a datasets.Dataset, or set dataset_test_split"
+        )
     scorer = _load(model or args.model_name_or_path, args)
     tokenizer = score_tokenizer(
         processing_class,
@@ -118,8 +122,8 @@ def train_reward_model(
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(scorer, args.max_length)
     load = partial(load_pairs, args=args, tokenizer=tokenizer, limit=limit)
-    pairs = load(train_dataset, name="train_dataset")
-    held_out = load_held_out(load, eval_dataset)
+    pairs = load(rows, name="train_dataset")
+    held_out = load_sets(load, sets)
     longest_text = max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
     args = args.on("cuda" if torch.cuda.is_available() else "cpu")
     scorer.config.pad_token_id = tokenizer.pad_token_id

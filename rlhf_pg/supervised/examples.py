@@ -12,8 +12,9 @@ from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.inputs import given_or_named, made_sets
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import load_datasets, made_prompts, with_system
+from rlhf_pg.data.sources import made_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
 
@@ -147,34 +148,18 @@ def load_examples(
     return kept
 
 
-def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, Any]:
-    """Return training and held-out data, one dataset or several by name, with their prompts made:
-    as given, or as the config names them; ValueError if there are none, or a key names what is not
-    there.
+def settle_data(
+    args: SupervisedConfig, train_dataset: Any, eval_dataset: Any
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return training rows and held-out sets by name, as given or as the config names them, with
+    prompts made; ValueError if there are none, or a key names what is not there.
     """
-    args.refuse_twice("train_dataset", train, "dataset_name")
-    args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
-    if train is None:
-        if not args.dataset_name:
-            raise ValueError(
-                "train_dataset: there is none: write dataset_name (a file, a folder or a Hub id), "
-                "or give a datasets.Dataset"
-            )
-        loaded = load_datasets(args, args.seed)
-        train = loaded.train
-        held_out = loaded.eval if held_out is None else held_out
-    elif args.eval_dataset_name:
-        held_out = load_datasets(args, args.seed, train=False).eval
-    made = {
-        name: made_prompts(data, args, f"eval_dataset {name}".strip(), of_texts=False)
-        for name, data in (held_out if isinstance(held_out, Mapping) else {"": held_out}).items()
-    }
+    train, held_out = given_or_named(args, train_dataset, eval_dataset)
     train = made_prompts(train, args, "train_dataset", of_texts=False)
-    return train, made.get("", made) if made else None
+    return train, made_sets(held_out, args, of_texts=False)
 
 
-def load_held_out(load: Callable[..., Any], data: Any) -> Any:
-    """Load held-out data: one dataset, or several by name."""
-    if isinstance(data, Mapping):
-        return {name: load(one, name=f"eval_dataset {name}") for name, one in data.items()}
-    return load(data, name="eval_dataset")
+def load_sets(load: Callable[..., Any], sets: Mapping[str, Dataset]) -> Any:
+    """Load held-out sets as the `Trainer` takes them: a single one without its name, or None."""
+    loaded = {name: load(data, name=f"eval_dataset {name}".rstrip()) for name, data in sets.items()}
+    return loaded.get("", loaded or None)

@@ -28,8 +28,8 @@ from rlhf_pg.supervised.examples import (
     Example,
     Rows,
     load_examples,
-    load_held_out,
-    named_data,
+    load_sets,
+    settle_data,
 )
 from rlhf_pg.supervised.training import run, training_arguments
 
@@ -70,7 +70,7 @@ def train_sft(
     args = args.located()
     check_precision(args.dtype)
     set_seed(args.seed)
-    train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
+    rows, sets = settle_data(args, train_dataset, eval_dataset)
     peft_config, model = models.adapter_of(args, peft_config), model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
@@ -97,9 +97,8 @@ def train_sft(
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(policy, args.max_length)
     load = partial(load_examples, args=args, tokenizer=tokenizer, limit=limit)
-    examples = load(train_dataset, name="train_dataset")
-    held_out = None if eval_dataset is None else load_held_out(load, eval_dataset)
-    return fit(args, policy, tokenizer, examples, held_out)
+    examples = load(rows, name="train_dataset")
+    return fit(args, policy, tokenizer, examples, load_sets(load, sets))
 
 
 def longest(model: PreTrainedModel, max_length: int | None) -> int | None:

@@ -11,7 +11,7 @@ from rlhf_pg.advantages import total_scores
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.data.prompts import Prompts, batches
+from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import sum_step_scores
@@ -53,8 +53,8 @@ def evaluate(
     sampler.reward_log.clear()
     # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
-    for batch in batches(range(len(prompts)), at_once):
-        mine = list(batch[runtime.rank :: runtime.world])
+    for start in range(0, len(prompts), at_once):
+        mine = list(range(len(prompts))[start : start + at_once][runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
         sampled = sampler.sample(prompts, mine, indices, n, temperature)

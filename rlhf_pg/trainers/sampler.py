@@ -145,12 +145,12 @@ class Sampler:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        tokens = prompts.encoded(rows)
+        tokens = [prompts.tokens[row] for row in rows]
         give_up(self.begun.values())  # about completions that nobody has had scored
         self.begun, self.about = {}, None
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
-                examples = prompts.examples(rows)
+                examples = [prompts.rows[row] for row in rows]
                 said = runner.play(
                     self.engine, examples, tokens, prompt_indices, n, params, args.seed
                 )
@@ -199,7 +199,7 @@ class Sampler:
         """Return completions, equally many of each row, as a batch."""
         n = len(said) // max(1, len(rows))
         repeated = [row for row in rows for _ in range(n)]
-        tokens, columns = prompts.encoded(repeated), prompts.columns(repeated)
+        tokens, columns = [prompts.tokens[row] for row in repeated], prompts.rows[repeated]
         opened = columns.pop("prompt", [])
         has_episodes = self.episode_runner is not None
         texts, fields = list[tuple[Any, Any]](), dict[str, Any]()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.data.chat import continues, encode, encode_answer, whole_turn
-from rlhf_pg.data.prompts import PromptSampler, batches, fitting_prompts, load_prompts, permutation
+from rlhf_pg.data.prompts import PromptSampler, fitting_prompts, load_prompts, permutation
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -354,15 +354,3 @@ def test_permutations_are_equally_likely():
     counts = Counter(tuple(PromptSampler(3, 0).rows(range(3 * e, 3 * e + 3))) for e in range(1200))
     assert len(counts) == 6
     assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 30  # chi-square, 5 dof: p < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "expected"),
-    [
-        (range(0), 3, []),
-        (range(5), 2, [range(2), range(2, 4), range(4, 5)]),
-        (range(3, 7), 4, [range(3, 7)]),
-    ],
-)
-def test_batches_cover_rows_in_order(rows, size, expected):
-    assert list(batches(rows, size)) == expected

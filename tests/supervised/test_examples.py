@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.turns import encode_turns
-from rlhf_pg.supervised.examples import load_examples, named_data
+from rlhf_pg.supervised.examples import load_examples, settle_data
 from tests.rewards.test_reward_model import letters, says
 
 # ChatML, with the tags by which a template says what the assistant generates.
@@ -212,24 +212,24 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
         dataset_columns={"prompt": "question"},
         system_prompt="s",
     )
-    train, held_out = named_data(args, None, None)
-    assert (len(train), len(held_out)) == (8, 2)
+    train, held_out = settle_data(args, None, None)
+    assert (len(train), len(held_out[""])) == (8, 2)
     assert train[0] == {"prompt": [says("s", "system"), says("a")], "answer": "b"}
     given = {"x": [{"text": "a"}], "y": [{"text": "b"}]}
     plain = SFTConfig(system_prompt="s")
-    assert set(named_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
+    assert set(settle_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
     with pytest.raises(ValueError, match="given twice, as train_dataset and "):
-        named_data(args, [{"text": "c"}], None)
+        settle_data(args, [{"text": "c"}], None)
     with pytest.raises(
         ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
     ):
-        named_data(plain, train, None)
-    with pytest.raises(ValueError, match="train_dataset: there is none: write dataset_name"):
-        named_data(SFTConfig(), None, None)
+        settle_data(plain, train, None)
+    with pytest.raises(ValueError, match="train_dataset: write dataset_name"):
+        settle_data(SFTConfig(), None, None)
 
 
 def test_text_file_is_no_prompt(tmp_path):
-    train, _ = named_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
+    train, _ = settle_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
     assert train[0] == {"text": "ab"}
 
 
@@ -278,7 +278,11 @@ def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options
 @pytest.mark.parametrize(
     ("template", "chat", "message"),
     [
-        (None, CHAT, "messages in row 0 is a chat, but the tokenizer has no chat_template"),
+        (
+            None,
+            CHAT,
+            "messages in row 0 is a list of messages, but the tokenizer has no chat_template",
+        ),
         ("{{ raise_exception('odd') }}", CHAT, "messages in row 0 does not fit the chat template"),
         (TAGGED, CHAT[:1], "row 0 has nothing to learn: .*the assistant says nothing"),
     ],
