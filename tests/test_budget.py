@@ -37,8 +37,8 @@ BUDGETS = {
 # - runtime: optimizer states of four backends whole, and a watch over processes that fail or hang.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes are counted in it too.
-# - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a step
-#   and the check of sampler against policy 600.
+# - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
+#   step and the check of sampler against policy 600.
 TODAY = {
     "config": 2164,
     "data": 1263,

@@ -72,5 +72,5 @@ def made_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[st
     return {
         name: made_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
         for name, data in sets.items()
-        if data is not None
+        if data is not None or not name
     }

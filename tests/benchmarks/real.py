@@ -176,7 +176,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.task == "arithmetic":  # embedded, from weights without any training
         names = {"reinforce_pp": "presets/reinforce_pp"}
         recipe = ROOT / "recipes" / f"{names.get(algorithm, f'{algorithm}_arithmetic')}.yaml"
-        own = {"algorithm": load(recipe)["algorithm"], "eval_steps": 0}
+        own = {"algorithm": load(recipe)["algorithm"], "eval_steps": 0, "max_steps": 200}
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
         own = {} if flags.task == "learned" else ALGORITHMS[algorithm] | own

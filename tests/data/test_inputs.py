@@ -16,7 +16,7 @@ from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.files import located
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.data.inputs import settle_data
+from rlhf_pg.data.inputs import made_sets, settle_data
 from rlhf_pg.rewards.named import name_of, settle_rewards
 from rlhf_pg.trainers.build import given_again
 from rlhf_pg.trainers.evaluation import Evaluation
@@ -222,6 +222,11 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
     with pytest.raises(ValueError, match="was given tools in Python"):
         Evaluation(None, (), again)
     assert Evaluation(None, (), recorded).resolved_args().given_in_python == ()
+
+
+def test_evaluation_set_that_is_none_is_left_out():
+    sets = made_sets({"a": None, "b": [{"prompt": "1+1="}]}, GRPOConfig())
+    assert list(sets) == ["b"]
 
 
 def test_arguments_that_say_nothing_are_not_given():
