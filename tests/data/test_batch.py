@@ -90,6 +90,13 @@ def test_numbers_of_other_tokens_raise(logprobs, actions):
         Batch.from_tokens(*tokens, logprobs, [False] * 2, [0, 0], PAD, actions)
 
 
+def test_rows_of_another_mask_are_counted_anew():
+    numbers = [[-0.5, -0.6]]
+    batch = Batch.from_tokens([[1]], [[2, 3]], numbers, [False], [0], PAD).counted()
+    other = batch.with_columns(action_mask=torch.tensor([[True, False]]))
+    assert other.action_slots().tolist() == other.counted().action_slots().tolist() == [0]
+
+
 def test_action_mask_has_holes_at_environment_tokens():
     r = Batch.from_tokens(
         [[1], [1]],
