@@ -29,7 +29,7 @@ def load(name: str) -> Any:
 
     A module is an installed one or one of the working directory, or of the directory in front of it
     (`directory/package.module:name`). ValueError if there is no such file or module, its import
-    fails (the message has its traceback), or what has that name is no function: a class, say.
+    fails (the message has its traceback), or it has no function of that name.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if name.endswith(".py") or "://" in name or not place:

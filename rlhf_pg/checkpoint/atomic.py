@@ -96,6 +96,7 @@ def _replace(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
     elif path.exists():
+        (path / STATE).unlink(missing_ok=True)  # from here on `recover` completes the replacement
         path.rename(replaced)  # at once, whoever reads from it
     failpoint("save-replace")
     partial_of(path).rename(path)

@@ -177,7 +177,7 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 def _turns(said: Any) -> list[list[str]]:
     """Return the roles and texts of a chat; of a plain text one pair without a role.
 
-    Parts that are no text, calls of tools and all else that a message has are shown as JSON.
+    Parts that are not text, calls of tools and all else that a message has are shown as JSON.
     """
     turns = []
     for one in said if isinstance(said, list) else [said] if said else []:

@@ -44,7 +44,7 @@ GONE = "The connection to another process was lost: it was killed (out of memory
 
 
 class Terminated(SystemExit):
-    """The exit of all processes together after a signal, which is no failure of any of them."""
+    """The exit of all processes together after a signal, which is not a failure of any of them."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(128 + number)  # the convention of shells

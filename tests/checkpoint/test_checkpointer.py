@@ -317,6 +317,24 @@ def test_checkpoint_that_is_a_link_is_replaced(tmp_path):
     assert (elsewhere / "state.json").exists()
 
 
+def test_interrupted_replacement_is_completed_and_leaves_nothing(tmp_path, monkeypatch):
+    checkpointer = make_checkpointer(tmp_path / "checkpoints")
+    path = save_at(checkpointer, 4)
+
+    def killed(name):
+        if name == "save-replace":
+            raise KeyboardInterrupt
+
+    checkpointer.state.prompt_index = 77
+    monkeypatch.setattr(atomic, "failpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_at(checkpointer, 4)
+    checkpointer.state.prompt_index = 0
+    checkpointer.resume("latest", RUNTIME)
+    assert checkpointer.state.prompt_index == 77
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_removed_checkpoint_is_not_completed_after_a_kill(tmp_path, monkeypatch):
     path = save_at(make_checkpointer(tmp_path), 4)
 

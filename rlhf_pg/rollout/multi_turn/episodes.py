@@ -125,9 +125,7 @@ class EpisodeRunner:
     def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
         """Play all episodes to their ends, each going on as soon as it has what it waits for."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
-        calls: dict[
-            Future[Any], tuple[int, int]
-        ] = {}  # under way, in the order of their beginnings
+        calls: dict[Future[Any], tuple[int, int]] = {}  # under way, the earliest first
         unopened = Counter(episode.prompt_index for episode in episodes)
         opened: dict[int, dict[tuple[int, ...], list[Episode]]] = defaultdict(dict)
 
