@@ -329,6 +329,7 @@ def test_interrupted_replacement_is_completed_and_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(atomic, "failpoint", killed)
     with pytest.raises(KeyboardInterrupt):
         save_at(checkpointer, 4)
+    monkeypatch.undo()
     checkpointer.state.prompt_index = 0
     checkpointer.resume("latest", RUNTIME)
     assert checkpointer.state.prompt_index == 77
