@@ -4,12 +4,12 @@
     python -m tests.benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
     python -m tests.benchmarks.real run happy grpo --seed 1 --full
     python -m tests.benchmarks.real run happy grpo --seed 1 --trl
-    python -m tests.benchmarks.real all                           # what docs/results.md shows
+    python -m tests.benchmarks.real all --jobs 12                 # what docs/results.md shows
 
 Both sides are scored by the same code: the completions of each held-out prompt that our trainer
-samples, `num_generations_eval` of them. The seconds are those of training alone, of all its threads
-on a CPU. With OMP_NUM_THREADS=1 they do not depend on what else a machine does; several threads
-wait for each other, which counts.
+samples, `num_generations_eval` of them. The seconds are those of training alone. On a CPU they are
+of all its threads, and the files have `cpu` in their names: with OMP_NUM_THREADS=1 the seconds do
+not depend on what else a machine does. On a GPU they do.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import load
 
 ROOT = Path(__file__).parents[2]
+GPU = torch.cuda.is_available()
 RESULTS = ROOT / "docs" / "results"
 KEPT = (
     *("reward", "rewards/happiness/mean", "entropy", "kl", "explained_variance"),
@@ -70,6 +72,14 @@ for kind, rates in RATES.items():
         LATER.append(("happy", f"grpo --name {kind}-rate-{rate:g} {settings}", 1))
 
 
+def clock() -> float:
+    """Seconds: of all threads on a CPU, or of the work that a GPU has done."""
+    if not GPU:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class HeldOut:
     """The mean reward of held-out prompts over the course of a training."""
 
@@ -89,10 +99,10 @@ class HeldOut:
         print(self.curve[-1], flush=True)
 
     def begin(self) -> None:
-        self.start = time.process_time()
+        self.start = clock()
 
     def end(self, metrics: dict[str, Any]) -> None:
-        self.seconds += time.process_time() - self.start
+        self.seconds += clock() - self.start
         self.steps.append({key: metrics[key] for key in KEPT if key in metrics})
         if len(self.steps) % max(5, self.trainer.args.max_steps // 10) == 0:
             self.score()
@@ -146,7 +156,7 @@ def of_trl(algorithm: str, trainer: Any, batch: int, callback: Theirs) -> Any:
         callbacks=[callback],
         args=config(
             output_dir=f"{args.output_dir}/trl",
-            use_cpu=True,
+            use_cpu=not GPU,
             bf16=False,
             gradient_checkpointing=False,
             per_device_train_batch_size=batch,
@@ -196,6 +206,8 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         of_trl(algorithm, trainer, batch, Theirs(held_out)).train()
     else:
         trainer.train()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
     packages = ("rlhf-pg", "torch", "transformers", "peft", "trl")
     return {
         "task": flags.task,
@@ -207,10 +219,10 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(["python -m tests.benchmarks.real", *sys.argv[1:]]),
         "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)[:-1],
         "date": str(datetime.date.today()),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": torch.cuda.get_device_name() if GPU else machine,
         "versions": {name: version(name) for name in packages},
         "recipe": load(recipe) | own,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": torch.cuda.max_memory_allocated() if GPU else peak,
         "steps": held_out.steps,
         "held_out": held_out.curve,
     }
@@ -219,16 +231,21 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 def name_of(flags: argparse.Namespace) -> str:
     """Return the name of the file of results."""
     words = [flags.task, *(["trl"] * flags.trl), flags.algorithm, *(["full"] * flags.full)]
-    return "-".join([*words, *([flags.name] * bool(flags.name)), str(flags.seed)])
+    words += [*([flags.name] * bool(flags.name)), *(["cpu"] * (not GPU)), str(flags.seed)]
+    return "-".join(words)
 
 
-def run_all(parser: argparse.ArgumentParser) -> None:
-    """Make what docs/results.md shows and is not there yet, one run at a time."""
+def run_all(parser: argparse.ArgumentParser, jobs: int) -> None:
+    """Make what docs/results.md shows and is not there yet, some runs at a time."""
+    commands = []
     rows = [(n, row) for n in range(1, max(SEEDS.values()) + 1) for row in MATRIX if n <= row[2]]
-    for seed, (task, options, _) in [*rows, *((1, row) for row in LATER)]:
+    three = [row for row in rows if row[0] <= 3]
+    for seed, (task, options, _) in [*three, *((1, row) for row in LATER), *rows[len(three) :]]:
         words = f"run {task} {options} --seed {seed}".split()
         if not (RESULTS / f"{name_of(parser.parse_args(words))}.json").exists():
-            subprocess.run([sys.executable, "-m", "tests.benchmarks.real", *words])
+            commands.append([sys.executable, "-m", "tests.benchmarks.real", *words])
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(subprocess.run, commands))
 
 
 def check(parser: argparse.ArgumentParser) -> None:
@@ -256,14 +273,17 @@ def main() -> None:
     one.add_argument("--batch", type=int, help="completions that TRL computes at a time")
     one.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     one.add_argument("--name", default="", help="of other settings, in the name of the file")
-    commands.add_parser("all")
+    whole = commands.add_parser("all")
+    whole.add_argument("--jobs", type=int, default=1, help="runs at a time")
     commands.add_parser("check")
     flags = parser.parse_args()
     if flags.command == "run":
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name_of(flags)}.json").write_text(json.dumps(run(flags), indent=1) + "\n")
+    elif flags.command == "all":
+        run_all(parser, flags.jobs)
     else:
-        {"all": run_all, "check": check}[flags.command](parser)
+        check(parser)
 
 
 if __name__ == "__main__":
