@@ -49,6 +49,16 @@ def scores(group: list[dict[str, Any]]) -> Any:
     return np.array([[point["score"] for point in run["held_out"]] for run in group]).T
 
 
+def of_cpu(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs whose seconds can be compared: those of a GPU shared it with others."""
+    return [run for run in group if not run["machine"].startswith("NVIDIA")]
+
+
+def median(values: list[float], digits: int) -> str:
+    """The median as text, "-" of nothing."""
+    return f"{np.median(values):.{digits}f}" if values else "-"
+
+
 def table() -> str:
     """A row for each task and method: interquartile means, from three seeds with an interval."""
     rows = [
@@ -59,14 +69,14 @@ def table() -> str:
         for method, group in methods.items():
             all_scores = scores(group)
             mean, low, high = interval(all_scores[-1])
-            minutes = np.median([run["held_out"][-1]["seconds"] for run in group]) / 60
-            peak = np.median([run["peak_bytes"] for run in group]) / 1e9
+            minutes = [run["held_out"][-1]["seconds"] / 60 for run in of_cpu(group)]
+            peaks = [run["peak_bytes"] / 1e9 for run in of_cpu(group)]
             between = f" ({low:.2f} to {high:.2f})" if len(group) > 2 else ""
             rows.append(
                 f"| {task} | {method} | {len(group)} | {all_scores[0].mean():.2f} "
                 f"| **{mean:.2f}**{between} "
                 f"| {all_scores[-1].min():.2f} .. {all_scores[-1].max():.2f} "
-                f"| {minutes:.1f} | {peak:.1f} |"
+                f"| {median(minutes, 1)} | {median(peaks, 1)} |"
             )
     return "\n".join(rows)
 
@@ -74,17 +84,15 @@ def table() -> str:
 def race(goal: float = 0.5) -> str:
     """A row for each method on the main task: what it takes to a held-out score."""
     rows = ["| Method | Seeds | Completions | CPU seconds | Peak GB |", "|---" * 5 + "|"]
-    for method, group in runs()["happy"].items():
+    for method, every in runs()["happy"].items():
+        group = of_cpu(every)
         there = [next((p for p in run["held_out"] if p["score"] >= goal), None) for run in group]
         points = [point for point in there if point is not None]
         cells = ["not reached"] * 2
         if len(points) > len(group) / 2:
-            cells = [
-                f"{np.median([point[unit] for point in points]):.0f}"
-                for unit in ("samples", "seconds")
-            ]
-        peak = np.median([run["peak_bytes"] for run in group]) / 1e9
-        rows.append(f"| {method} | {len(group)} | {' | '.join(cells)} | {peak:.1f} |")
+            cells = [median([p[unit] for p in points], 0) for unit in ("samples", "seconds")]
+        peak = median([run["peak_bytes"] / 1e9 for run in group], 1)
+        rows.append(f"| {method} | {len(group)} | {' | '.join(cells)} | {peak} |")
     return "\n".join(rows)
 
 
@@ -146,14 +154,17 @@ def draw() -> None:
         for color, (method, group) in zip(COLORS, methods.items(), strict=False):
             mean, low, high = interval(scores(group))
             for axis, unit in zip(axes, ("samples", "seconds"), strict=True):
-                x = np.mean([[point[unit] for point in run["held_out"]] for run in group], axis=0)
+                timed = group if unit == "samples" else of_cpu(group)
+                if not timed:
+                    continue
+                x = np.mean([[point[unit] for point in run["held_out"]] for run in timed], axis=0)
                 axis.plot(x, mean, color=color, label=f"{method}, {len(group)} seeds")
                 axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
                 axis.set_xlabel("completions" if unit == "samples" else "seconds of CPU")
                 axis.grid(alpha=0.3)
         axes[0].set_ylabel("held-out reward")
         axes[0].set_title(task, loc="left")
-        axes[1].legend(loc="lower right", fontsize=8, frameon=False)
+        axes[0].legend(loc="lower right", fontsize=8, frameon=False)
         figure.savefig(RESULTS / f"{task}.svg", metadata={"Date": None})
         plt.close(figure)
 

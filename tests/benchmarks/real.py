@@ -8,8 +8,8 @@
 
 Both sides are scored by the same code: the completions of each held-out prompt that our trainer
 samples, `num_generations_eval` of them. The seconds are those of training alone. On a CPU they are
-of all its threads, and the files have `cpu` in their names: with OMP_NUM_THREADS=1 the seconds do
-not depend on what else a machine does. On a GPU they do.
+of all its threads, and with OMP_NUM_THREADS=1 they do not depend on what else a machine does; on a
+GPU they do.
 """
 
 import argparse
@@ -231,8 +231,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 def name_of(flags: argparse.Namespace) -> str:
     """Return the name of the file of results."""
     words = [flags.task, *(["trl"] * flags.trl), flags.algorithm, *(["full"] * flags.full)]
-    words += [*([flags.name] * bool(flags.name)), *(["cpu"] * (not GPU)), str(flags.seed)]
-    return "-".join(words)
+    return "-".join([*words, *([flags.name] * bool(flags.name)), str(flags.seed)])
 
 
 def run_all(parser: argparse.ArgumentParser, jobs: int) -> None:

@@ -101,9 +101,12 @@ class Job:
         return Dataset.from_dict({"prompt": [tokenizer.decode(ids) for ids in prompts]})
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """A number that varies within a group; and a look at whether the lengths were kept."""
-        lengths = [len(ids) for ids in completion_ids]
-        assert lengths == self.workload.lengths.flatten().tolist()
+        """A number that varies within a group; and a look at whether the lengths were kept, of all
+        groups at once or of each as it is sampled.
+        """
+        groups = torch.tensor([len(ids) for ids in completion_ids]).view(-1, self.workload.n)
+        wanted = self.workload.lengths.tolist()
+        assert all(group in wanted for group in groups.tolist())
         return [sum(ids) % 101 / 101 for ids in completion_ids]
 
 
