@@ -44,7 +44,9 @@ PURE = (
     *("advantages", "losses", "kl", "trainers.controllers", "running_stats", "masking"),
     *("rewards.scores", "report.pass_at_k"),
 )
-NOT_PURE = {"Controllers"}  # in a file of pure classes
+# What formulas are made of, or what holds their state.
+NOT_PURE = {"Controllers", "RatioTerms", "ratio_terms", "held", "excess", "bounds", "clip_metrics"}
+NOT_PURE |= {"against_sampler"}
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhf_pg import RLOOConfig, RLOOTrainer
 from rlhf_pg.config import parse
-from rlhf_pg.losses import POLICY_LOSSES, Loss
-from rlhf_pg.losses.policy import ratio_terms
+from rlhf_pg.losses import POLICY_LOSSES, Loss, ratio_terms
 
 
 def mdpo(

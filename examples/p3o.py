@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config import config, parse
 from rlhf_pg.data import Batch
-from rlhf_pg.losses import MAX_LOG_RATIO, Loss
-from rlhf_pg.losses.policy import bounds, clip_metrics, ratio_terms
+from rlhf_pg.losses import MAX_LOG_RATIO, Loss, bounds, clip_metrics, ratio_terms
 from rlhf_pg.models import PolicyOutput
 
 

@@ -9,7 +9,7 @@ import rlhf_pg
 ROOT = Path(rlhf_pg.__file__).parent
 # Lines of each wing, docstrings included, that a reader is promised.
 BUDGETS = {
-    ("advantages", "losses", "masking.py", "kl.py", "rng.py", "running_stats.py"): 1700,
+    ("advantages", "losses.py", "masking.py", "kl.py", "rng.py", "running_stats.py"): 1700,
     ("config", "cli"): 2000,
     ("data",): 1250,
     ("models",): 2200,

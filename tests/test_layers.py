@@ -28,7 +28,7 @@ FLOORS = {
 }
 # What the ground floor may import beside torch.
 PLAIN = {"collections", "dataclasses", "itertools", "math", "numpy", "random", "torch", "typing"}
-AT_THE_ROOT = {"__init__", "failpoints", "kl", "masking", "rng", "running_stats"}
+AT_THE_ROOT = {"__init__", "failpoints", "kl", "losses", "masking", "rng", "running_stats"}
 
 
 def name_of(path: Path) -> str:

@@ -23,8 +23,7 @@ from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import made_sets
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import kl_estimate, kl_loss
-from rlhf_pg.losses import Loss
-from rlhf_pg.losses.off_policy import against_sampler
+from rlhf_pg.losses import Loss, against_sampler
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics

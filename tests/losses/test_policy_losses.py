@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.losses import (
     SAMPLER_CORRECTIONS,
+    against_sampler,
     cispo,
     clipped_surrogate,
     kl_penalty,
@@ -19,7 +20,6 @@ from rlhf_pg.losses import (
     surrogate,
     token_weights,
 )
-from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.masking import masked_mean
 
 NAN = float("nan")

@@ -1,22 +1,35 @@
-"""Policy losses per token, by name: -A_t rho_t, with and without a clip.
+"""Per-token policy and value losses, and the weights that sum them to one number.
+
+A loss returns (per_token, metrics), each (B,T): what to minimise at every token, and numbers to
+average over the mask for the log. It knows nothing of aggregation or of other processes: `loss =
+(per_token * token_weights(...)).sum()`, where the denominator of the weights counts the whole
+optimizer step on all ranks, so any split into micro-batches has the same gradient.
+
+Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, and sg stops the
+gradient. Masked slots may hold anything, NaN included, and are 0 in the output.
 
 A function in `POLICY_LOSSES` is what `policy_loss` chooses. Its parameters beyond the first four
 are config keys of the same name.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_pg.masking import masked_mean
+from rlhf_pg.masking import masked_mean, widen
 
 SAMPLING_LEVELS = ("token", "sequence")
-
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 MAX_LOG_RATIO = 20.0
 
 Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+# ------------------------------------------------------------------------------------ of the policy
 
 
 class RatioTerms(NamedTuple):
@@ -283,3 +296,194 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "cispo": cispo,
     "sapo": sapo,
 }
+
+
+# ------------------------------------------------------------------ of the critic, of right answers
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip_range: float | None = None,
+) -> Loss:
+    """Compute the critic's squared error, optionally with value clipping (OpenAI baselines, ppo2).
+
+        V_c = V_old + clip(V - V_old, -clip_range, clip_range)
+        loss_t = 1/2 max((V - R)^2, (V_c - R)^2)
+
+    The gradient is V - R, but exactly 0 where V has moved by more than clip_range and is nearer to
+    R than V_c is.
+
+    Args:
+        values, old_values, returns: (B,T); only `values` gets a gradient.
+        clip_range: None means no clipping: 1/2 (V - R)^2.
+
+    Returns:
+        per_token (B,T) and the metric `value_clip_ratio`, the tokens where the clipped term won.
+
+    Elsewhere: skrl has V_c alone, which gets stuck where V has moved away from R.
+    """
+    values = torch.where(mask, values, 0.0)
+    returns = torch.where(mask, returns.detach(), 0.0)
+    squares = (values - returns) ** 2
+    if clip_range is None:
+        return 0.5 * squares, {}
+    old_values = torch.where(mask, old_values.detach(), 0.0)
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    clipped_squares = (clipped - returns) ** 2
+    won = (clipped_squares > squares) & ((values - old_values).abs() > clip_range)
+    return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
+
+
+def positive_nll(
+    logprobs: Tensor, mask: Tensor, positive: Tensor, denominator: Tensor | float | None = None
+) -> Tensor:
+    """Compute the negative log-likelihood of correct rows (VAPO; Yue et al. 2025, section 4.3).
+
+        L = -1 / (sum over T of |y_i|)  sum over i in T, t of log pi(y_it | x_i, y_i<t)
+
+    where T is the set of correct completions. They are samples of the policy itself, so this is
+    REINFORCE on them, with a reward of 1 and no baseline.
+
+    Args:
+        logprobs: (B,T) of the policy.
+        mask: (B,T) action tokens.
+        positive: (B,) bool, membership of T.
+        denominator: number of tokens in T over the whole optimizer step and all ranks; by default
+            that of `mask`.
+
+    Returns:
+        One number, 0 if no completion is correct.
+    """
+    right = mask & positive[:, None]
+    count = right.sum() if denominator is None else torch.as_tensor(denominator)
+    return -torch.where(right, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
+
+
+# ------------------------------------------------------------------------ from tokens to one number
+
+
+def token_weights(
+    mask: Tensor,
+    aggregation: str,
+    max_completion_length: int | None = None,
+    denominator: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute the weight of every token in the loss, (B,T) (DAPO, Eq. 8; GRPO, Eq. 3; Dr. GRPO).
+
+        token_mean     1 / sum of mask        every token counts the same (DAPO)
+        sequence_mean  1 / (N len_i)          every completion counts the same (GRPO)
+        constant       1 / (N max_length)     independent of length, hence unbiased (Dr. GRPO)
+
+    N is the number of rows with a True slot. "constant" leaves an unbiased gradient unbiased, up to
+    its scale. The denominator of "token_mean" depends on the lengths that were drawn, and
+    "sequence_mean" weighs a completion by 1/length.
+
+    Args:
+        mask: (B,T) action tokens.
+        max_completion_length: used by "constant" only.
+        denominator: the count over the whole optimizer step and all ranks, of tokens for
+            "token_mean" and of rows otherwise (see `weight_count`); by default that of `mask`.
+        dtype: of the result; by default torch's default dtype.
+
+    Raises:
+        ValueError: the aggregation is unknown, or is "constant" without `max_completion_length`.
+
+    Elsewhere: verl divides Dr. GRPO's sum by the padded width, so its scale depends on the longest
+    completion in the batch. TRL's "bnpo" is a mean per micro-batch, so the split changes the
+    gradient.
+    """
+    own_count = weight_count(mask, aggregation)
+    count = own_count if denominator is None else denominator
+    dtype = dtype or torch.get_default_dtype()
+    divisor = torch.as_tensor(count, device=mask.device).to(dtype).clamp(min=1)
+    if aggregation == "sequence_mean":
+        divisor = divisor * mask.sum(dim=1, keepdim=True).clamp(min=1)
+    elif aggregation == "constant":
+        if max_completion_length is None:
+            raise ValueError('aggregation "constant" needs max_completion_length')
+        divisor = divisor * max_completion_length
+    return torch.where(mask, 1 / divisor, 0.0)
+
+
+def weight_count(mask: Tensor, aggregation: str) -> Tensor:
+    """Count what the denominator of `token_weights` counts, tokens or rows, on these rows alone."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(
+            f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
+        )
+    return mask.sum() if aggregation == "token_mean" else mask.any(dim=1).sum()
+
+
+# ------------------------------------------------------------------------------- of another sampler
+
+
+def sampler_weights(
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    mode: str,
+    clip_max: float = 3.0,
+    clip_min: float | None = None,
+) -> Tensor:
+    """Compute importance weights for an engine whose probabilities differ (TIS; Yao et al. 2025).
+
+        w_t = pi_old(y_t) / pi_sampler(y_t); for "sequence_*" the product of w_t over the row
+        *_truncate: clip(w, clip_min, clip_max)
+        *_mask:     w where clip_min <= w <= clip_max, else 0
+
+    The weights multiply the per-token policy loss; its denominator stays as it is. Only the
+    unbounded product over the row makes the gradient unbiased: a token's own weight ignores how the
+    sampler came to the tokens before it, and every bound trades bias for variance.
+
+    Args:
+        old_logprobs, sampler_logprobs: (B,T) of the policy before the update, as computed by the
+            trainer and by the engine.
+        mask: (B,T) action tokens.
+        mode: a name in SAMPLER_CORRECTIONS.
+        clip_max, clip_min: bounds of w; `clip_min` None means 0.
+
+    Returns:
+        (B,T), detached, with |log w| limited to 20.
+
+    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0.
+    """
+    level, bound = mode.split("_")
+    log_weight = torch.where(mask, old_logprobs.detach() - sampler_logprobs.detach(), 0.0)
+    if level == "sequence":
+        log_weight = widen(log_weight).sum(dim=1, keepdim=True).to(log_weight.dtype)
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low = 0.0 if clip_min is None else clip_min
+    clipped = weight.clamp(low, clip_max)
+    if bound == "mask":
+        clipped = torch.where(clipped == weight, weight, 0.0)
+    return torch.where(mask, clipped, 0.0)
+
+
+def against_sampler(
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    mode: str,
+    clip_max: float = 3.0,
+    clip_min: float | None = None,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return the weights (B,T) of a correction, None for the mode "none", and (B,T) numbers to log.
+
+    The numbers are the weights (without a correction, the plain ratios) and the differences.
+
+    Args:
+        old_logprobs, sampler_logprobs, mask, clip_max, clip_min: as in `sampler_weights`.
+        mode: a name in SAMPLER_CORRECTIONS, or "none".
+    """
+    if mode == "none":
+        ratios = sampler_weights(old_logprobs, sampler_logprobs, mask, "token_truncate", math.inf)
+    else:
+        ratios = sampler_weights(old_logprobs, sampler_logprobs, mask, mode, clip_max, clip_min)
+    difference = (old_logprobs - sampler_logprobs).abs()
+    numbers = {f"sampling/importance_sampling_ratio/{x}": ratios for x in ("min", "mean", "max")}
+    numbers |= {f"sampling/sampling_logp_difference/{x}": difference for x in ("mean", "max")}
+    return (None if mode == "none" else ratios), numbers
