@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 
 CLOCK = ("step_time", "time/", "perf/", "memory/")
 

@@ -14,7 +14,7 @@ from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe,
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.parse import fail, load, parse, read_flags
 from rlhf_pg.report.evaluation import intervals, tables
-from rlhf_pg.report.json_lines import finite
+from rlhf_pg.report.run_files import finite
 from rlhf_pg.trainers.evaluation import Evaluation
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.json_lines import finite
+from rlhf_pg.report.run_files import finite
 
 PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")

@@ -16,8 +16,15 @@ from safetensors import SafetensorError
 from rlhf_pg.boundary.quoted import told, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.report.json_lines import JsonLines
-from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRecord, tokens_file
+from rlhf_pg.report.run_files import (
+    COMPLETIONS,
+    METRICS,
+    TOKENS,
+    TRACE,
+    JsonLines,
+    StepRecord,
+    tokens_file,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
 from rlhf_pg.boundary.quoted import told
-from rlhf_pg.report.json_lines import finite
+from rlhf_pg.report.run_files import finite
 from rlhf_pg.runtime.processes import Runtime
 
 logger = logging.getLogger(__name__)

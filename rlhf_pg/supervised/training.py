@@ -23,7 +23,7 @@ from rlhf_pg.checkpoint.run_dir import locked, set_aside
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.models import fingerprint as fingerprint_of_weights
-from rlhf_pg.report.json_lines import JsonLines
+from rlhf_pg.report.run_files import JsonLines
 
 logger = logging.getLogger(__name__)
 

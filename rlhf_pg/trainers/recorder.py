@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.batch import Batch, sample_numbers
-from rlhf_pg.report.json_lines import line_of
-from rlhf_pg.report.run_files import StepRecord, StepTokens
+from rlhf_pg.report.run_files import StepRecord, StepTokens, line_of
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import Runtime
 

@@ -28,7 +28,7 @@ from rlhf_pg import (
     RLOOConfig,
     RLOOTrainer,
 )
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.runtime.ddp import full
 from rlhf_pg.tasks import TASKS
 from tests.tiny import tiny_model

@@ -17,7 +17,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import runs
 from tests.distributed.backends import environment

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests.distributed.launching import COMMON, launch, saved_model
 from tests.distributed.layouts import LAYOUTS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--max_completion_length", "6", "--prompts_per_step", "4", "--max_steps", "2"]

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from rlhf_pg import PPOConfig
 from rlhf_pg.config.parse import load
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.advantages import process_group_normalized
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import Rewards
 from tests.examples import load
 from tests.rewards.test_reward_model import letters

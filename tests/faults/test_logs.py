@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.report.journal import Journal
-from rlhf_pg.report.json_lines import JsonLines, read
+from rlhf_pg.report.run_files import JsonLines, read
 from tests.trainers.conftest import digits
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.report.json_lines import read
-from rlhf_pg.report.run_files import RunFiles
+from rlhf_pg.report.run_files import RunFiles, read
 from tests.untimed import untimed
 
 SHIFTS = {"nan": lambda x: x * math.nan, "inf gradient": lambda x: x * math.inf}

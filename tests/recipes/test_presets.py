@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from rlhf_pg.cli import main
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import KEYS
+from rlhf_pg.report.run_files import read
 
 PRESETS = Path(__file__).parents[2] / "recipes" / "presets"
 NAMES = [

@@ -15,7 +15,7 @@ from rlhf_pg.cli.recipes import find_recipe
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan import memory
 from rlhf_pg.plan.memory import Memory, build_meta_models, predicted_memory
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.trainers import TRAINERS
 from rlhf_pg.trainers.token_budget import SHARDINGS, Growth, of_update
 from tests.recipes import architectures

@@ -21,8 +21,8 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.config.parse import parse
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import KEYS
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import TASKS, preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"

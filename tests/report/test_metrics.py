@@ -12,9 +12,8 @@ import torch
 
 from rlhf_pg.checkpoint.run_dir import RUN_FILES, set_aside
 from rlhf_pg.report.journal import Journal
-from rlhf_pg.report.json_lines import JsonLines, read
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
-from rlhf_pg.report.run_files import StepRecord
+from rlhf_pg.report.run_files import JsonLines, StepRecord, read
 
 # ----------------------------------------------------------------------------------------- Meter
 

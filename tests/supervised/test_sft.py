@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
 from rlhf_pg.config import SFTConfig, dump
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.supervised import sft, train_sft, training
 from rlhf_pg.supervised.sft import SFTTrainer, check_packing, pad_examples, token_sums
 from rlhf_pg.supervised.training import check_resumed, micro_batch_size

@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_pg.cli.main import main
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests.rewards.test_reward_model import letters
 from tests.tiny import tiny_model
 

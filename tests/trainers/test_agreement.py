@@ -10,7 +10,7 @@ import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.tasks import arithmetic

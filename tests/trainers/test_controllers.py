@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,

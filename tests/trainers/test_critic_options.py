@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhf_pg import Callback, PPOConfig, PPOTrainer
 from rlhf_pg.models import new_critic
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import read
 from rlhf_pg.trainers.optimizer import group_of
 from tests import enumeration
 from tests.enumeration import (

@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from rlhf_pg import Callback, GRPOTrainer
 from rlhf_pg.data import Batch
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import FullWeights
 from tests.untimed import untimed

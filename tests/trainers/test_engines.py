@@ -11,7 +11,7 @@ import torch
 
 from rlhf_pg import GRPOConfig
 from rlhf_pg.config.parse import parse
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import NativeEngine, factory
 from rlhf_pg.rollout.vllm import in_process
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.pass_at_k import majority_score
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluator import standard_error, stripped_text
 from tests.untimed import untimed

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests.distributed.launching import saved_model
 
 OTHERS = [

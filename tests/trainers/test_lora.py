@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.models import add_adapter, load_model
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.tiny import adapter, stir, tiny_model
 from tests.untimed import untimed

@@ -9,7 +9,7 @@ from rlhf_pg import GRPOConfig, PPOTrainer
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.models import loading
 from rlhf_pg.models.attention import configs_of
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 
 
 def attention_of(model) -> set[str]:

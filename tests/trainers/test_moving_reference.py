@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, RLOOTrainer
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests.untimed import untimed
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_pg import PPOTrainer, RLOOTrainer
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import read
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,

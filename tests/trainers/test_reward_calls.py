@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.rewards import misbehaving as faults
 from tests.trainers.conftest import digits

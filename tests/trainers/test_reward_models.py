@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import RewardModel
 from rlhf_pg.tasks import arithmetic
 from tests.rewards.test_reward_model import classifier, letters

@@ -21,8 +21,8 @@ from rlhf_pg import (
     ReinforceTrainer,
 )
 from rlhf_pg.advantages import AdvantageInputs
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards.functions import Source
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer

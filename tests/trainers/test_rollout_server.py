@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_pg.boundary import http
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.trainers.agreement import DisagreementError
 from tests.rollout.vllm.fake_vllm import FakeVllm

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.checkpoint.atomic import verified
 from rlhf_pg.config.parse import parse
-from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import KEYS
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.untimed import untimed, without_times
 

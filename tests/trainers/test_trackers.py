@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 
 NAMES = ("tensorboard", "wandb", "trackio")

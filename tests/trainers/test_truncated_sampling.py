@@ -1,6 +1,6 @@
 """What top-k, top-p, min-p and stop strings change: samples, and never silently a gradient."""
 
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 
 IGNORED = {"truncated_sampling": "ignore"}

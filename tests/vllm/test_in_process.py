@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic

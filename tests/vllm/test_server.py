@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import RolloutError, SamplingParams
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from rlhf_pg.tasks import arithmetic

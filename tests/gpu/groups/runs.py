@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg.cli.train import train
-from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.run_files import read
 from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import save_model
 from tests.gpu.groups.memory import SETUPS
