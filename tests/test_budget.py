@@ -46,7 +46,7 @@ TODAY = {
     "rollout": 3045,
     "rollout/multi_turn": 1032,
     "rewards": 2110,
-    "trainers": 3351,
+    "trainers": 3303,
     "runtime": 1151,
     "checkpoint": 694,
     "tasks": 780,

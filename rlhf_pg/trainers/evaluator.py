@@ -15,8 +15,7 @@ from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.trainers.reward_log import with_logged
-from rlhf_pg.trainers.sampler import Sampler
+from rlhf_pg.trainers.sampler import Sampler, with_logged
 
 Answer = Callable[[Any], Hashable]
 
@@ -50,7 +49,7 @@ def evaluate(
     runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
-    sampler.reward_log.clear()
+    sampler.judged = []
     # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for start in range(0, len(prompts), at_once):
@@ -83,7 +82,7 @@ def evaluate(
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
-    own, logged = sampler.reward_log.settle(runtime, evaluates=True)
+    own, logged = sampler.settle()  # a failed episode is a wrong answer
     return with_logged(metrics | own | sampler.episode_metrics(parts), logged)
 
 

@@ -3,7 +3,9 @@
 Shapes: B rows on this rank, T completion width, K sources of reward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +14,15 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
+from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
 from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
-from rlhf_pg.rewards.scoring import PendingCalls, give_up
+from rlhf_pg.rewards.scoring import Judgement, PendingCalls, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
     Completion,
@@ -35,7 +38,10 @@ from rlhf_pg.rollout.multi_turn.episodes import (
     episode_metrics,
 )
 from rlhf_pg.runtime import FullWeights, Runtime
-from rlhf_pg.trainers.reward_log import RewardLog
+
+logger = logging.getLogger(__name__)
+
+TAKEN = "log_metric: the run itself has a metric {}: rename it"
 
 
 @dataclass
@@ -54,17 +60,10 @@ class Sampler:
     stop_token_ids: Sequence[int]  # tokens that end a completion
     progress: Callable[[], TrainerState]  # for reward functions that ask how far the run is
     episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
-    reward_log: RewardLog = field(init=False)
+    judged: list[Judgement] = field(default_factory=list)  # since `settle` was called
     # Calls of rewards that have begun, by group, and the batch that they are about.
     begun: dict[int, PendingCalls] = field(default_factory=dict)
     about: Batch | None = None
-
-    def __post_init__(self) -> None:
-        self.reward_log = RewardLog(
-            [source.name for source in self.rewards.sources],
-            tolerant=self.args.on_reward_error != "error",
-            has_episodes=self.episode_runner is not None,
-        )
 
     # -------------------------------------------------------------------------- the batch of a step
 
@@ -79,7 +78,7 @@ class Sampler:
                 all episodes or all calls of reward functions.
         """
         args = self.args
-        self.reward_log.clear()
+        self.judged = []
         with self.sampling():
             if args.dynamic_sampling_rounds:
                 batch = self._with_spread(first, meter)
@@ -89,8 +88,9 @@ class Sampler:
                 batch = batch.with_columns(num_prompts=len(indices))
             if args.advantage_estimator in NEED_GREEDY:
                 batch = self._with_greedy(batch, meter)
-        metrics, logged = self.reward_log.settle(self.runtime)
-        return batch.with_columns(metrics=batch.metrics | metrics, logged_metrics=logged)
+        metrics, logged = self.settle([episode.error for episode in batch.episodes])
+        metrics |= batch.metrics | self.episode_metrics([batch])
+        return batch.with_columns(metrics=metrics, logged_metrics=logged)
 
     def _sample_and_score(self, indices: range, meter: Meter) -> Batch:
         failpoint("rollout")
@@ -253,7 +253,10 @@ class Sampler:
             judgement = self.rewards.judge(
                 self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
             )
-            self.reward_log.add(judgement, batch.episodes)
+            for name in judgement.metrics:
+                if name in KEYS or name.startswith("eval_"):  # before the batch is trained on
+                    raise ValueError(TAKEN.format(shown(name)))
+            self.judged.append(judgement)
         if judgement.lost.any():
             known = ~judgement.lost.to(batch.action_mask.device)
             mask = batch.action_mask & known[:, None]
@@ -277,6 +280,55 @@ class Sampler:
             environments=environments or None,
             state=self.progress(),
         )
+
+    def settle(
+        self, errors: Sequence[str | None] = ()
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return metrics of failed calls, and means of what reward functions logged; collective.
+
+        `rewards/{name}/failed` is the share of completions on which a function failed.
+
+        Args:
+            errors: one for each episode, None if it was played to its end.
+
+        Raises:
+            ValueError: on all processes, every call failed, or every episode.
+        """
+        judged, self.judged = self.judged, []
+        logged: dict[str, list[float]] = {}
+        for name, numbers in (pair for one in judged for pair in one.metrics.items()):
+            logged.setdefault(name, []).extend(numbers)
+        means = self._means({name: (sum(x), len(x)) for name, x in logged.items()})
+        failed, lost = dict[str, float](), dict[str, float]()
+        failure = next((one.first_failure for one in judged if one.first_failure), None)
+        if failure:
+            logger.warning("a reward function failed: %s", failure)
+        if self.args.on_reward_error != "error":
+            asked = sum(one.called for one in judged)
+            counts = {
+                s.name: sum(one.failed[s.name] for one in judged) for s in self.rewards.sources
+            }
+            failed = self._means({f"rewards/{k}/failed": (n, asked) for k, n in counts.items()})
+        if self.episode_runner is not None:
+            lost = self._means({"episodes": (len(errors) - errors.count(None), len(errors))})
+        error = next((one for one in errors if one), None)
+        for what, shares, first in (
+            ("call of a reward function", failed, failure),
+            ("episode", lost, error),
+        ):
+            if set(shares.values()) == {1.0}:
+                with self.runtime.raise_together(ValueError):
+                    if first:
+                        raise ValueError(f"every {what} of the batch failed, the first: {first}")
+        return failed, means
+
+    def _means(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+        """Return means over all processes, which may have other names, from sums and counts."""
+        totals: dict[str, list[float]] = {}
+        for text in self.runtime.gather_text(json.dumps(sums)):
+            for name, pair in json.loads(text).items():
+                totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0)), pair, strict=True)]
+        return {name: total / max(count, 1) for name, (total, count) in sorted(totals.items())}
 
     def episode_metrics(self, parts: Sequence[Batch]) -> dict[str, float]:
         """Compute metrics of episodes over all processes; none without an environment or tools."""
@@ -360,3 +412,13 @@ def prompt_and_completion(
     if isinstance(prompt, str):
         return prompt, text
     return whole_turn(prompt, [{"role": "assistant", "content": text}])
+
+
+def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
+    """Return the run's own metrics with those that reward functions logged; ValueError if both
+    have a name.
+    """
+    for name in logged:
+        if name in metrics:
+            raise ValueError(TAKEN.format(shown(name)))
+    return metrics | logged

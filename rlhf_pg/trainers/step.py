@@ -44,7 +44,7 @@ from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
-from rlhf_pg.trainers.reward_log import with_logged
+from rlhf_pg.trainers.sampler import with_logged
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class PolicyGradientTrainer(TrainingLoop):
         state.prompt_index += batch.num_prompts
         state.num_tokens += tokens
         self.learner.sync_reference(state.step)
-        metrics |= batch.metrics | self.sampler.episode_metrics([batch])
+        metrics |= batch.metrics
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
         if not policy_frozen:  # its metrics say nothing about the coefficients
