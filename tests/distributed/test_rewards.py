@@ -9,7 +9,7 @@ from tests.distributed.launching import PATIENCE, start_two
 ERRORS = {
     "hangs": "did not return within 1 s (reward_timeout)",
     "exits": "ended its worker process: exit code 3",
-    "is_killed": "ended its worker process: SIGKILL",
+    "is_killed": "ended its worker process: exit code -9",
 }
 
 
