@@ -1,0 +1,230 @@
+"""REINFORCE in one file: sample, score, compare, update, in the order in which one explains it.
+
+    python examples/single_file/reinforce.py models/smollm2  # a directory or an id of the Hub
+
+It needs torch and transformers. `rlhf_pg.ReinforceTrainer` makes the same updates: from the same
+weights and noise, both end with the same weights (tests/examples/test_single_file.py). The library
+adds speed, several processes, adapters, checkpoints and everything around a run.
+
+Shapes: B rows (a row is one completion of one prompt), S tokens of prompt and completion, padded on
+the right, V tokens of the vocabulary.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@dataclass
+class Config:
+    steps: int = 25
+    prompts_per_step: int = 16
+    group: int = 1  # completions of each prompt
+    longest: int = 32  # tokens of a completion, EOS included
+    learning_rate: float = 1e-5
+    beta: float = 0.05  # coefficient of the KL to the reference
+    max_grad_norm: float = 1.0
+    rows_at_once: int = 16  # which never changes the result
+    seed: int = 42
+
+
+# ------------------------------------------------------------------------------------ 1. sampling
+
+
+def noise(*coordinates: int) -> float:
+    """Return a number in [0, 1) that depends on nothing but its coordinates (SplitMix64).
+
+    With (seed, prompt, sample, position) neither the other rows nor a restart change a completion.
+    """
+    state = 0
+    for x in coordinates:
+        state = (state + x + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return (state >> 12) * 2.0**-52
+
+
+@torch.no_grad()
+def sample(
+    model: Any, prompts: list[list[int]], numbers: Sequence[int], eos: int, args: Config
+) -> list[list[int]]:
+    """Draw `group` completions of each prompt, whose running number keys its noise.
+
+    The policy chooses its EOS like any other token, so EOS is part of the completion and is
+    trained. A completion without one was cut off by its length.
+    """
+    rows = [prompt for prompt in prompts for _ in range(args.group)]
+    width = max(map(len, rows))
+    # Padding on the left, so that the newest token of all rows is in the last column.
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    completions: list[list[int]] = [[] for _ in rows]
+    cache = None
+    for t in range(args.longest):
+        places = (real.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(
+            input_ids=ids.to(model.device),
+            attention_mask=real.to(model.device),
+            position_ids=places.to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        cdf = out.logits[:, -1].double().softmax(-1).cumsum(-1).cpu()  # (B,V)
+        keys = [(numbers[i // args.group], i % args.group) for i in range(len(rows))]
+        aim = torch.tensor([noise(args.seed, *key, t) for key in keys]).double()[:, None]
+        drawn = torch.searchsorted(cdf, aim * cdf[:, -1:], right=True)
+        for completion, token in zip(completions, drawn.flatten().tolist(), strict=True):
+            if completion[-1:] != [eos]:
+                completion.append(token)
+        if all(completion[-1] == eos for completion in completions):
+            break
+        ids, real = drawn, torch.cat([real, torch.ones_like(drawn)], dim=1)
+    return completions
+
+
+# ------------------------------------------------------------- 2. rows and their log-probabilities
+
+
+@dataclass
+class Rows:
+    """Prompts and completions, (B,S) each; `acts` is True where the policy chose the token."""
+
+    ids: Tensor
+    real: Tensor
+    acts: Tensor
+
+    def __getitem__(self, part: slice) -> "Rows":
+        return Rows(self.ids[part], self.real[part], self.acts[part])
+
+
+def rows_of(prompts: list[list[int]], completions: list[list[int]], device: Any) -> Rows:
+    """Lay prompts and completions out, padded on the right."""
+    pairs = list(zip(prompts, completions, strict=True))
+    width = max(len(p) + len(c) for p, c in pairs)
+    rest = [width - len(p) - len(c) for p, c in pairs]
+    ids = [p + c + [0] * r for (p, c), r in zip(pairs, rest, strict=True)]
+    real = [[1] * (width - r) + [0] * r for r in rest]
+    acts = [[0] * len(p) + [1] * len(c) + [0] * r for (p, c), r in zip(pairs, rest, strict=True)]
+    tensors = [torch.tensor(x, device=device) for x in (ids, real, acts)]
+    return Rows(tensors[0], tensors[1], tensors[2].bool())
+
+
+def logprobs_of(model: Any, rows: Rows) -> Tensor:
+    """Return log pi of each token given what comes before it, (B,S-1); 0 where it is no action.
+
+    The logits at position t - 1 are about token t: they and the mask are shifted by one.
+    """
+    logits = model(input_ids=rows.ids, attention_mask=rows.real).logits[:, :-1]
+    chosen = logits.log_softmax(-1).gather(2, rows.ids[:, 1:, None]).squeeze(2)
+    return torch.where(rows.acts[:, 1:], chosen, 0.0)
+
+
+# ----------------------------------------------------------------------- 3. rewards and advantages
+
+
+def at_end(scores: Tensor, acts: Tensor) -> Tensor:
+    """Place the score of each completion at its last token, (B,) -> (B,S-1)."""
+    last = acts.shape[1] - 1 - acts.flip(1).int().argmax(1)
+    return torch.zeros(acts.shape, dtype=scores.dtype, device=scores.device).scatter(
+        1, last[:, None], scores[:, None]
+    )
+
+
+def advantages_of(rewards: Tensor, acts: Tensor) -> Tensor:
+    """Subtract a baseline from what is still to come (Williams 1992), (B,S-1) -> (B,S-1).
+
+        G_t = r_t + r_{t+1} + ...
+        A_t = G_t - b,   b the mean of the other completions' whole returns
+
+    A token is not answerable for what was paid before it. The baseline does not contain the
+    completion itself, so the gradient is unbiased.
+    """
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    whole = rewards.sum(1)
+    others = (whole.sum() - whole) / (len(whole) - 1)
+    return torch.where(acts, to_go - others[:, None], 0.0)
+
+
+# ------------------------------------------------------------------------------------ 4. the loop
+
+
+def train(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    reward: Callable[[list[str], list[str]], list[float]],
+    args: Config,
+) -> None:
+    """Train a model in place.
+
+    Args:
+        prompts: texts; step s takes the next `prompts_per_step` of them, over and over.
+        reward: from the texts of prompts and completions to a number for each completion.
+    """
+    model.eval()  # no dropout: sampling and training are the same distribution
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    tokens = [tokenizer(text)["input_ids"] for text in prompts]
+    for step in range(args.steps):
+        # The policy writes `group` completions of each prompt of the step.
+        numbers = range(step * args.prompts_per_step, (step + 1) * args.prompts_per_step)
+        chosen = [i % len(prompts) for i in numbers]
+        eos = tokenizer.eos_token_id
+        completions = sample(model, [tokens[i] for i in chosen], numbers, eos, args)
+
+        # They are scored.
+        repeated = [i for i in chosen for _ in range(args.group)]
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        scores = reward([prompts[i] for i in repeated], texts)
+        rewards = torch.tensor(scores, dtype=torch.float64, device=model.device)
+
+        # What the KL compares: the policy itself, and the reference.
+        rows = rows_of([tokens[i] for i in repeated], completions, model.device)
+        parts = [slice(i, i + args.rows_at_once) for i in range(0, len(texts), args.rows_at_once)]
+        with torch.no_grad():
+            old = torch.cat([logprobs_of(model, rows[part]) for part in parts])
+            ref = torch.cat([logprobs_of(reference, rows[part]) for part in parts])
+
+        # A KL to the reference is paid at every token, the score at the last one.
+        acts = rows.acts[:, 1:]
+        rewards_per_token = -args.beta * (old - ref) + at_end(rewards.to(old.dtype), acts)
+        advantages = advantages_of(rewards_per_token, acts)
+
+        # Each token has the weight 1 / (rows * longest), which does not depend on the lengths that
+        # were drawn: a mean over tokens would, and the gradient would be biased.
+        for part in parts:
+            # -A_t log pi(y_t), whose gradient is -A_t grad log pi(y_t)
+            loss = -advantages[part] * logprobs_of(model, rows[part])
+            (loss.sum() / (len(texts) * args.longest)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step + 1}  reward {rewards.mean():.3f}  {texts[0]!r}", flush=True)
+
+
+def main() -> None:
+    """Teach a chat model to answer with one word, yes or no."""
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+    things = ("a lamp", "a horse", "an apple", "a spider", "the moon", "a whale", "a bee", "a sock")
+    asked = [f"Is {thing} an animal? Answer yes or no." for thing in things]
+    chats = [[{"role": "user", "content": text}] for text in asked]
+    how = {"tokenize": False, "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template(chat, **how) for chat in chats]
+
+    def short(prompts: list[str], completions: list[str]) -> list[float]:
+        return [float(x.strip(" .!").lower() in ("yes", "no")) for x in completions]
+
+    train(model, tokenizer, texts, short, Config(longest=8))
+
+
+if __name__ == "__main__":
+    main()
