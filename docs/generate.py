@@ -74,6 +74,10 @@ Made by `make docs` from the docstrings of the code and the markers of the tests
 this page. All of it is pure functions on tensors. Tensors are
 (B,T), rows by completion tokens, unless said otherwise.
 
+To see a whole algorithm before its parts, read its single-file edition, which trains to the weights
+of the library: [GRPO](../examples/single_file/grpo.py), [RLOO](../examples/single_file/rloo.py),
+[REINFORCE](../examples/single_file/reinforce.py), [PPO](../examples/single_file/ppo.py).
+
 ## From the papers to the code
 
 "Elsewhere" marks where something is said of other libraries or well-known texts; it stands with the
