@@ -68,16 +68,13 @@ class RewardModel:
         truncated: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return one score per completion.
+        """Return one score per completion; ValueError if one cannot be encoded or is too long.
 
         Args:
             ended: whether the policy ended it by an EOS. By default strings are taken as they
                 stand, and chats are closed.
             truncated: whether a limit ended it; a stop string is not a limit. By default, all that
                 are known not to have ended by an EOS.
-
-        Raises:
-            ValueError: a text cannot be encoded, or has more tokens than the model has positions.
         """
         rows, limit = [], models.max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -106,10 +103,10 @@ class RewardModel:
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Score each text of (B,T), padded on either side: (B,), in at least float32.
 
-    A decoder scores the last token. Its forward in `transformers` looks for that token by its id,
-    the right-most that is not `pad_token_id`: wrong if pad is EOS, or absent
-    (huggingface/transformers#35911). Here it is the right-most position attended to. A model
-    without a `score` head (an encoder) pools in its own way.
+    A decoder scores the last token. Its forward in `transformers` takes the right-most that is not
+    `pad_token_id`, wrongly if pad is EOS or absent (huggingface/transformers#35911). Here it is the
+    right-most position attended to. A model without a `score` head (an encoder) pools in its own
+    way.
     """
     mask = attention_mask.long()
     if not hasattr(model, "score"):
@@ -164,10 +161,8 @@ def score_tokenizer(
     """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
 
     `pad_token` is used if the tokenizer has none; `revision` is that of the model on the Hub.
-
-    Raises:
-        ValueError: the model has not one output; no tokenizer, no pad token, or ids beyond the
-            embedding rows.
+    ValueError if the model has not one output, or there is no tokenizer or pad token, or ids are
+    beyond the embedding rows.
     """
     if model.config.num_labels != 1:
         raise ValueError(f"{who} has {model.config.num_labels} outputs: a reward has num_labels 1")

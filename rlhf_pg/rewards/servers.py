@@ -17,7 +17,7 @@ from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.rewards.functions import OF_TRL
+from rlhf_pg.rewards.functions import UNCOPIED
 from rlhf_pg.rewards.verifiers.texts import Count, Positive, Seconds, require
 
 OPENAI = "https://api.openai.com/v1"
@@ -67,8 +67,9 @@ class HttpReward:
                 return answer
             raise ValueError(f"it is not a list of {len(completions)} scores, got {shown(answer)}")
 
-        lists = {name: list(column) for name, column in columns.items() if name not in OF_TRL}
-        return await self.client.ask("", {"completions": list(completions), **lists}, read)
+        of_run = {"trainer_state", *UNCOPIED}  # which every function with **kwargs is given
+        columns = {name: values for name, values in columns.items() if name not in of_run}
+        return await self.client.ask("", {"completions": completions, **columns}, read)
 
 
 class Judge:

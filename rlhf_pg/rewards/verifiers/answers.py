@@ -31,9 +31,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
-    """Reward an answer that is the truth, letter by letter, with 1, any other with 0.
-
-    Blanks count as one, and not at the ends. A character may have several codes (NFC).
+    """Reward an answer that is the truth, letter by letter but for blanks, with 1, else with 0.
 
     Args:
         ignore_case: take capitals for small letters.
@@ -124,8 +122,7 @@ def math(
 ) -> float:
     r"""Reward an answer that is mathematically the truth with 1, else with 0, by math-verify.
 
-    What stands in `\boxed{}` counts before all else; several boxes are one set. The last
-    `LONGEST` characters are looked at.
+    `\boxed{}` counts before all else; several boxes are one set.
 
     Args:
         boxed: nothing but `\boxed{}` counts; otherwise any formula or number that can be found.
@@ -134,16 +131,15 @@ def math(
             a list of right answers.
     """
     require("math_verify", "math")
-    golds = [text for one in as_list(truth) if (text := str(one)).strip()]
-    score = None
-    if golds:
-        call = workers().schedule(compare, golds, answer[-LONGEST:], boxed, timeout=timeout)
-        try:
-            score = call.result()
-        except CallFailed as failure:
-            if isinstance(failure, NotStarted):
-                raise
-            return 0.0  # it was late, or ended its process
+    golds, score = [text for one in as_list(truth) if (text := str(one)).strip()], None
+    try:
+        if golds:
+            asked = (golds, answer[-LONGEST:], boxed)
+            score = workers().schedule(compare, *asked, timeout=timeout).result()
+    except NotStarted:
+        raise
+    except CallFailed:  # it was late, or ended its process
+        return 0.0
     if score is None:
         raise Unreadable("it cannot be parsed")
     return float(score)
