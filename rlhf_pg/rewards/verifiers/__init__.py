@@ -1,8 +1,9 @@
 """Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
 Each is a function that scores one completion. It takes what its signature names: `text` (the whole
-completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`),
-`ids` (its tokens) and `opened` (see `Verifier`). Its keyword-only arguments are its options.
+completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`,
+which may be a list of right answers), `ids` (its tokens) and `opened` (see `Verifier`). Its
+keyword-only arguments are its options.
 """
 
 import inspect
