@@ -38,17 +38,18 @@ def load(name: str) -> Any:
         )
     directory, _, dotted = place.rpartition("/")
     file = find_file(place, name) if place.endswith(".py") else None
+    where = file or Path(directory).absolute()
     try:
         if file is None:
-            _search(Path(directory).absolute())
+            _search(where)
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
-        where = quoted(str(Path(directory).absolute() if file is None else file))
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
             trace = trace.tb_next
         said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
-        raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{said}") from None
+        what = f"{quoted(name)} cannot be imported from {quoted(str(where))}"
+        raise ValueError(f"{what}:\n{said}") from None
     found = getattr(module, attribute, None)
     if inspect.isclass(found) or not callable(found):
         functions = inspect.getmembers(module, inspect.isfunction)

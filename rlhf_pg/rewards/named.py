@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
@@ -16,8 +16,6 @@ from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
 from rlhf_pg.rewards.servers import HttpReward, Judge
 from rlhf_pg.rewards.verifiers import make_verifier
-
-Reward = Callable[..., Any] | str  # a reward model, by its path or Hub id
 
 PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
 
@@ -40,7 +38,7 @@ def settle_rewards(
     return [reward for reward in rewards if reward is not None], said, {}
 
 
-def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Reward]:
+def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
     """Make what the names of rewards stand for: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see

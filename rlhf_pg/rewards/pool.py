@@ -24,7 +24,6 @@ from rlhf_pg.boundary.user_modules import import_file, loaded
 from rlhf_pg.rewards.functions import CallFailed
 
 START = 300.0  # seconds for a worker to be ready, and to import a function
-END = 5.0  # seconds for a process whose pipe has closed to end
 PR_SET_PDEATHSIG = 1
 # A function must not take the trainer's GPU or its cores.
 WORKER_ENVIRONMENT = {
@@ -68,10 +67,8 @@ class Pool:
     ) -> "Future[Any]":
         """Have a function called in a worker, which imports it by its name.
 
-        Raises (the future):
-            CallFailed: the call cannot be sent, failed, took longer than `timeout` seconds, or
-                ended its process.
-            NotStarted: there is no process for it.
+        The future raises CallFailed if the call cannot be sent, failed, took longer than `timeout`
+        seconds or ended its process, and NotStarted if there is no process for it.
         """
         future: Future[Any] = Future()
         try:
@@ -104,13 +101,11 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
             else:
                 future.set_exception(CallFailed(failure))
         except Exception as error:  # it belongs to the caller, not to this thread
+            _kill(worker)
             if isinstance(error, EOFError | OSError) and worker is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    worker.wait(END)
                 code = worker.returncode
                 killed = ", as when memory runs out" * (code == -signal.SIGKILL)
                 error = CallFailed(f"ended its worker process: exit code {code}{killed}")
-            _kill(worker)
             future.set_exception(error)
     _kill(worker)
 

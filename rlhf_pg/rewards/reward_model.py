@@ -31,10 +31,8 @@ class RewardModel:
 
     It reads strings as prompt + completion, chats through its own chat template, by a tokenizer of
     its own. A string that the policy ended by an EOS gets the model's own EOS (Stiennon et al.
-    2020; Huang et al. 2024), and a chat turn that was cut off is left open.
-
-    Raises:
-        ValueError: no such model, another number of outputs, no tokenizer, or another model's.
+    2020; Huang et al. 2024), and a chat turn that was cut off is left open. ValueError if there is
+    no such model or tokenizer, or they do not fit.
     """
 
     model: Any  # a path, a Hub id or a loaded model, which is put in evaluation mode
@@ -78,7 +76,7 @@ class RewardModel:
         """
         rows, limit = [], models.max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            end = ended is not None and bool(ended[i])
+            end = ended is not None and ended[i]
             # A limit on turns does not cut the last one off.
             cut = not end and (ended is not None if truncated is None else truncated[i])
             eos = self.sees_eos and end

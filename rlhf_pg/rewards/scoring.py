@@ -58,12 +58,11 @@ class Rewards:
             per function. None stands for the tokenizer saved beside the model.
         device, sees_eos, trust_remote_code: of reward models made here.
         environment: an environment pays too, as the last source, "environment".
-        workers: `reward_workers`, processes that call plain functions; ready-made ones, which have
-            limits of their own, and functions that name `environments` stay here.
+        workers: processes that call plain functions. Ready-made ones, which have limits of their
+            own, and functions that name `environments` stay here.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
-    Raises:
-        ValueError, TypeError: one of these cannot be used, or a function not be sent to a worker.
+    ValueError or TypeError if one of these cannot be used, or a function not be sent to a worker.
     """
 
     def __init__(
@@ -84,8 +83,9 @@ class Rewards:
         listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
         if not listed and not environment:
             raise ValueError("reward_funcs is empty: give a reward function or an environment")
-        several = isinstance(processing_classes, list | tuple)
-        tokenizers: Any = processing_classes if several else [processing_classes] * len(listed)
+        tokenizers: Any = processing_classes
+        if not isinstance(tokenizers, list | tuple):
+            tokenizers = [tokenizers] * len(listed)
         if len(tokenizers) != len(listed):
             raise ValueError(
                 f"reward_processing_classes must have one entry per reward function, got "
@@ -107,8 +107,8 @@ class Rewards:
             source = Source.of(next(name for name in names if name not in taken), function)
             if isinstance(function, RewardModel):
                 source = replace(source, kind="model")
-            has_own_limits = getattr(function, "is_ready_made", False)
-            stays = has_own_limits or "environments" in source.parameters
+            is_ready_made = getattr(function, "is_ready_made", False)
+            stays = is_ready_made or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")
                 try:
@@ -164,16 +164,15 @@ class Rewards:
     ) -> Judgement:
         """Score B completions, and say what was logged and what failed.
 
+        ValueError if a function failed and `on_error` is "error", or none scores a completion.
+
         Args:
             action_mask: (B,T) True where the policy chose the token. A row without such a token is
                 not shown to functions and has no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion: functions are called once for each
-                number, without numbers once.
+            groups: the prompt's number of each completion; functions are called once for each
+                number, or once for all without numbers.
             begun: what `begin` returned, for some of the groups.
-
-        Raises:
-            ValueError: a function failed and `on_error` is "error", or none scores a completion.
         """
         mask = action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)

@@ -26,7 +26,6 @@ VERIFIERS: dict[str, Callable[..., float]] = {
     )
 }
 FORMS = "file.py:NAME, module:NAME, model:PATH_OR_HUB_ID (no options), judge:NAME, http://ADDRESS"
-WAITING = ("math", "code")  # for a process, so that several threads keep the cores busy
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Verifier:
 
         blank: Any = [""] * len(completions)
         rows = (completions, completion_ids or blank, columns.get(column, blank))
-        if self.name not in WAITING:
-            return list(map(apply, *rows))
+        # Mathematics and programs wait for processes of their own, and all cores should be busy.
         with ThreadPoolExecutor(texts.cores_of_process()) as threads:
             return list(threads.map(apply, *rows))
 
