@@ -52,9 +52,15 @@ class RewardModel:
         self.model = self.model.to(self.device or self.model.device).eval()
         self.__name__ = name_of(self.model.name_or_path or type(self.model).__name__)
         self.who = f"reward model {self.__name__}"
-        self.processing_class = score_tokenizer(
-            self.processing_class, self.model, self.who, trusted
-        )
+        check_head(self.model, self.who)
+        with about(self.who):
+            self.processing_class = models.load_tokenizer(
+                self.processing_class,
+                self.model,
+                trust_remote_code=trusted,
+                key="reward_processing_classes",
+                needs_eos=False,
+            )
 
     @torch.no_grad()
     def __call__(
@@ -148,40 +154,10 @@ def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if eos is None or ids[-1] == eos else [*ids, eos]
 
 
-def score_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None,
-    model: PreTrainedModel,
-    who: str,
-    trust_remote_code: bool = False,
-    pad_token: str | None = None,
-    revision: str | None = None,
-) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
-
-    `pad_token` is used if the tokenizer has none; `revision` is that of the model on the Hub.
-    ValueError if the model has not one output, or there is no tokenizer or pad token, or ids are
-    beyond the embedding rows.
-    """
+def check_head(model: PreTrainedModel, who: str) -> None:
+    """Refuse a model that does not give one score (ValueError)."""
     if model.config.num_labels != 1:
         raise ValueError(f"{who} has {model.config.num_labels} outputs: a reward has num_labels 1")
-    if tokenizer is None and models.has_tokenizer(path := model.name_or_path):
-        with about(who):
-            tokenizer = models.tokenizer_from_pretrained(
-                path, trust_remote_code=trust_remote_code, revision=revision
-            )
-    # Without files, some model types give a tokenizer with special tokens only.
-    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(
-            f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
-        )
-    if tokenizer.pad_token_id is None and pad_token in tokenizer.get_vocab():
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do)"
-        )
-    models.check_vocabulary(tokenizer, model, who)
-    return tokenizer
 
 
 def name_of(path: str | PathLike[str]) -> str:

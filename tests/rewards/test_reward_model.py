@@ -315,7 +315,7 @@ def test_rewards_load_models_on_device(saved):
             {"alphabet": "abcdefghijklmnopqrstuvwxyz ABC"},
             "only 31 embedding rows",
         ),
-        ({}, None, "no tokenizer is saved beside it"),
+        ({}, None, "no tokenizer was saved with the model"),
     ],
 )
 def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
@@ -327,7 +327,9 @@ def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2"])
 def test_directory_without_tokenizer_raises(tmp_path, arch):
     classifier(arch).save_pretrained(tmp_path / "judge")
-    with pytest.raises(ValueError, match=r"^reward model judge: no tokenizer is saved beside it"):
+    with pytest.raises(
+        ValueError, match=r"^reward model judge: no tokenizer was saved with the model"
+    ):
         RewardModel(tmp_path / "judge")
 
 
