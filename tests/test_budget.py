@@ -31,7 +31,7 @@ BUDGETS = {
 #   config.yaml names them; eleven commands take 770.
 # - tasks: four tasks that are learnt on a CPU, and reasoning-gym's, with tokenizers and a model.
 # - episodes: tools, templates that parse calls themselves, three libraries' environments.
-# - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 900.
+# - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 800.
 # - boundary: users' modules with tracebacks of their own, one HTTP client for two users.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
 # - runtime: optimizer states of four backends whole, and a watch over processes that fail or hang.
