@@ -9,8 +9,6 @@ import os
 import signal
 from collections import Counter
 
-ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
-
 _passed: Counter[str] = Counter()
 
 
@@ -19,10 +17,11 @@ def failpoint(point: str) -> None:
     name, _, rest = os.environ.get("RLHF_PG_FAULT", "").partition(":")
     if name != point:
         return
-    action, _, number = rest.partition("@")
+    action, _, count = rest.partition("@")
     _passed[point] += 1
-    if _passed[point] != int(number or 1):
+    if _passed[point] != int(count or 1):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise OSError(ERRORS[action], os.strerror(ERRORS[action]))
+    number = getattr(errno, action.upper())
+    raise OSError(number, os.strerror(number))

@@ -1,7 +1,6 @@
 """JSON asked of a server over HTTP, with bounded attempts, time and concurrency."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,20 +29,20 @@ class Client:
 
     A connection that fails, a late answer, one that cannot be read and the statuses 408, 429 and
     5xx lead to another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
-
-    Paths are appended to `url`. There are `retries` attempts after the first. The `timeout` in
-    seconds is for one whole answer, and `concurrency` bounds the requests at a time of this
-    process. A `key` is sent as `Authorization: Bearer`.
     """
 
     def __init__(
-        self, url: str, timeout: float, retries: int, concurrency: int, key: str = ""
+        self,
+        url: str,  # paths are appended to it
+        timeout: float,  # seconds for one whole answer
+        retries: int,  # attempts after the first
+        concurrency: int,  # requests of this process at a time
+        key: str = "",  # sent as `Authorization: Bearer`
     ) -> None:
         self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
         self._free = asyncio.Semaphore(concurrency)
         self._client = httpx2.AsyncClient(
-            headers={"Content-Type": "application/json"}
-            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=None,  # our own bounds the whole answer
             # A kept connection may be closed just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
@@ -56,19 +55,16 @@ class Client:
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
         status is from 300 to 499, but for `TEMPORARY`; Unanswered if all attempts have failed.
         """
-        method, content, failure = "GET", None, ""
-        if body is not None:
-            method, content = "POST", json.dumps(body, allow_nan=False)
+        method, failure = "GET" if body is None else "POST", ""
+        request = self._client.build_request(method, self.url + path, json=body)
         async with self._free:
             for attempt in range(self.retries + 1):
                 if attempt:
                     await asyncio.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
                 try:
                     async with asyncio.timeout(self.timeout):
-                        answer = await self._client.request(
-                            method, self.url + path, content=content
-                        )
-                    if (status := answer.status_code) < 300:
+                        answer = await self._client.send(request)
+                    if answer.status_code < 300:
                         # vLLM answers some requests in plain text, "Success: ...".
                         is_json = answer.text.lstrip()[:1] in ("{", "[")
                         return read(answer.json() if is_json else None)
@@ -79,6 +75,7 @@ class Client:
                 except (ValueError, TypeError, LookupError, RecursionError) as error:
                     failure = f"an answer that cannot be used ({told(error)})"
                 else:
+                    status = answer.status_code
                     said = answer.text if status >= 400 else "redirects are not followed"
                     said = said.replace(self._key, "***") if self._key else said
                     failure = f"status {status}: {quoted(said)}"

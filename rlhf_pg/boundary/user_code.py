@@ -12,8 +12,6 @@ from typing import Any
 
 from rlhf_pg.boundary.quoted import told
 
-PATIENCE = 1.0  # seconds that an async call may take beyond its own timeout to be cancelled
-
 
 @cache
 def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
@@ -47,36 +45,37 @@ def call_beside(
     process from ending. What can be awaited is cancelled if it is late. The future raises
     TimeoutError after `timeout` seconds, and RuntimeError for what would end the run.
     """
+    call = partial(function, *arguments, **keywords)
+
+    async def outcome() -> Any:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                is_async = inspect.iscoroutinefunction(function)
+                result = call() if is_async else await asyncio.wrap_future(_in_thread(call))
+                if inspect.isawaitable(result):
+                    result = await asyncio.wrap_future(begin(lambda: result))
+                return result
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no answer within {timeout:g} s") from None
+            raise
+
+    return begin(outcome, loop="clock")  # since a function may block that of users
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
-    def settle(call: Callable[[], Any]) -> None:
+    def run() -> None:
         with suppress(InvalidStateError):  # it was late
             try:
-                result = call()
-                if inspect.isawaitable(result):
-                    begun = begin(lambda: result)
-                    begun.add_done_callback(lambda done: settle(done.result))
-                    future.add_done_callback(lambda _: begun.cancel())
-                else:
-                    future.set_result(result)
+                future.set_result(call())
             except BaseException as error:  # any error belongs to the caller, not to this thread
                 if not isinstance(error, Exception) or isinstance(error, StopIteration):
                     error = RuntimeError(f"a function raised {told(error)}")
                 future.set_exception(error)
 
-    async def expire(timeout: float) -> None:
-        await asyncio.sleep(timeout)
-        with suppress(InvalidStateError):
-            future.set_exception(TimeoutError(f"no answer within {timeout:g} s"))
-
-    if timeout is not None:  # on a loop of its own, since a function may block that of users
-        timer = asyncio.run_coroutine_threadsafe(expire(timeout), event_loop("clock"))
-        future.add_done_callback(lambda _: timer.cancel())
-    call = partial(settle, partial(function, *arguments, **keywords))
-    if inspect.iscoroutinefunction(function):
-        call()
-    else:
-        threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 

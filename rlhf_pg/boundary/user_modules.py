@@ -25,34 +25,35 @@ OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that a trac
 
 
 def load(name: str) -> Any:
-    """Import what a name means: `file.py:name`, `package.module:name` or `package.module.name`.
+    """Import a function: `file.py:name`, `package.module:name` or `package.module.name`.
 
-    A module is an installed one or one of the working directory, or of the directory in front of it
+    A module is installed or in the working directory, or in the directory in front of it
     (`directory/package.module:name`). ValueError if there is no such file or module, its import
     fails (the message has its traceback), or it has no function of that name.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if name.endswith(".py") or "://" in name or not place:
+    if name.endswith(".py") or not place:
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
         )
     directory, _, dotted = place.rpartition("/")
     file = find_file(place, name) if place.endswith(".py") else None
+    where = file or Path(directory).absolute()
     try:
         if file is None:
-            _search(Path(directory).absolute())
+            _search(where)
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
-        where = quoted(str(Path(directory).absolute() if file is None else file))
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
             trace = trace.tb_next
         said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
-        raise ValueError(f"{quoted(name)} cannot be imported from {where}:\n{said}") from None
+        what = f"{quoted(name)} cannot be imported from {quoted(str(where))}"
+        raise ValueError(f"{what}:\n{said}") from None
     found = getattr(module, attribute, None)
     if inspect.isclass(found) or not callable(found):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        public = [key for key in functions if not key.startswith("_")]
+        functions = inspect.getmembers(module, inspect.isfunction)
+        public = [key for key, _ in functions if not key.startswith("_")]
         raise ValueError(
             f"{quoted(name)}: it has no function {quoted(attribute)}"
             f"{nearest(attribute, public)}; functions in it: {', '.join(public) or 'none'}"

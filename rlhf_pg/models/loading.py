@@ -359,41 +359,40 @@ def load_tokenizer(
     pad_token: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    key: str = "processing_class",
+    needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or load the one saved beside the model.
 
-    Raises:
-        ValueError: there is no tokenizer that can be loaded, it has no EOS token, no pad token
-            (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
+    ValueError if there is none that can be loaded, or it has no EOS token, no pad token
+    (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
     """
     if tokenizer is None:
         path = model.name_or_path
         if not path or not has_tokenizer(path):
             where = f" in {path}" if path else ""
-            raise ValueError(
-                f"no tokenizer was saved with the model{where}: give it as processing_class"
-            )
-        with about("processing_class"):
-            tokenizer = tokenizer_from_pretrained(
-                path, trust_remote_code=trust_remote_code, revision=revision
-            )
+            raise ValueError(f"no tokenizer was saved with the model{where}: give it as {key}")
+        tokenizer = tokenizer_from_pretrained(
+            path, trust_remote_code=trust_remote_code, revision=revision
+        )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is not a token of the tokenizer")
         tokenizer.pad_token = pad_token
     eos, id_ = tokenizer.eos_token, tokenizer.eos_token_id
     # A token that the tokenizer does not have gets the id of any unknown one.
-    if id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token):
+    is_missing = id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token)
+    if needs_eos and is_missing:
         raise ValueError(
             f"the tokenizer has no EOS token{'' if eos is None else ' ' + shown(eos)}, so no "
             "completion could end: set processing_class.eos_token to one of its tokens"
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
-            "(the EOS token will do: padding is masked by position, not by id)"
+            f"the tokenizer has no pad token: set pad_token, or that of {key} (the EOS token will "
+            "do: padding is masked by position, not by id)"
         )
-    check_vocabulary(tokenizer, model, "processing_class")
+    check_vocabulary(tokenizer, model, key)
     return tokenizer
 
 

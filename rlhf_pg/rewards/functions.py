@@ -19,9 +19,8 @@ from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # given to every function
-FACTS = ("ended", "truncated", "environments")  # given to those that ask
-SHARED = ("environments", "log_extra", "log_metric")  # given to functions uncopied
-OF_TRL = ("trainer_state", *SHARED)  # given to functions with **kwargs too, as by TRL
+ON_REQUEST = ("ended", "truncated", "step")  # given to functions that name them
+UNCOPIED = ("environments", "log_extra", "log_metric")
 OWN_COLUMNS = {  # of completions.jsonl
     *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated"),
     *("turns", "error"),
@@ -60,8 +59,8 @@ class Source:
 class RewardInputs:
     """Completions and all that functions may be told of them, lists with an entry for each.
 
-    A function gets what its signature names, and with **kwargs all but `ended`, `truncated` and
-    `step`. A column of the dataset takes precedence; one with a name of `SAMPLED` is a ValueError.
+    A function gets what its signature names, and with **kwargs all but `ON_REQUEST`. A column of
+    the dataset takes precedence; one with a name of `SAMPLED` is a ValueError.
     """
 
     prompts: Sequence[Any]
@@ -79,15 +78,17 @@ class RewardInputs:
             raise ValueError(f"{what} has the name of what every function is given: rename it")
 
     def lists(self) -> dict[str, Any]:
-        """Return what there is of completions and of facts about them."""
-        given = {name: getattr(self, name) for name in (*SAMPLED, *FACTS)}
-        return {name: values for name, values in given.items() if values is not None}
+        """Return the completions and what is known of them, without the columns."""
+        names = (*SAMPLED, "ended", "truncated", "environments")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def select(self, rows: Sequence[int]) -> "RewardInputs":
         """Return the inputs of some of the completions."""
-        chosen = {name: [values[i] for i in rows] for name, values in self.lists().items()}
-        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        return replace(self, columns=columns, **chosen)
+
+        def pick(table: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+            return {name: [values[i] for i in rows] for name, values in table.items()}
+
+        return replace(self, columns=pick(self.columns), **pick(self.lists()))
 
     def arguments(self, source: Source, answer: "Answer") -> dict[str, Any]:
         """Return what a function takes; what it logs goes into the answer."""
@@ -104,10 +105,10 @@ class RewardInputs:
         offered |= self.columns
         names = offered.keys() & source.parameters.keys()
         if any(p.kind is p.VAR_KEYWORD for p in source.parameters.values()):
-            names |= offered.keys() & {*SAMPLED, *self.columns, *OF_TRL}
+            names |= offered.keys() - ON_REQUEST | self.columns.keys()
         if isinstance(source.function, functools.partial):
             names -= source.function.keywords.keys()  # which it holds already
-        uncopied = names if source.kind == "worker" else SHARED  # a worker is sent copies
+        uncopied = names if source.kind == "worker" else UNCOPIED  # a worker is sent copies
         return {x: offered[x] if x in uncopied else copy.deepcopy(offered[x]) for x in names}
 
 
@@ -147,9 +148,11 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     try:
         returned = function(**arguments)
         returned = begin(lambda: returned).result() if inspect.isawaitable(returned) else returned
+        return replace(answer, scores=read_scores(returned, answer.count))
+    except CallFailed:
+        raise
     except (Exception, SystemExit) as error:
         raise CallFailed(f"raised {told(error)}") from error
-    return replace(answer, scores=read_scores(returned, answer.count))
 
 
 async def call_async(
@@ -159,33 +162,28 @@ async def call_async(
     try:
         async with asyncio.timeout(timeout) as limit:
             returned = await function(**arguments)
+        return replace(answer, scores=read_scores(returned, answer.count))
+    except CallFailed:
+        raise
     except (Exception, asyncio.CancelledError, SystemExit) as error:
         late = CallFailed.late(timeout) if limit.expired() else None
         raise late or CallFailed(f"raised {told(error)}") from error
-    return replace(answer, scores=read_scores(returned, answer.count))
 
 
 def read_scores(returned: Any, count: int) -> list[Any]:
     """Convert `count` scores to plain numbers, None, and lists of these (else CallFailed)."""
-    try:
-        scores = _plain(returned)
-        is_list = isinstance(scores, list)
-        if is_list and len(scores) == count:
-            return [_read(score, f"completion {i}") for i, score in enumerate(scores)]
-    except CallFailed:
-        raise
-    except Exception as error:  # a tensor without values, for example
-        raise CallFailed(f"returned what cannot be read: {told(error)}") from error
-    got = f"{len(scores)} scores" if is_list else shown(returned)
-    raise CallFailed(f"must return a list of {count} scores, one per completion, got {got}")
-
-
-def _read(score: Any, where: str) -> Any:
-    """Convert the score of a completion, or a list of scores of its tokens."""
-    steps = _plain(score)
-    if isinstance(steps, list):
-        return [_number(step, f"token {t} of {where}") for t, step in enumerate(steps)]
-    return _number(score, where)
+    scores = _plain(returned)
+    if not isinstance(scores, list) or len(scores) != count:
+        got = f"{len(scores)} scores" if isinstance(scores, list) else shown(returned)
+        raise CallFailed(f"must return a list of {count} scores, one per completion, got {got}")
+    read = list[Any]()
+    for i, score in enumerate(scores):
+        steps = _plain(score)
+        if isinstance(steps, list):
+            read.append([_number(x, f"token {t} of completion {i}") for t, x in enumerate(steps)])
+        else:
+            read.append(_number(score, f"completion {i}"))
+    return read
 
 
 def _number(score: Any, where: str) -> float | None:
@@ -211,10 +209,9 @@ def source_fingerprint(function: Any) -> str | None:
     """Return a fingerprint of the file that a function is written in; None if there is none."""
     while isinstance(function, functools.partial):
         function = function.func
+    function = inspect.unwrap(function)
     try:
-        code = inspect.unwrap(function) if callable(function) else function
-        file = inspect.getsourcefile(code if inspect.isroutine(code) else type(code))
-        written = Path(file or "").read_bytes()
-    except (TypeError, ValueError, OSError):  # an object that has every attribute wraps itself
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()[:16]
+    except (TypeError, OSError):
         return None
-    return hashlib.sha256(written).hexdigest()[:16]

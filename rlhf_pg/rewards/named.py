@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
@@ -14,11 +14,10 @@ from rlhf_pg.config.files import absolute, located
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
-
-Reward = Callable[..., Any] | str  # a reward model, by its path or Hub id
+from rlhf_pg.rewards.servers import HttpReward, Judge
+from rlhf_pg.rewards.verifiers import make_verifier
 
 PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
-FORMS = "file.py:NAME, module:NAME, model:PATH_OR_HUB_ID (no options), judge:NAME, http://ADDRESS"
 
 
 def settle_rewards(
@@ -27,8 +26,7 @@ def settle_rewards(
     """Return the rewards of a run, lines on where named ones come from, and the keys that
     `config.yaml` has in place of the config's.
 
-    Rewards given in Python replace all others, and named ones a task's `own`. ValueError if a name
-    or an option cannot be used.
+    Rewards given in Python replace all others, and named ones a task's `own`.
     """
     rewards = list(given) if isinstance(given, list | tuple) else [given]
     if rewards:
@@ -40,18 +38,17 @@ def settle_rewards(
     return [reward for reward in rewards if reward is not None], said, {}
 
 
-def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Reward]:
+def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
     """Make what the names of rewards stand for: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
       `rlhf_pg.boundary.user_modules.load`. Its options are arguments that it gets at every call.
     - `model:PATH_OR_HUB_ID`: a reward model.
     - `http://host:port/path`: a server, see `HttpReward`.
-    - `judge:NAME`: see `Judge`; the options of NAME, or of `judge:NAME`, are its rubric and so on.
-    - a key of `rlhf_pg.rewards.verifiers.VERIFIERS`: a ready-made reward.
+    - `judge:NAME`: see `Judge`; its options stand under NAME or `judge:NAME`.
+    - any other: a ready-made reward, see `rlhf_pg.rewards.verifiers`.
 
-    Raises:
-        ValueError: a name or an option that is not known, or one that cannot be used.
+    ValueError if a name or an option is not known, or cannot be used.
     """
     options = dict(options or {})
     for key, own in options.items():
@@ -67,10 +64,8 @@ def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None
 
 
 def _reward(name: str, options: Mapping[str, Any]) -> Any:
-    from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
-
     kind, _, own = name.partition(":")
-    if name in VERIFIERS:
+    if not {".", ":"} & set(name):
         return make_verifier(name, options)
     if kind == "model":
         if options or not own:
@@ -81,14 +76,7 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
             f"reward_funcs has {quoted(name)}, a reward that was given in Python and that no name "
             "finds: give it to the trainer, or name a function in a file (file.py:NAME)"
         )
-    if not {".", ":"} & set(name):
-        raise ValueError(
-            f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
-            f"{', '.join(VERIFIERS)}"
-        )
     if kind in ("judge", "http", "https"):
-        from rlhf_pg.rewards.servers import HttpReward, Judge
-
         made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
         try:
             return made(given, **checked_options(made.__init__, options))
@@ -109,9 +97,11 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
-    """Return a line per reward: what code was imported from where, and which address is asked."""
+    """Return a line per reward: the code that is run, or the model or address that is asked."""
     lines = []
     for name, reward in zip(names, rewards, strict=True):
+        function = reward.func if isinstance(reward, functools.partial) else reward
+        module = getattr(function, "__module__", "")
         if isinstance(reward, str):
             what = f"loads the reward model {quoted(reward)}"
         elif where := getattr(reward, "where", None):  # a server's
@@ -119,8 +109,6 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
         elif getattr(reward, "is_ready_made", False):
             what = "ready-made"
         else:
-            function = reward.func if isinstance(reward, functools.partial) else reward
-            module = getattr(function, "__module__", type(function).__module__)
             file = getattr(sys.modules.get(module), "__file__", None) or module
             what = f"runs code imported from {quoted(file)}"
         lines.append(f"reward {quoted(name)}: {what}")
@@ -130,9 +118,9 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
 def name_of(source: Any) -> str:
     """Return a name for `config.yaml` by which a reward of a run would be found again.
 
-    A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and what no name finds
-    python:NAME, which is refused. So is a function of the script that runs: to import that again
-    would run it again.
+    That is FILE.py:NAME or MODULE:NAME for a function and model:PATH for a reward model. It is
+    python:NAME, which is refused, where no name finds the reward, as in the script that runs: to
+    import that would run it again.
     """
     if isinstance(source, str | os.PathLike):
         return f"model:{absolute(os.fspath(source), None)}"

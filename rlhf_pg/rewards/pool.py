@@ -24,7 +24,6 @@ from rlhf_pg.boundary.user_modules import import_file, loaded
 from rlhf_pg.rewards.functions import CallFailed
 
 START = 300.0  # seconds for a worker to be ready, and to import a function
-END = 5.0  # seconds for a process whose pipe has closed to end
 PR_SET_PDEATHSIG = 1
 # A function must not take the trainer's GPU or its cores.
 WORKER_ENVIRONMENT = {
@@ -34,9 +33,10 @@ WORKER_ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 # Not multiprocessing's spawn, which imports the script that trains and may have no main guard.
-SCRIPT = "import sys; sys.path[:] = {path!r}; from rlhf_pg.rewards.pool import work; work({pipe})"
+SCRIPT = "import sys; sys.path[:] = sys.argv[3:]; from rlhf_pg.rewards.pool import work; work()"
 Ready = Callable[[], Any]
-Task = tuple["Future[Any]", bytes, float | None]
+# The files of users that a call needs, and its function with arguments, pickled; its seconds.
+Task = tuple["Future[Any]", tuple[list[str], bytes], float | None]
 
 
 class NotStarted(CallFailed):
@@ -67,10 +67,8 @@ class Pool:
     ) -> "Future[Any]":
         """Have a function called in a worker, which imports it by its name.
 
-        Raises (the future):
-            CallFailed: the call cannot be sent, failed, took longer than `timeout` seconds, or
-                ended its process.
-            NotStarted: there is no process for it.
+        The future raises CallFailed if the call cannot be sent, failed, took longer than `timeout`
+        seconds or ended its process, and NotStarted if there is no process for it.
         """
         future: Future[Any] = Future()
         try:
@@ -80,36 +78,34 @@ class Pool:
             future.set_exception(CallFailed(reason))
             return future
         files = [file for name, file in loaded().items() if name.encode() in call]
-        self._tasks.put((future, pickle.dumps((files, call)), timeout))
+        self._tasks.put((future, (files, call), timeout))
         return future
 
 
 def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None:
-    """Do tasks with one worker, which is started when there is one; the body of a thread."""
+    """Do tasks with one worker, started for the first of them; the body of a thread."""
     worker: subprocess.Popen[bytes] | None = None
     while (task := tasks.get()) is not None:
-        future, sent, timeout = task
+        future, call, timeout = task
         if not future.set_running_or_notify_cancel():
             continue
         try:
             if worker is None or worker.poll() is not None:
                 worker, pipe = _start(memory, ready)
-            pipe.send_bytes(sent)
+            pipe.send(call)
             if not pipe.poll(timeout):
                 raise CallFailed.late(timeout)
-            answer, failure = pickle.loads(pipe.recv_bytes())
+            answer, failure = pipe.recv()
             if failure is None:
                 future.set_result(answer)
             else:
                 future.set_exception(CallFailed(failure))
         except Exception as error:  # it belongs to the caller, not to this thread
+            _kill(worker)
             if isinstance(error, EOFError | OSError) and worker is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    worker.wait(END)
                 code = worker.returncode
                 killed = ", as when memory runs out" * (code == -signal.SIGKILL)
                 error = CallFailed(f"ended its worker process: exit code {code}{killed}")
-            _kill(worker)
             future.set_exception(error)
     _kill(worker)
 
@@ -117,11 +113,11 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
 def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connection]:
     """Start a worker, and wait until it is ready."""
     pipe, other = Pipe()
-    script = SCRIPT.format(path=[path or os.getcwd() for path in sys.path], pipe=other.fileno())
-    worker, failure = None, None
+    arguments = [str(other.fileno()), str(memory), *(path or os.getcwd() for path in sys.path)]
+    worker = None
     try:
         worker = subprocess.Popen(
-            [sys.executable, "-P", "-c", script],
+            [sys.executable, "-P", "-c", SCRIPT, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what functions print is not the trainer's output
             env=without_launcher() | WORKER_ENVIRONMENT,
@@ -129,9 +125,8 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
             start_new_session=True,  # Ctrl-C is for the trainer, and children die with it
         )
         other.close()
-        pipe.send_bytes(pickle.dumps((os.getpid(), memory)))
-        pipe.send_bytes(pickle.dumps(([], pickle.dumps((ready, ())))))
-        failure = pickle.loads(pipe.recv_bytes())[1] if pipe.poll(START) else f"not in {START:g} s"
+        pipe.send(([], pickle.dumps((ready, ()))))
+        failure = pipe.recv()[1] if pipe.poll(START) else f"not in {START:g} s"
     except (EOFError, OSError) as error:
         failure = told(error)
     if worker is None or failure is not None:
@@ -148,28 +143,27 @@ def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
         worker.wait()
 
 
-def work(number: int) -> None:
-    """Answer calls that come through the pipe with this file number; the body of a worker."""
+def work() -> None:
+    """Answer calls that come through a pipe; the body of a worker."""
+    number, memory = map(int, sys.argv[1:3])
     pipe = Connection(number)
-    trainer, memory = pickle.loads(pipe.recv_bytes())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != trainer:
-        return
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # should the machine's memory end, workers go first
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
-    while True:
-        files, call = pickle.loads(pipe.recv_bytes())
-        answer, failure = None, None
-        try:
-            for file in files:
-                import_file(Path(file))
-            function, args = pickle.loads(call)
-            answer = function(*args)
-        except CallFailed as error:
-            failure = str(error)
-        except Exception as error:
-            failure = f"raised {told(error)}"
-        pipe.send_bytes(pickle.dumps((answer, failure)))
+    with suppress(EOFError):  # the trainer has ended
+        while True:
+            files, call = pipe.recv()
+            answer, failure = None, None
+            try:
+                for file in files:
+                    import_file(Path(file))
+                function, args = pickle.loads(call)
+                answer = function(*args)
+            except CallFailed as error:
+                failure = str(error)
+            except Exception as error:
+                failure = f"raised {told(error)}"
+            pipe.send((answer, failure))

@@ -31,10 +31,8 @@ class RewardModel:
 
     It reads strings as prompt + completion, chats through its own chat template, by a tokenizer of
     its own. A string that the policy ended by an EOS gets the model's own EOS (Stiennon et al.
-    2020; Huang et al. 2024), and a chat turn that was cut off is left open.
-
-    Raises:
-        ValueError: no such model, another number of outputs, no tokenizer, or another model's.
+    2020; Huang et al. 2024), and a chat turn that was cut off is left open. ValueError if there is
+    no such model or tokenizer, or they do not fit.
     """
 
     model: Any  # a path, a Hub id or a loaded model, which is put in evaluation mode
@@ -54,9 +52,15 @@ class RewardModel:
         self.model = self.model.to(self.device or self.model.device).eval()
         self.__name__ = name_of(self.model.name_or_path or type(self.model).__name__)
         self.who = f"reward model {self.__name__}"
-        self.processing_class = score_tokenizer(
-            self.processing_class, self.model, self.who, trusted
-        )
+        check_head(self.model, self.who)
+        with about(self.who):
+            self.processing_class = models.load_tokenizer(
+                self.processing_class,
+                self.model,
+                trust_remote_code=trusted,
+                key="reward_processing_classes",
+                needs_eos=False,
+            )
 
     @torch.no_grad()
     def __call__(
@@ -68,20 +72,17 @@ class RewardModel:
         truncated: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Return one score per completion.
+        """Return one score per completion; ValueError if one cannot be encoded or is too long.
 
         Args:
             ended: whether the policy ended it by an EOS. By default strings are taken as they
                 stand, and chats are closed.
             truncated: whether a limit ended it; a stop string is not a limit. By default, all that
                 are known not to have ended by an EOS.
-
-        Raises:
-            ValueError: a text cannot be encoded, or has more tokens than the model has positions.
         """
         rows, limit = [], models.max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            end = ended is not None and bool(ended[i])
+            end = ended is not None and ended[i]
             # A limit on turns does not cut the last one off.
             cut = not end and (ended is not None if truncated is None else truncated[i])
             eos = self.sees_eos and end
@@ -106,10 +107,10 @@ class RewardModel:
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Score each text of (B,T), padded on either side: (B,), in at least float32.
 
-    A decoder scores the last token. Its forward in `transformers` looks for that token by its id,
-    the right-most that is not `pad_token_id`: wrong if pad is EOS, or absent
-    (huggingface/transformers#35911). Here it is the right-most position attended to. A model
-    without a `score` head (an encoder) pools in its own way.
+    A decoder scores the last token. Its forward in `transformers` takes the right-most that is not
+    `pad_token_id`, wrongly if pad is EOS or absent (huggingface/transformers#35911). Here it is the
+    right-most position attended to. A model without a `score` head (an encoder) pools in its own
+    way.
     """
     mask = attention_mask.long()
     if not hasattr(model, "score"):
@@ -153,42 +154,10 @@ def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if eos is None or ids[-1] == eos else [*ids, eos]
 
 
-def score_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None,
-    model: PreTrainedModel,
-    who: str,
-    trust_remote_code: bool = False,
-    pad_token: str | None = None,
-    revision: str | None = None,
-) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
-
-    `pad_token` is used if the tokenizer has none; `revision` is that of the model on the Hub.
-
-    Raises:
-        ValueError: the model has not one output; no tokenizer, no pad token, or ids beyond the
-            embedding rows.
-    """
+def check_head(model: PreTrainedModel, who: str) -> None:
+    """Refuse a model that does not give one score (ValueError)."""
     if model.config.num_labels != 1:
         raise ValueError(f"{who} has {model.config.num_labels} outputs: a reward has num_labels 1")
-    if tokenizer is None and models.has_tokenizer(path := model.name_or_path):
-        with about(who):
-            tokenizer = models.tokenizer_from_pretrained(
-                path, trust_remote_code=trust_remote_code, revision=revision
-            )
-    # Without files, some model types give a tokenizer with special tokens only.
-    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(
-            f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
-        )
-    if tokenizer.pad_token_id is None and pad_token in tokenizer.get_vocab():
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do)"
-        )
-    models.check_vocabulary(tokenizer, model, who)
-    return tokenizer
 
 
 def name_of(path: str | PathLike[str]) -> str:

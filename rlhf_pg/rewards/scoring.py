@@ -4,7 +4,7 @@ Shapes: B completions, T columns, K sources.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -16,17 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.boundary.user_code import PATIENCE, begin
-from rlhf_pg.data.batch import pad_rows
+from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, call, call_async
 from rlhf_pg.rewards.pool import START, Pool
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
 
-Scores = Sequence[float | Sequence[float | None] | None]
-RewardFunction = Callable[..., Scores | Awaitable[Scores]]
-RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
-Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
 PendingCalls = dict[int, Future[Answer]]  # about one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
@@ -62,19 +58,18 @@ class Rewards:
             per function. None stands for the tokenizer saved beside the model.
         device, sees_eos, trust_remote_code: of reward models made here.
         environment: an environment pays too, as the last source, "environment".
-        workers: `reward_workers`, processes that call plain functions; ready-made ones, which have
-            limits of their own, and functions that name `environments` stay here.
+        workers: processes that call plain functions. Ready-made ones, which have limits of their
+            own, and functions that name `environments` stay here.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
-    Raises:
-        ValueError, TypeError: one of these cannot be used, or a function not be sent to a worker.
+    ValueError or TypeError if one of these cannot be used, or a function not be sent to a worker.
     """
 
     def __init__(
         self,
         functions: RewardSource | Sequence[RewardSource],
         weights: Sequence[float] | None = None,
-        processing_classes: Tokenizers = None,
+        processing_classes: PreTrainedTokenizerBase | Sequence[Any] | None = None,
         device: torch.device | None = None,
         environment: bool = False,
         sees_eos: bool = True,
@@ -88,8 +83,9 @@ class Rewards:
         listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
         if not listed and not environment:
             raise ValueError("reward_funcs is empty: give a reward function or an environment")
-        several = isinstance(processing_classes, list | tuple)
-        tokenizers: Any = processing_classes if several else [processing_classes] * len(listed)
+        tokenizers: Any = processing_classes
+        if not isinstance(tokenizers, list | tuple):
+            tokenizers = [tokenizers] * len(listed)
         if len(tokenizers) != len(listed):
             raise ValueError(
                 f"reward_processing_classes must have one entry per reward function, got "
@@ -111,8 +107,8 @@ class Rewards:
             source = Source.of(next(name for name in names if name not in taken), function)
             if isinstance(function, RewardModel):
                 source = replace(source, kind="model")
-            has_own_limits = getattr(function, "is_ready_made", False)
-            stays = has_own_limits or "environments" in source.parameters
+            is_ready_made = getattr(function, "is_ready_made", False)
+            stays = is_ready_made or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")
                 try:
@@ -137,21 +133,6 @@ class Rewards:
                 "reward_timeout cannot end a call in the trainer's own process: set "
                 "reward_workers, or make the function async"
             )
-
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-        action_mask: Tensor | None = None,
-        groups: Sequence[int] | None = None,
-        **facts: Any,
-    ) -> Tensor:
-        """Return only the scores of `judge`; the facts are those of `RewardInputs`."""
-        inputs = RewardInputs(prompts, completions, completion_ids, columns, **facts)
-        mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
-        return self.judge(inputs, mask, groups=groups).scores
 
     def begin(self, inputs: RewardInputs) -> PendingCalls:
         """Begin the calls on the completions of one prompt that can be made beside sampling."""
@@ -183,16 +164,15 @@ class Rewards:
     ) -> Judgement:
         """Score B completions, and say what was logged and what failed.
 
+        ValueError if a function failed and `on_error` is "error", or none scores a completion.
+
         Args:
             action_mask: (B,T) True where the policy chose the token. A row without such a token is
                 not shown to functions and has no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion: functions are called once for each
-                number, without numbers once.
+            groups: the prompt's number of each completion; functions are called once for each
+                number, or once for all without numbers.
             begun: what `begin` returned, for some of the groups.
-
-        Raises:
-            ValueError: a function failed and `on_error` is "error", or none scores a completion.
         """
         mask = action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
@@ -202,33 +182,35 @@ class Rewards:
         rows_of: dict[int, list[int]] = {}  # of each group
         for i in rows:
             rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
-        lost, failed = torch.zeros(len(mask)).bool(), {source.name: 0 for source in self.sources}
-        judgement = Judgement(scores=scores, lost=lost, called=len(rows), failed=failed)
+        judgement = Judgement(
+            scores=scores,
+            lost=torch.zeros(len(mask), dtype=torch.bool),
+            called=len(rows),
+            failed={source.name: 0 for source in self.sources},
+        )
         pending: dict[int, PendingCalls] = dict(begun or {})
         try:
-            parts = [(own, inputs.select(own), group) for group, own in rows_of.items()]
-            for _, part, group in parts:
+            parts = {group: inputs.select(own) for group, own in rows_of.items()}
+            for group, part in parts.items():
                 if group not in pending:
                     pending[group] = self.begin(part)
-            whole = [(rows, inputs.select(rows), -1)] if rows else []
+            by_group = [(own, parts[group], pending[group]) for group, own in rows_of.items()]
+            together = [(rows, inputs.select(rows), PendingCalls())] if rows else []
             for k, source in enumerate(self.sources):
-                # A call that holds up the event loop is not late until somebody looks.
-                is_async, is_model = source.kind == "async", source.kind == "model"
-                patience = self.timeout + PATIENCE if self.timeout and is_async else None
-                for own, part, group in whole if is_model else parts:
-                    asked = pending.get(group, {}).get(k) or self._call(source, part)
+                is_model = source.kind == "model"
+                for own, part, calls in together if is_model else by_group:
+                    asked = calls.get(k) or self._call(source, part)
                     try:
-                        answer = asked.result(patience)
+                        answer = asked.result()
                         placed = _place(answer.scores, part.completion_ids, mask[own])
-                    except (CallFailed, TimeoutError) as failure:
-                        what = str(failure) or CallFailed.late(self.timeout)  # a TimeoutError
+                    except CallFailed as failure:
                         about = "" if is_model else f" (prompt {shown(part.prompts[0])})"
-                        error = f"reward function {source.name} {what}{about}"
+                        error = f"reward function {source.name} {failure}{about}"
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
                         judgement.first_failure = judgement.first_failure or error
-                        failed[source.name] += len(own)
-                        lost[own] = True
+                        judgement.failed[source.name] += len(own)
+                        judgement.lost[own] = True
                         value = self.error_value if self.on_error == "value" else None
                         answer = Answer(len(own))
                         placed = _place([value] * len(own), part.completion_ids, mask[own])
@@ -240,15 +222,15 @@ class Rewards:
                     for name, numbers in answer.metrics.items():
                         judgement.metrics.setdefault(name, []).extend(numbers)
         finally:
-            give_up(pending.values())  # after an error; and those that are late
+            give_up(pending.values())  # after an error
         unscored = scores.isnan().all(2).all(1)
         for i in rows:
-            if unscored[i] and not lost[i]:
+            if unscored[i] and not judgement.lost[i]:
                 raise ValueError(
                     f"no reward function applies to completion {i} of the batch: each of "
                     f"{', '.join(self.names)} returned None for prompt {shown(inputs.prompts[i])}"
                 )
-        lost &= unscored
+        judgement.lost &= unscored
         return judgement
 
 

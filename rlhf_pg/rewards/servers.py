@@ -17,7 +17,7 @@ from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.rewards.functions import OF_TRL
+from rlhf_pg.rewards.functions import UNCOPIED
 from rlhf_pg.rewards.verifiers.texts import Count, Positive, Seconds, require
 
 OPENAI = "https://api.openai.com/v1"
@@ -67,18 +67,16 @@ class HttpReward:
                 return answer
             raise ValueError(f"it is not a list of {len(completions)} scores, got {shown(answer)}")
 
-        lists = {name: list(column) for name, column in columns.items() if name not in OF_TRL}
-        return await self.client.ask("", {"completions": list(completions), **lists}, read)
+        of_run = {"trainer_state", *UNCOPIED}  # which every function with **kwargs is given
+        columns = {name: values for name, values in columns.items() if name not in of_run}
+        return await self.client.ask("", {"completions": completions, **columns}, read)
 
 
 class Judge:
     """A model that scores completions by a rubric.
 
-    It is asked at `base_url` by OpenAI's client, once per text. The completion, its prompt and what
-    else it is shown stand between marks that cannot be guessed, as data.
-
-    Raises:
-        ValueError: an option that cannot be used, or no package openai.
+    It is asked by OpenAI's client, once per text. The completion, its prompt and what else it is
+    shown stand between marks that cannot be guessed, as data.
     """
 
     def __init__(
@@ -129,11 +127,7 @@ class Judge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float]:
-        """Return one score per completion, from 0 to 1.
-
-        Raises:
-            ValueError: a column is not there, or the judge has given no verdict.
-        """
+        """Return one score per completion, from 0 to 1 (ValueError: there is no verdict)."""
         if missing := set(self.columns) - columns.keys():
             raise ValueError(f"the dataset has no column {min(missing)!r} for the judge")
         table = {"prompt": prompts, "completion": completions}
@@ -145,8 +139,10 @@ class Judge:
             mark = _digest([self.rubric, parts])[:16]
             data = [f"<{name} {mark}>\n{text}\n</{name} {mark}>" for name, text in parts.items()]
             system = SYSTEM.format(rubric=self.rubric, mark=mark, low=self.low, high=self.high)
-            said = {"system": system, "user": "\n\n".join(data)}
-            messages = [{"role": role, "content": text} for role, text in said.items()]
+            messages = [
+                {"role": "system", "content": system},
+                {"role": "user", "content": "\n\n".join(data)},
+            ]
             body = {"messages": messages, **self.fields}
             keys.append(_digest([str(self.client.base_url), body]))
             bodies[keys[-1]] = body
@@ -188,9 +184,7 @@ def _digest(value: Any) -> str:
 def key_for(url: str, variable: str | None) -> str:
     """Return the key in an environment variable, empty if none is named, and check the address.
 
-    Raises:
-        ValueError: the address is not http(s) or holds what would be saved with the config, or the
-            variable is not set.
+    ValueError if it is not http(s) or holds what must not be saved, or the variable is not set.
     """
     parts = httpx2.URL(url)
     secret = parts.userinfo or parts.query or parts.fragment

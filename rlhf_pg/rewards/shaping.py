@@ -23,15 +23,13 @@ class Shaping:
     KL         subtracted at every token (kl_placement "reward")
     whiten     the sum of all that, over the tokens of the step (whiten_rewards)
 
-    Penalties are in the units of the result: they are not clipped, squashed, normalised or
-    weighted. Squashing makes every score positive, so that each further step of a completion raises
-    its total. No mean is subtracted from normalised scores: that would reward or punish further
-    steps as such, and so change the best length. (Whitening does shift, by a share of the mean:
-    Ziegler et al. 2019, in their code.)
+    Penalties are in the units of the result: only scores of functions are clipped, squashed,
+    normalised and weighted. No mean is subtracted from normalised scores, which would reward or
+    punish further steps as such, and so change the best length. (Whitening does shift, by a share
+    of the mean: Ziegler et al. 2019, in their code.)
 
     `rewards/{name}/mean` and the samples show raw scores, steps summed. `reward` is what is trained
-    on, before the KL; in evaluation also before normalising and min_max, which change during a run
-    and would make scores of different steps incomparable.
+    on, before the KL; in evaluation also before normalising and min_max, which change during a run.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: Rewards) -> None:

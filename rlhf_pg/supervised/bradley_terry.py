@@ -30,7 +30,7 @@ from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import with_system
-from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
+from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.supervised.examples import load_sets, settle_data
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import run, training_arguments
@@ -111,13 +111,14 @@ def train_reward_model(
             "eval_dataset: no held-out pairs: give a datasets.Dataset, or set dataset_test_split"
         )
     scorer = _load(model or args.model_name_or_path, args)
-    tokenizer = score_tokenizer(
+    check_head(scorer, "the reward model")
+    tokenizer = models.load_tokenizer(
         processing_class,
         scorer,
-        "the reward model",
+        args.pad_token,
         args.trust_remote_code,
-        pad_token=args.pad_token,
-        revision=args.model_init_kwargs.get("revision"),
+        args.model_init_kwargs.get("revision"),
+        needs_eos=False,
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(scorer, args.max_length)

@@ -1,8 +1,7 @@
 """Two tasks of several turns: a number guessed from hints, and sums with a calculator.
 
 - `guess`: "6>10<8" may follow "1-13:". The policy's turns are guesses; the environment answers ">"
-  if the number is greater, "<" if it is less and "?" if the guess was not a number. It pays each
-  guess for what it has found out, and a reward function pays for the right one at the end.
+  if the number is greater, "<" if it is less and "?" if the guess was not a number.
 - `calculator`: sums such as "37*48", hard to do in one's head, in a chat with a tool.
 """
 
@@ -103,8 +102,8 @@ def _games(rows: list[dict[str, str]], chance: random.Random) -> list[Demonstrat
         answers: list[str] = []
         done = False
         while not done and len(turns) < TURNS:
-            blind = chance.random() < BLIND
-            bounds = (1, environment.highest) if blind else (environment.low, environment.high)
+            is_blind = chance.random() < BLIND
+            bounds = (1, environment.highest) if is_blind else (environment.low, environment.high)
             turns.append(str(chance.randint(*bounds)))
             answer, _, done = environment.step(turns[-1])
             answers.append(answer)

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 from datasets import Dataset
@@ -40,43 +40,42 @@ def reasoning_gym_task(name: str, options: Mapping[str, Any], seed: int) -> Task
         name=f"reasoning_gym:{name}",
         train_dataset=_problems(train),
         eval_dataset=_problems(held_out) if held_out else None,
-        reward=ReasoningGymScore(name, own),
+        reward=scorer(name, own),
     )
 
 
-class ReasoningGymScore:
-    """A reward by the generator's own verifier, from 0 to 1.
+def scorer(generator: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Make the reward of a generator, which another process can be sent."""
+    reward: Any = partial(score_answers, generator=generator, options=json.dumps(options or {}))
+    reward.__name__ = generator
+    return reward
+
+
+def score_answers(
+    completions: Sequence[Any], entry: Sequence[str], *, generator: str, options: str
+) -> list[float]:
+    """Score completions from 0 to 1, given each problem in JSON; 0 where the verifier fails.
 
     An answer between <answer> tags is taken alone, any other completion as a whole.
     """
+    from reasoning_gym.utils import extract_answer
 
-    def __init__(self, generator: str, options: Mapping[str, Any] | None = None) -> None:
-        self.__name__, self.options = generator, options or {}
+    scores = []
+    for said, written in zip(completions, entry, strict=True):
+        text = said if isinstance(said, str) else text_of(said[-1])
+        answer = extract_answer(text)
+        problem = json.loads(written, object_hook=_unmarked)
+        try:
+            answer = text.strip() if answer is None else answer
+            scores.append(float(_verifier(generator, options).score_answer(answer, problem)))
+        except Exception:
+            scores.append(0.0)
+    return scores
 
-    def __reduce__(self) -> Any:  # a process that scores makes the generator itself
-        return ReasoningGymScore, (self.__name__, self.options)
 
-    @cached_property
-    def _dataset(self) -> Any:
-        return _generator(self.__name__, {**self.options, "seed": 0, "size": 1})
-
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **_: Any
-    ) -> list[float]:
-        """Score completions, given each problem in JSON; 0 where the verifier fails."""
-        from reasoning_gym.utils import extract_answer
-
-        scores = []
-        for said, written in zip(completions, entry, strict=True):
-            text = said if isinstance(said, str) else text_of(said[-1])
-            answer = extract_answer(text)
-            problem = json.loads(written, object_hook=_unmarked)
-            try:
-                answer = text.strip() if answer is None else answer
-                scores.append(float(self._dataset.score_answer(answer, problem)))
-            except Exception:
-                scores.append(0.0)
-        return scores
+@cache
+def _verifier(generator: str, options: str) -> Any:
+    return _generator(generator, json.loads(options) | {"seed": 0, "size": 1})
 
 
 def _generator(name: str, options: Mapping[str, Any]) -> Any:

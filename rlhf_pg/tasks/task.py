@@ -27,11 +27,7 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: data, and what scores completions.
-
-    A dataset has a column `prompt`, and of embedded tasks `answer`; no problem is in both datasets
-    (but for the few of `guess`).
-    """
+    """A task: data with a column `prompt`, and what scores completions."""
 
     name: str
     train_dataset: Dataset
@@ -55,9 +51,8 @@ class Task:
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
 
     def warm_started_model(self) -> str:
-        """Return the path of the task's own model, made once as `recipes/sft_{task}.yaml` says.
-
-        It is made in a process of its own, so that it does not depend on how many ask for it.
+        """Return the path of the task's own model, made once as `recipes/sft_{task}.yaml` says,
+        in a process of its own, so that it does not depend on how many ask for it.
         """
         recipe = ["--config", str(recipe_file(f"sft_{self.name}.yaml"))]
         final = Path(parse(SFTConfig, recipe).output_dir) / "final"
@@ -76,7 +71,7 @@ class Task:
         return [Demonstration(row["prompt"], [row["answer"]], []) for row in self.train_dataset]
 
     def pairs(self) -> tuple[Dataset, Dataset]:
-        """Return training and held-out preference pairs; ValueError if the task has none."""
+        """Return training and held-out preference pairs (else ValueError)."""
         if self.draw_pairs is None:
             raise ValueError(
                 f"the task {self.name} has no preference pairs to train a reward model on: take "

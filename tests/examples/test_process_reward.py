@@ -9,8 +9,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from rlhf_pg.advantages import process_group_normalized
 from rlhf_pg.report.run_files import read
-from rlhf_pg.rewards import Rewards
 from tests.examples import load
+from tests.rewards.calling import Rewards
 from tests.rewards.test_reward_model import letters
 from tests.tiny import tiny_model
 

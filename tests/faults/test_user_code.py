@@ -9,9 +9,9 @@ from datasets import Dataset
 
 from rlhf_pg import Callback
 from rlhf_pg.data.prompts import load_prompts
-from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluator import evaluate
+from tests.rewards.calling import Rewards
 from tests.rollout.multi_turn.scripted import letters
 from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
 from tests.trainers.conftest import digits, make  # noqa: F401

@@ -154,7 +154,7 @@ def test_incomplete_model_directory_is_one_error(saved, name):
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 def test_unreadable_tokenizer_is_one_error(saved, file, content):
     (Path(saved) / file).write_bytes(content)
-    with pytest.raises(ValueError, match=r"^processing_class: the tokenizer '.*cannot be loaded"):
+    with pytest.raises(ValueError, match=r"^the tokenizer '.*cannot be loaded"):
         load_tokenizer(None, load_model(saved, torch.float32))
 
 
@@ -249,7 +249,7 @@ def test_tokenizer_is_read_from_model_directory(saved):
     ("special", "pad_token", "message"),
     [
         ({"pad_token": "<0>"}, None, "no EOS token.*processing_class.eos_token"),
-        ({"eos_token": "<2>"}, None, "no pad token.*key pad_token"),
+        ({"eos_token": "<2>"}, None, "no pad token.*set pad_token"),
         ({"eos_token": "<2>"}, "not in the vocabulary", "not in the vocabulary. is not a token"),
         ({}, "<0>", "no EOS token"),
     ],

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs, source_fingerprint
+from tests.rewards.calling import Rewards
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -477,8 +478,8 @@ def failure(**_):
 @pytest.mark.parametrize(
     ("scores", "said"),
     [
-        (torch.ones(3, device="meta"), "said returned what cannot be read: NotImplementedError"),
-        ([torch.ones(1).to_sparse()] * 3, "said returned what cannot be read: RuntimeError"),
+        (torch.ones(3, device="meta"), "said raised NotImplementedError"),
+        ([torch.ones(1).to_sparse()] * 3, "said raised RuntimeError"),
     ],
 )
 def test_unreadable_scores_raise_one_error(scores, said):
@@ -523,16 +524,10 @@ def test_column_named_like_sampled_input_raises(name):
         call(length, columns={name: ["another"] * 3})
 
 
-def test_object_with_every_attribute_has_no_known_source():
-    class Proxy:
-        def __getattr__(self, name):
-            return self
-
-        def __call__(self, **_):
-            return [0.0]
-
-    assert source_fingerprint(Proxy()) is None
-    assert source_fingerprint(length) is not None
+def test_source_of_function_or_object_has_a_fingerprint():
+    assert source_fingerprint(length) == source_fingerprint(Length()) is not None
+    assert source_fingerprint(functools.partial(length)) == source_fingerprint(length)
+    assert source_fingerprint(len) is None
 
 
 def test_logged_columns_may_be_arrays_and_tensors():

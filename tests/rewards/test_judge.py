@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from rlhf_pg.boundary.user_code import begin
-from rlhf_pg.rewards import Rewards
 from rlhf_pg.rewards.servers import Judge
+from tests.rewards.calling import Rewards
 from tests.rewards.loopback import Loopback, Said
 
 RUBRIC = "Is it {short} and kind?"

@@ -7,11 +7,11 @@ import pickle
 import pytest
 from transformers import TrainerState
 
-from rlhf_pg.rewards import Rewards, named
 from rlhf_pg.rewards.named import describe, named_rewards
 from rlhf_pg.rewards.servers import HttpReward, Judge
-from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier
+from rlhf_pg.rewards.verifiers import FORMS, VERIFIERS, Verifier
 from tests.boundary.test_user_modules import forget, write  # noqa: F401
+from tests.rewards.calling import Rewards
 
 REWARDS = """
 def accuracy(completions, answer, **_):
@@ -160,7 +160,7 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         ),
         (["mine.py:brevity"], {"mine.py:brevity": {"completions": 1}}, "its options are limit"),
         (["mine.py"], {}, "names no function"),
-        (["ftp://host/mine.py:f"], {}, "names no function: write file.py:NAME"),
+        (["ftp://host/mine.py:f"], {}, "there is no file"),
         (["absent.py:f"], {}, "there is no file"),
         (["mine.py:acuracy"], {}, "did you mean 'accuracy'"),
     ],
@@ -173,7 +173,7 @@ def test_wrong_name_or_option_is_one_error(here, names, options, reason):
 def test_unknown_name_lists_all_there_are():
     said = failure(["acuracy"])
     assert said.endswith(", ".join(VERIFIERS))
-    assert named.FORMS in said
+    assert FORMS in said
 
 
 def test_async_function_with_options_is_seen_as_async(here):

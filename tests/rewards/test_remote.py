@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rlhf_pg.rewards import Rewards
 from rlhf_pg.rewards.servers import HttpReward
+from tests.rewards.calling import Rewards
 from tests.rewards.loopback import Loopback, Said, cut_off, hang_up
 
 

@@ -6,9 +6,10 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_pg.rewards import RewardModel, Rewards
+from rlhf_pg.rewards import RewardModel
 from rlhf_pg.rewards import reward_model as module
 from rlhf_pg.rewards.reward_model import sequence_scores
+from tests.rewards.calling import Rewards
 from tests.tiny import tiny_model
 
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -314,7 +315,7 @@ def test_rewards_load_models_on_device(saved):
             {"alphabet": "abcdefghijklmnopqrstuvwxyz ABC"},
             "only 31 embedding rows",
         ),
-        ({}, None, "no tokenizer is saved beside it"),
+        ({}, None, "no tokenizer was saved with the model"),
     ],
 )
 def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
@@ -326,7 +327,9 @@ def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2"])
 def test_directory_without_tokenizer_raises(tmp_path, arch):
     classifier(arch).save_pretrained(tmp_path / "judge")
-    with pytest.raises(ValueError, match=r"^reward model judge: no tokenizer is saved beside it"):
+    with pytest.raises(
+        ValueError, match=r"^reward model judge: no tokenizer was saved with the model"
+    ):
         RewardModel(tmp_path / "judge")
 
 

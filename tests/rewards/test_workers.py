@@ -18,10 +18,11 @@ from transformers import TrainerState
 
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.pool import NotStarted, Pool
 from tests.rewards import misbehaving as faults
+from tests.rewards.calling import Rewards
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["p", "p", "p", "q", "q", "q"]

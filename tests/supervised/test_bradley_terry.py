@@ -462,7 +462,7 @@ def test_text_beyond_model_positions_raises(tmp_path):
         ("./no/model", letters(), "there is no model directory ./no/model"),
         (classifier(num_labels=2), letters(), "the reward model has 2 outputs"),
         (classifier(), letters(pad_token=None), "no pad token"),
-        (classifier(), None, "no tokenizer is saved"),
+        (classifier(), None, "no tokenizer was saved"),
     ],
 )
 def test_untrainable_model_or_tokenizer_raises(tmp_path, model, tokenizer, message):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlhf_pg.data.chat import encode
-from rlhf_pg.rewards import Rewards
 from rlhf_pg.tasks import TASKS, arithmetic, preference
 from rlhf_pg.tasks.preference import (
     FOLLOWS,
@@ -23,6 +22,7 @@ from rlhf_pg.tasks.preference import (
     gold_score,
 )
 from rlhf_pg.tasks.warm_start import examples
+from tests.rewards.calling import Rewards
 
 SOUP, TENT = "our soup here was ", "our tent here was "
 

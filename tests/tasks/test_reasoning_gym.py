@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from rlhf_pg.tasks import load_task
-from rlhf_pg.tasks.reasoning_gym import ReasoningGymScore
+from rlhf_pg.tasks.reasoning_gym import scorer
 
 SMALL = {"size": 20, "eval_size": 10, "min_terms": 2, "max_terms": 2}
 
@@ -22,29 +22,29 @@ def test_problems_are_of_the_seed_and_held_out_ones_are_others():
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "gcd", "arc_agi", "rearc"])
 def test_own_verifier_scores_the_answers(name):
     data = load_task(f"reasoning_gym:{name}", {"size": 5}, 0).train_dataset
-    score = ReasoningGymScore(name)
+    score = scorer(name)
     columns = data.to_dict()
     right = [f"<answer>{answer}</answer>" for answer in columns["answer"]]
-    assert score(completions=right, **columns | {"prompts": data["prompt"]}) == [1.0] * 5
+    assert score(completions=right, entry=columns["entry"]) == [1.0] * 5
     plain = [[{"role": "assistant", "content": f" {answer}\n"}] for answer in columns["answer"]]
-    assert score(completions=plain, prompts=data["prompt"], entry=columns["entry"]) == [1.0] * 5
-    wrong = score(completions=["?"] * 5, prompts=data["prompt"], entry=columns["entry"])
+    assert score(completions=plain, entry=columns["entry"]) == [1.0] * 5
+    wrong = score(completions=["?"] * 5, entry=columns["entry"])
     assert max(wrong) < 0.5
 
 
 def test_answer_that_the_verifier_cannot_read_is_wrong():
     [row] = load_task("reasoning_gym:prime_factorization", {"size": 1}, 0).train_dataset.to_list()
-    score = ReasoningGymScore("prime_factorization")
-    assert score(["x"], ["hello world"], entry=[row["entry"]]) == [0.0]
+    score = scorer("prime_factorization")
+    assert score(["hello world"], entry=[row["entry"]]) == [0.0]
 
 
 def test_score_reaches_another_process_by_pickle():
     task = load_task("reasoning_gym:chain_sum", SMALL, 0)
     [row] = task.train_dataset.select([0]).to_list()
     score = task.reward
-    assert score(["x"], [row["answer"]], entry=[row["entry"]]) == [1.0]
+    assert score([row["answer"]], entry=[row["entry"]]) == [1.0]
     again = pickle.loads(pickle.dumps(score))
-    assert again(["x"], [row["answer"]], entry=[row["entry"]]) == [1.0]
+    assert again([row["answer"]], entry=[row["entry"]]) == [1.0]
     assert again.__name__ == "chain_sum"
     assert json.loads(row["entry"])["metadata"]["source_dataset"] == "chain_sum"
 

@@ -11,12 +11,12 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.data.chat import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
-from rlhf_pg.rewards import Rewards
 from rlhf_pg.supervised.sft import pad_examples
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 from rlhf_pg.tasks.warm_start import ensure_model, examples, warm_start
+from tests.rewards.calling import Rewards
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 

@@ -69,7 +69,7 @@ def test_reward_model_options_come_from_config(make, judge_path):
 def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     own = AutoTokenizer.from_pretrained(judge_path)
     model = classifier("gpt2")
-    with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer is saved beside it"):
+    with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer was saved with the model"):
         make(reward_funcs=model)
     trainer = make(reward_funcs=model, reward_processing_classes=own)
     assert trainer.rewards.sources[0].function.processing_class is own

@@ -1,8 +1,9 @@
 """Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
 Each is a function that scores one completion. It takes what its signature names: `text` (the whole
-completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`),
-`ids` (its tokens) and `opened` (see `Verifier`). Its options are keyword arguments.
+completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`,
+which may be a list of right answers), `ids` (its tokens) and `opened` (see `Verifier`). Its
+keyword-only arguments are its options.
 """
 
 import inspect
@@ -24,7 +25,7 @@ VERIFIERS: dict[str, Callable[..., float]] = {
         *(answers.format, answers.length, answers.repetition, programs.code),
     )
 }
-WAITING = ("math", "code")  # for a process, so that several threads keep the cores busy
+FORMS = "file.py:NAME, module:NAME, model:PATH_OR_HUB_ID (no options), judge:NAME, http://ADDRESS"
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,13 @@ class Verifier:
             try:
                 return None if truth is None else self.score(texts.text_of(completion), ids, truth)
             except texts.Unreadable as error:
-                texts.warn_once(
-                    f"reward {self.name} does not apply where the column {column!r} holds "
-                    f"{shown(truth)}: {error}"
-                )
+                where = f"where the column {column!r} holds {shown(truth)}"
+                texts.warn_once(f"reward {self.name} does not apply {where}: {error}")
                 return None
 
         blank: Any = [""] * len(completions)
         rows = (completions, completion_ids or blank, columns.get(column, blank))
-        if self.name not in WAITING:
-            return list(map(apply, *rows))
+        # Mathematics and programs wait for processes of their own, and all cores should be busy.
         with ThreadPoolExecutor(texts.cores_of_process()) as threads:
             return list(threads.map(apply, *rows))
 
@@ -89,14 +87,13 @@ class Verifier:
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
     """Make a ready-made reward, a key of `VERIFIERS`, with its keyword arguments and `opened`.
 
-    Raises:
-        ValueError: the name or an option is unknown, an option is missing or out of range, or the
-            package or the program that the reward needs is not installed.
+    ValueError if the name or an option is unknown, an option is missing or out of range, or the
+    package or the program that the reward needs is not installed.
     """
     if name not in VERIFIERS:
         raise ValueError(
-            f"there is no reward {shown(name)}{nearest(str(name), VERIFIERS)}; those ready-made "
-            f"are {', '.join(VERIFIERS)}"
+            f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
+            f"{', '.join(VERIFIERS)}"
         )
     own = dict(options or {})
     opened = bool(own.pop("opened", False))

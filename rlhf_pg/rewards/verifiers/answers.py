@@ -31,14 +31,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
-    """Reward an answer that is the truth, letter by letter, with 1, any other with 0.
-
-    Blanks count as one, and not at the ends. A character may have several codes (NFC).
-
-    Args:
-        ignore_case: take capitals for small letters.
-        column: with the truth; a list in it holds several right answers.
-    """
+    """Reward an answer that is the truth, letter by letter but for blanks, with 1, else with 0."""
 
     def normalize(text: str) -> str:
         text = " ".join(unicodedata.normalize("NFC", text).split())
@@ -86,12 +79,7 @@ def number_in(text: str) -> Decimal | None:
 def numeric(
     answer: str, truth: Any, *, abs_tol: NotNegative = 1e-6, column: str = "answer"
 ) -> float:
-    """Reward an answer whose number is that of the truth with 1, else with 0; see `number_in`.
-
-    Args:
-        abs_tol: largest difference.
-        column: with the truth; a list in it holds several right answers.
-    """
+    """Reward an answer whose number is that of the truth with 1, else with 0; see `number_in`."""
     right = [found for one in as_list(truth) if (found := number_in(str(one))) is not None]
     if not right:
         raise Unreadable("there is no number in it")
@@ -124,26 +112,23 @@ def math(
 ) -> float:
     r"""Reward an answer that is mathematically the truth with 1, else with 0, by math-verify.
 
-    What stands in `\boxed{}` counts before all else; several boxes are one set. The last
-    `LONGEST` characters are looked at.
+    `\boxed{}` counts before all else; several boxes are one set.
 
     Args:
         boxed: nothing but `\boxed{}` counts; otherwise any formula or number that can be found.
         timeout: seconds that one comparison may take; one that takes longer gives 0.
-        column: with the truth: an expression, a solution with its answer boxed or behind `####`, or
-            a list of right answers.
+        column: with the truth: an expression, or a solution with its answer boxed or behind `####`.
     """
     require("math_verify", "math")
-    golds = [text for one in as_list(truth) if (text := str(one)).strip()]
-    score = None
-    if golds:
-        call = workers().schedule(compare, golds, answer[-LONGEST:], boxed, timeout=timeout)
-        try:
-            score = call.result()
-        except CallFailed as failure:
-            if isinstance(failure, NotStarted):
-                raise
-            return 0.0  # it was late, or ended its process
+    golds, score = [text for one in as_list(truth) if (text := str(one)).strip()], None
+    try:
+        if golds:
+            asked = (golds, answer[-LONGEST:], boxed)
+            score = workers().schedule(compare, *asked, timeout=timeout).result()
+    except NotStarted:
+        raise
+    except CallFailed:  # it was late, or ended its process
+        return 0.0
     if score is None:
         raise Unreadable("it cannot be parsed")
     return float(score)
@@ -195,13 +180,7 @@ FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = False) -> float:
-    """Reward a completion in which a pattern is found with 1, else with 0.
-
-    Args:
-        pattern: regular expression, searched in the whole completion.
-        ignore_case: take capitals for small letters.
-        whole: the pattern has to fit the completion from its first to its last character.
-    """
+    """Reward a completion in which a pattern is found, or that it `whole` fits, with 1, else 0."""
     import regex as package  # which has Python's syntax, and a time limit
 
     find = package.fullmatch if whole else package.search
@@ -221,12 +200,10 @@ def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = F
 
 
 def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
-    """Reward an answer that is JSON and that a schema allows with 1, else with 0.
+    """Reward an answer that is JSON and that a JSON schema allows with 1, else with 0.
 
-    The answer is the JSON alone, or stands in a fenced block, the last of which counts.
-
-    Args:
-        schema: JSON schema, from whose references nothing is fetched.
+    The answer is the JSON alone, or stands in a fenced block, the last of which counts. Nothing is
+    fetched from references in the schema.
     """
     require("jsonschema", "json")
     validator = schema_validator(json.dumps(schema, default=str))
@@ -263,8 +240,7 @@ def schema_validator(text: str) -> Any:
 def format(text: str, opened: bool, *, tags: tuple[str, ...] = ("think", "answer")) -> float:
     """Reward a completion that consists of tagged parts, each once, in order, with 1, else with 0.
 
-    Args:
-        tags: their names; between and around them only blanks may stand.
+    Only blanks may stand between and around them.
     """
     if not tags or not all(tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags must be different names, got {tags}")
@@ -291,11 +267,8 @@ def length(
 
         score = max(0, 1 - d / slack), d the distance of the length from [shortest, longest]
 
-    Args:
-        shortest, longest: the limits, in tokens with the last one, EOS; one of them suffices, and
-            both may be the same.
-        slack: distance at which nothing is left of the reward; 0: there is no reward beyond the
-            limits.
+    The limits are in tokens with the last one, EOS; one of them suffices. A slack of 0 leaves no
+    reward beyond them.
     """
     if not shortest and longest is None:
         raise ValueError("give limits: shortest, longest or both")
@@ -313,11 +286,7 @@ def repetition(
         score = max_penalty * (1 - distinct n-grams / n-grams)
 
     Words stand between blanks, and capitals are small letters. It is 0 for a completion shorter
-    than one n-gram.
-
-    Args:
-        ngram_size: n, the number of words that are looked at together.
-        max_penalty: score that is approached when all n-grams are the same; at most 0.
+    than one n-gram, and approaches `max_penalty` where all n-grams are the same.
     """
     words = text.lower().split()
     grams = [tuple(words[i : i + ngram_size]) for i in range(len(words) - ngram_size + 1)]

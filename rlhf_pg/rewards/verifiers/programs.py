@@ -52,7 +52,6 @@ def code(
     {"input", "output"}, or {"inputs": [...], "outputs": [...]}; either may be JSON text.
 
     Args:
-        column: with the tests.
         partial: the share of tests passed is the reward.
         timeout, total_timeout: seconds for each test, and for all tests of a completion; those that
             are left count as failed.

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.rewards import Rewards, verifiers
+from rlhf_pg.rewards import verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
 from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
+from tests.rewards.calling import Rewards
 
 # Options that each of them can be made with.
 ENOUGH = {
