@@ -29,11 +29,7 @@ from rlhf_pg.rollout import (
     SamplingParams,
     ToolEnvironment,
 )
-from rlhf_pg.rollout.multi_turn.episodes import (
-    environment_rewards,
-    episode_counts,
-    episode_metrics,
-)
+from rlhf_pg.rollout.multi_turn.episodes import environment_rewards, episode_metrics
 from rlhf_pg.runtime import FullWeights, Runtime
 from rlhf_pg.trainers.reward_log import RewardLog
 
@@ -282,10 +278,8 @@ class Sampler:
         """Compute metrics of episodes over all processes; none without an environment or tools."""
         if self.episode_runner is None:
             return {}
-        device = self.runtime.device
-        counts = torch.cat([episode_counts(part.episodes, device) for part in parts])
-        everyone, _ = self.runtime.gather(counts)
-        return episode_metrics(everyone, tools=bool(self.episode_runner.tools))
+        episodes = [episode for part in parts for episode in part.episodes]
+        return episode_metrics(episodes, bool(self.episode_runner.tools), self.runtime)
 
     # ----------------------------------------------------------- dynamic sampling, greedy baseline
 
