@@ -34,7 +34,6 @@ BUDGETS = {
 # - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 900.
 # - boundary: users' modules with tracebacks of their own, one HTTP client for two users.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
-# - runtime: optimizer states of four backends whole, and a watch over processes that fail or hang.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes are counted in it too.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
@@ -47,8 +46,7 @@ TODAY = {
     "rollout/multi_turn": 1002,
     "rewards": 2110,
     "trainers": 3353,
-    "runtime": 1151,
-    "checkpoint": 694,
+    "checkpoint": 678,
     "tasks": 780,
     "boundary": 386,
 }

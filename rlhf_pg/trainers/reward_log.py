@@ -1,6 +1,5 @@
 """The log of reward functions: the numbers that they log, and how many of their calls failed."""
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -66,8 +65,8 @@ class RewardLog:
         for name, numbers in (pair for one in judged for pair in one.metrics.items()):
             own[name] = [*own.get(name, ()), *numbers]
         totals: dict[str, list[float]] = {}  # sum and count; processes may log other names
-        for text in runtime.gather_text(json.dumps({k: [sum(x), len(x)] for k, x in own.items()})):
-            for name, pair in json.loads(text).items():
+        for sums in runtime.gather_objects({k: [sum(x), len(x)] for k, x in own.items()}):
+            for name, pair in sums.items():
                 totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0)), pair, strict=True)]
         logged = {name: total / count for name, (total, count) in sorted(totals.items())}
         if not (self.tolerant or self.has_episodes):  # as on all processes
