@@ -140,12 +140,10 @@ class ToolEnvironment:
 
 
 class EnvironmentSource:
-    """The source of a run's environments.
+    """The source of a run's environments, each made by `factory` for one episode.
 
-    Args:
-        factory: makes the environment of one episode; where there are schemas, it is given the
-            `Toolbox` that reads the policy's calls.
-        schemas: of tools that the environments call themselves.
+    Where there are `schemas`, of tools that the environments call themselves, the factory is given
+    the `Toolbox` that reads the policy's calls.
     """
 
     pays = True  # whether "environment" is a source of reward
@@ -156,9 +154,8 @@ class EnvironmentSource:
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return options of an `EpisodeRunner`; `timeout` is in seconds for a call.
-
-        ValueError if there are tools where there can be none.
+        """Return options of an `EpisodeRunner`; ValueError if there are tools beside environments
+        that cannot have them. The `timeout` is in seconds, for a call.
         """
         if tools:
             raise ValueError(

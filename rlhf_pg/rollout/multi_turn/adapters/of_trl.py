@@ -27,9 +27,7 @@ class TrlEnvironments(EnvironmentSource):
     """
 
     def __init__(self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
-        self.factories: Mapping[Any, Callable[[], Any]] = (
-            factory if isinstance(factory, Mapping) else {None: factory}
-        )
+        self.factories = factory if isinstance(factory, Mapping) else {None: factory}
         self.samples = {name: make() for name, make in self.factories.items()}
         self.pays = any(hasattr(sample, "get_reward") for sample in self.samples.values())
 
@@ -68,15 +66,12 @@ class TrlEnvironments(EnvironmentSource):
 class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
     """The environment of one episode, which has an instance of TRL's kind.
 
-    Args:
-        factories, boxes: make instances, and have their tools, by name.
+    Factories and boxes of tools are given by name; the instance is made by `reset`.
     """
 
     trl_instance: Any = None
 
-    def __init__(
-        self, factories: Mapping[Any, Callable[[], Any]], boxes: Mapping[Any, Toolbox]
-    ) -> None:
+    def __init__(self, factories: Mapping[Any, Any], boxes: Mapping[Any, Toolbox]) -> None:
         super().__init__(next(iter(boxes.values())))
         self.factories, self.boxes = factories, boxes
 
@@ -101,7 +96,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         return self.prompt  # type: ignore[no-any-return]
 
     def settle(self) -> Any:
-        """Return what the instance pays for the episode, if it does."""
+        """Return what the instance pays for the episode, if it pays."""
         if not hasattr(self.trl_instance, "get_reward"):
             return None
         return call_beside(self.toolbox.timeout, self.trl_instance.get_reward).result()
