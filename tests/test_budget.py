@@ -34,7 +34,6 @@ BUDGETS = {
 # - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 800.
 # - boundary: users' modules with tracebacks of their own, one HTTP client for two users.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
-# - runtime: optimizer states of four backends whole, and a watch over processes that fail or hang.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes are counted in it too.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
@@ -43,12 +42,11 @@ TODAY = {
     "config": 2164,
     "data": 1263,
     "models": 2279,
-    "rollout": 3045,
-    "rollout/multi_turn": 1032,
+    "rollout": 2986,
+    "rollout/multi_turn": 994,
     "rewards": 1997,
-    "trainers": 3303,
-    "runtime": 1151,
-    "checkpoint": 694,
+    "trainers": 3297,
+    "checkpoint": 678,
     "tasks": 773,
     "boundary": 382,
 }

@@ -40,10 +40,9 @@ class Save:
                     yield
                 except Exception as error:  # also the own classes of safetensors and tokenizers
                     raise OSError(
-                        f"{self.path} could not be saved ({told(error)}). Checkpoints that were "
-                        "saved before are whole: make sure that the disk has room and can be "
-                        "written to by every process, then go on with --resume_from_checkpoint "
-                        "latest"
+                        f"{self.path} could not be saved ({told(error)}). Earlier checkpoints are "
+                        "whole: make sure that every process can write there and the disk has "
+                        "room, then go on with --resume_from_checkpoint latest"
                     ) from error
         except OSError:
             if self.runtime.is_main:
@@ -106,11 +105,12 @@ def _replace(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a directory, its name first, so that half of it is never taken for the whole."""
     failpoint("prune")
-    shutil.rmtree(partial_of(path), ignore_errors=True)
-    path.rename(partial_of(path))
-    (partial_of(path) / STATE).unlink(missing_ok=True)  # or `recover` would complete it
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    path.rename(partial)
+    (partial / STATE).unlink(missing_ok=True)  # or `recover` would complete it
     failpoint("pruning")
-    shutil.rmtree(partial_of(path))
+    shutil.rmtree(partial)
 
 
 def recover(path: Path) -> None:
@@ -137,9 +137,10 @@ def verified(path: Path, contents: bool = True) -> str | None:
 
 def state(path: Path) -> dict[str, Any]:
     """Return the facts of a published directory, contents unchecked; {} if there is none."""
-    facts: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        facts = json.loads((path / STATE).read_text())
+    try:
+        facts: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
     return facts
 
 

@@ -7,7 +7,6 @@ has the size and hash of every file: a run never resumes from a damaged checkpoi
 """
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -67,7 +66,7 @@ class Checkpointer:
         return found
 
     def path(self, step: int | None = None) -> Path:
-        """Return the place of the checkpoint of a step, by default of the one just made."""
+        """Return the place of the checkpoint of a step, by default of the latest step."""
         return self.directory / f"step-{self.state.step if step is None else step:08d}"
 
     def steps(self) -> list[int]:
@@ -78,7 +77,7 @@ class Checkpointer:
     def save(self, runtime: Runtime, path: Path | None = None, prunes: bool = True) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
 
-        Unless it `prunes`, the next save removes older checkpoints beyond `limit`.
+        If it `prunes`, older checkpoints beyond `limit` are removed.
 
         Raises:
             OSError: on all processes, it could not be written. What was there before is unchanged,
@@ -122,12 +121,11 @@ class Checkpointer:
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save what `from_pretrained` reads.
 
-        Unless it is `final`, also a reference that moves; if it is, and `save_merged` is set, also
-        the model with its adapter merged, in `merged/`.
+        This includes a reference that moves, unless it is `final`: then `save_merged` adds the
+        model with its adapter merged, in `merged/`.
         """
         for name, whole, part in self._saved_parts(final):
-            adapter_alone = _saves_adapter(part)
-            with whole.gathered(save.runtime.main_host, adapter_alone), save.step():
+            with whole.gathered(save.runtime.main_host, _saves_adapter(part)), save.step():
                 if not save.runtime.is_main:
                     continue
                 if name == "model":
@@ -182,7 +180,7 @@ class Checkpointer:
             for path in (run / "best", run / "final", *map(self.directory.joinpath, names)):
                 atomic.recover(path)
         runtime.barrier()
-        there = json.loads(runtime.gather_text(json.dumps(self.steps()))[0])
+        there: list[int] = runtime.gather_objects(self.steps())[0]
         newest = max(there, default=-1)
         if choice:
             latest, faults = choice in (True, "latest"), list[str]()
@@ -194,11 +192,8 @@ class Checkpointer:
             else:
                 text = f"{self.directory if latest else choice} holds no whole checkpoint: "
                 text += "; ".join(faults) or "there is none"
-                if not latest:
-                    places = (path, path / "checkpoints", path.parent / "checkpoints")
-                    found = [step for place in places for step in sorted(place.glob("step-*"))[-1:]]
-                    text += ". Resume with latest, which takes the newest whole one, or another"
-                    text += f": {found[0].parent} has {found[0].name}" if found else ""
+                if there and not latest:
+                    text += f". {self.directory} has {self.path(newest).name}"
                 raise ValueError(text)
             if faults and runtime.is_main:
                 logger.warning("going on from %s: %s", path, "; ".join(faults))
@@ -210,7 +205,7 @@ class Checkpointer:
                     "another output_dir"
                 )
             return saved
-        if newest >= 0 and self.state.step == 0:
+        if there and self.state.step == 0:
             end = atomic.state(run / "final").get("step", -1) if runtime.is_main else -1
             if runtime.all_reduce_max(end) < newest:  # it has not come to its end
                 raise ValueError(

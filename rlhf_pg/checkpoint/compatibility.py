@@ -10,8 +10,8 @@ OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
 }
-# Keys that a resumed run may change: length, intervals, places, what is done about failures, and
-# what never changes a result.
+# Keys that a resumed run may change: length, intervals, places, failures, and whatever never
+# changes a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
@@ -52,10 +52,9 @@ def check(
     running: Iterable[str],
     counters: Iterable[str],
 ) -> str:
-    """Refuse to resume from another run's state; return what has `changed` that is warned of.
+    """Compare `saved`, of `state.json`, with this run's; return the changes to warn of.
 
-    `saved` is that of `state.json`, the others are this run's. ValueError names what has changed,
-    and the remedy.
+    ValueError if it is another run's; it names the change and the remedy.
     """
     if saved["counters"].keys() != set(counters):
         raise ValueError(

@@ -14,30 +14,23 @@ from rlhf_pg.runtime import Runtime
 logger = logging.getLogger(__name__)
 
 
-def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Write model (or its adapter), tokenizer and critic; OSError on all if that fails."""
-    checkpointer.save_models(atomic.Save(runtime, path), path, final=True)
-
-
-def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Save as `save` does, with a model card, but all of it appears or the old directory stays."""
+def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
+    """Save the model (or its adapter), tokenizer, critic and model card: all of them appear, or the
+    old directory stays. OSError on all processes if that fails.
+    """
     saving, partial = atomic.Save(runtime, path), atomic.partial_of(path)
     saving.main(lambda: atomic.begin(path))
     checkpointer.save_models(saving, partial, final=True)
-    saving.main(lambda: _write_card(checkpointer, partial))
+    if runtime.is_main:
+        try:
+            from rlhf_pg.report.model_card import model_card
+
+            data = checkpointer.fingerprints().get("train_dataset")
+            card = model_card(checkpointer.config, data, checkpointer.directory.parent)
+            (partial / "README.md").write_text(card, encoding="utf-8")
+        except Exception as error:  # a run without a card has lost nothing
+            logger.warning("final/ gets no model card: %s", told(error))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
-
-
-def _write_card(checkpointer: Checkpointer, path: Path) -> None:
-    """Write the model card; without one a run has lost nothing, so a failure is a warning."""
-    try:
-        fingerprint = checkpointer.fingerprints().get("train_dataset")
-        from rlhf_pg.report.model_card import model_card
-
-        card = model_card(checkpointer.config, fingerprint, checkpointer.directory.parent)
-        (path / "README.md").write_text(card, encoding="utf-8")
-    except Exception as error:
-        logger.warning("final/ gets no model card: %s", told(error))
 
 
 def check_hub(args: PolicyGradientConfig) -> None:
@@ -50,7 +43,7 @@ def check_hub(args: PolicyGradientConfig) -> None:
 
 
 def push(path: Path, args: PolicyGradientConfig) -> str | None:
-    """Upload a saved model to the Hub, and return its address; a failure is a warning, and None."""
+    """Upload a saved model to the Hub, and return its address; warn and return None if it fails."""
     name = args.hub_model_id or Path(args.output_dir).name
     try:
         hub = huggingface_hub.HfApi()

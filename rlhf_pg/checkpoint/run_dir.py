@@ -1,7 +1,4 @@
-"""The directory of a run: private, writable, and used by one run at a time.
-
-What an earlier run left in it is set aside when another run begins there.
-"""
+"""The directory of a run: private, writable, and used by one run at a time."""
 
 import logging
 import os
@@ -28,7 +25,7 @@ RUN_FILES = (
 
 
 def set_aside(directory: Path) -> str | None:
-    """Move what is named as files of a run are to `earlier-N/`, and say so; None if none is."""
+    """Move the files of an earlier run to `earlier-N/`, and say so; None if there are none."""
     supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
     there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:
@@ -44,10 +41,9 @@ def set_aside(directory: Path) -> str | None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make the directory of a run, and hold its lock, in a file that says who holds it.
+    """Make the directory of a run, and hold its lock, which the system ends with the process.
 
-    The lock is the system's, so it ends when the process does, for whatever reason. ValueError if
-    another run has the directory, or it cannot be written to.
+    ValueError if another run has the directory, or it cannot be written to.
     """
     file = directory / LOCK
     lock = FileLock(file, fallback_to_soft=False)

@@ -88,7 +88,7 @@ def start_engine(
 ) -> tuple[RolloutEngine, str, str]:
     """Start the chosen engine; return it with its name and why it is this one. Collective.
 
-    A vLLM that `auto` has chosen starts on every process or on none; else the native one samples.
+    A vLLM that `auto` has chosen starts on all processes, or the native engine samples on all.
     """
     if args.rollout_engine != "auto" or name != "vllm":
         return make(name), name, why
@@ -118,7 +118,7 @@ def new_engine(
 
     Args:
         model: the policy, which has its weights when the engine takes them over.
-        is_main: whether this process is the one that hands weights to a server.
+        is_main: whether this process hands weights to a server.
         longest: tokens of the longest prompt and completion.
 
     Raises:

@@ -95,18 +95,6 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     return truncated
 
 
-def uniform(seed: int, prompt_indices: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
-    """Return noise in [0, 1), float64, a pure function of (seed, prompt index, sample, position).
-
-    This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so
-    the noise of a row does not depend on the other rows, their order or the number of processes.
-
-    Args:
-        prompt_indices, samples: (R,) int64; `position` too, or one for all.
-    """
-    return uniform_at(row_key(seed, prompt_indices, samples), position)
-
-
 def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
     """Return (R,) int64, all that the noise of each row depends on but the position."""
     state = mix(torch.full_like(prompt_indices, signed(seed)))
@@ -114,8 +102,12 @@ def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
     return mix(state + samples)
 
 
-def uniform_at(keys: Tensor, position: int | Tensor) -> Tensor:
-    """Return the noise of `uniform` for rows with these keys."""
+def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
+    """Return noise in [0, 1), float64, a pure function of (seed, prompt index, sample, position).
+
+    This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so
+    the noise of a row does not depend on the other rows, their order or the number of processes.
+    """
     return shift(mix(keys + position), 12).to(torch.float64) * 2.0**-52
 
 

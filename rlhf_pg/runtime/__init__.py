@@ -1,8 +1,7 @@
 """Processes and devices, the only package that knows how a model is distributed.
 
-The rest of the code uses a few verbs: gather, all_reduce_sum, all_reduce_max and barrier of all
-processes; micro_batch, backward and step of the trained module; and access to the full weights of a
-sharded module.
+The rest of the code uses a few verbs: gather, all_reduce_sum and barrier of all processes;
+micro_batch, backward and step of the trained module; and the full weights of a sharded module.
 """
 
 from rlhf_pg.runtime.ddp import DDPBackend as DDPBackend

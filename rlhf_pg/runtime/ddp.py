@@ -1,7 +1,7 @@
 """The backend for one process or DDP, and the full weights of modules that other backends shard.
 
 Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; any other is
-whole. "Collective" means that every process has to call the function, in the same order.
+whole. A "collective" function has to be called by every process, in the same order.
 """
 
 import copy
@@ -23,7 +23,6 @@ State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's s
 COUNTER = "step"  # the key whose value is not shaped like the parameter
 TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
 MASTER = "master"  # the key of the float32 weights through which bfloat16 ones are updated
-CPU = torch.device("cpu")
 HAS_MOMENTS = (
     "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would lose: give a "
     "new one"
@@ -60,8 +59,7 @@ def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager
         return nullcontext()
     from deepspeed import zero
 
-    context: AbstractContextManager[Any] = zero.GatheredParameters(split, 0 if write else None)
-    return context
+    return zero.GatheredParameters(split, 0 if write else None)  # type: ignore[no-any-return]
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
@@ -69,8 +67,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         value = value.to(mesh.device_type)
-        # Every process has the value: none has to send it.
-        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
+        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # none sends
         parameter.to_local().detach().copy_(own.to_local())
         return
     with gathered(parameter, write=True):
@@ -119,10 +116,7 @@ class MasterWeights:
                 weight.copy_(master)
 
     def state(self) -> Iterator[State]:
-        """Yield all trained weights in float32, even those that the model has in float32.
-
-        DeepSpeed, which may load them, holds the latter in bfloat16.
-        """
+        """Yield all trained weights in float32, those that are so in the model for DeepSpeed."""
         for group in self.optimizer.param_groups if self._of else ():
             for updated in group["params"]:
                 yield self.weight(updated), MASTER, full(updated)
@@ -135,11 +129,9 @@ class MasterWeights:
 
 
 class DDPBackend:
-    """The trained module with its optimizer, and the verbs of training.
+    """The trained module, which is on its device, with its optimizer, and the verbs of training.
 
-    Other backends override what they do differently. The module is on its device, and is wrapped
-    here, once; `self.optimizer` has the learning rates from now on. A `max_grad_norm` of 0 leaves
-    the gradient as it is.
+    `self.optimizer` has the learning rates. A `max_grad_norm` of 0 leaves the gradient as it is.
     """
 
     watch: Watch | None = None
@@ -163,27 +155,24 @@ class DDPBackend:
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """Move a module that is not trained to its device."""
+        """Put a module that is not trained on its device."""
         return module.to(accelerator.device)
 
     @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Return the module's output."""
-        called = self._wrapped if torch.is_grad_enabled() else self.module
-        return called(*inputs, **options)
+        return (self._wrapped if torch.is_grad_enabled() else self.module)(*inputs, **options)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
-        hold_back: Any = self._accelerator.no_sync
-        return nullcontext() if last else hold_back(self._wrapped)
+        return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     @waits
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
         The shares of all processes sum to the loss, while torch and DeepSpeed exchange a mean of
-        the gradients. Multiplying by the number of processes makes it the sum; nothing outside the
-        backends knows of this.
+        the gradients: multiplied by the number of processes it is the sum.
         """
         torch.autograd.backward(loss * self._world)
 
@@ -247,13 +236,13 @@ def count(optimizer: Optimizer, updated: Tensor, value: Tensor) -> Tensor | int:
 class FullWeights:
     """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
 
-    The module is given before it is sharded, if it is to be (`splits`); `pieces` is sharded.
+    The module is given before it is sharded, if it `splits`; `pieces` is sharded.
     """
 
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
         self.module = self.pieces = module
         self.watch = watch
-        if splits:  # a copy whose parameters have a shape but no memory; its buffers are whole
+        if splits:  # a copy whose parameters have no memory; its buffers are whole
             empty: dict[int, Any] = {
                 id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad)
                 for p in module.parameters()
@@ -265,8 +254,7 @@ class FullWeights:
     def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
         """Give `module` its weights, or those `trained`, inside the block only; collective.
 
-        Without a device this process helps to gather and keeps nothing. Within another such block
-        for the same module it changes nothing.
+        Without a device this process helps to gather and keeps nothing. Nested blocks do nothing.
         """
         self._users += 1
         try:
@@ -283,7 +271,7 @@ class FullWeights:
     @contextmanager
     def modified(self, trained: bool = False) -> Iterator[None]:
         """Write what every process changes in `module`, on the CPU, to the shards; collective."""
-        with self.gathered(CPU, trained):
+        with self.gathered(torch.device("cpu"), trained):
             yield
             self._spread(trained)
 
@@ -296,7 +284,7 @@ class FullWeights:
     def _fill(self, device: torch.device | None, trained: bool) -> None:
         pairs = self._pairs(trained)
         for own, piece in pairs:
-            value = full(piece)  # one at a time, so a process that keeps none needs little memory
+            value = full(piece)  # one at a time: a process that keeps none needs little memory
             if device is not None:
                 _put_in_place(own, value.to(device))
         if pairs and device is not None:
@@ -318,5 +306,4 @@ class FullWeights:
 
 def _put_in_place(parameter: Tensor, value: Tensor) -> None:
     """Replace a parameter by another tensor wherever it is used."""
-    swap: Any = swap_tensors
-    swap(parameter, nn.Parameter(value, parameter.requires_grad))
+    swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))  # type: ignore[no-untyped-call]

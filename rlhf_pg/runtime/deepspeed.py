@@ -1,5 +1,7 @@
 """The DeepSpeed backend: ZeRO-1, 2 and 3, with or without offloading to the CPU.
 
+The verbs are those of `DDPBackend`, which documents them.
+
 The engine's backward and step are called here, not by accelerate, which steps inside backward. The
 recipe decides what DeepSpeed would read from its own config (precision, clipping, accumulation).
 """
@@ -15,7 +17,7 @@ from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
 from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, check_divisible, count
 from rlhf_pg.runtime.termination import waits
@@ -26,12 +28,17 @@ class DeepSpeedBackend(DDPBackend):
 
     def _wrap(self) -> Any:
         check_divisible(self.module, self.optimizer)
-        self._bf16 = any(p.dtype == torch.bfloat16 for p in self.module.parameters())
-        if any(p.dtype == torch.float64 for p in self.module.parameters()):
+        dtypes = {p.dtype for p in self.module.parameters()}
+        self._bf16 = torch.bfloat16 in dtypes
+        if torch.float64 in dtypes:
             raise ValueError("DeepSpeed does not train in float64: set dtype to float32")
         own = {"gradient_clipping": self.max_grad_norm, "zero_allow_untested_optimizer": True}
         config = _config(self._accelerator, self._bf16) | own
-        optimizer = _offloaded(self.optimizer, config)
+        where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        forced = config.get("zero_force_ds_cpu_optimizer", True)
+        optimizer = self.optimizer
+        if where != "none" and forced and type(optimizer) in (Adam, AdamW):  # it refuses others
+            optimizer = map_pytorch_optim_to_deepspeed(optimizer)
         engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
@@ -55,7 +62,6 @@ class DeepSpeedBackend(DDPBackend):
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Say whether this micro-batch is the last."""
         self._wrapped.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -74,7 +80,6 @@ class DeepSpeedBackend(DDPBackend):
         self._is_broken = True
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        """Drop the gradient of some parameters, which the next step then leaves unchanged."""
         own = {id(p) for p in module.parameters()}
         norms = getattr(self._zero, "norm_for_param_grads", {})
         for i, (parameters, piece) in enumerate(self._groups()):
@@ -90,7 +95,6 @@ class DeepSpeedBackend(DDPBackend):
 
     @waits
     def step(self) -> float:
-        """Clip, update and drop the gradient; return its norm before clipping, of all processes."""
         self._wrapped.step()
         self._forgotten.clear()
         if not self._wrapped.was_step_applied():
@@ -108,7 +112,6 @@ class DeepSpeedBackend(DDPBackend):
             piece.grad = buffer
 
     def state(self) -> Iterator[State]:
-        """Yield the optimizer's state, tensor by tensor and each of them whole; collective."""
         for parameters, piece in self._groups():
             values = self.optimizer.state.get(piece, {})
             for parameter in parameters:
@@ -122,7 +125,6 @@ class DeepSpeedBackend(DDPBackend):
                     yield parameter, MASTER, safe_get_full_fp32_param(parameter)
 
     def load_state(self, state: Iterable[State]) -> None:
-        """Restore what `state` yielded, from whole tensors on every process, after the weights."""
         self._zero.refresh_fp32_params()
         self.optimizer.state.clear()
         piece_of = {id(p): piece for parameters, piece in self._groups() for p in parameters}
@@ -160,8 +162,7 @@ class DeepSpeedBackend(DDPBackend):
 def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
     """Tell a parameter of ZeRO-1 or 2 where its moments are.
 
-    DeepSpeed itself (0.19) does so when the first of several groups has been updated, and misses
-    the moments of the others.
+    DeepSpeed itself (0.19) misses those of all groups but the first.
     """
     if getattr(parameter, "_hp_mapping", None) is not None:  # a piece of it is on this process
         parameter._hp_mapping.set_optim_state_fragment(piece, values)
@@ -195,17 +196,3 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if value != "auto" and key != "train_batch_size"
     }
-
-
-def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """Return the optimizer that updates where the state is to be; ValueError if there is none."""
-    where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if where == "none" or not config.get("zero_force_ds_cpu_optimizer", True):
-        return optimizer
-    if type(optimizer) not in (Adam, AdamW):  # accelerate would make Adam of it
-        raise ValueError(
-            f"the DeepSpeed config offloads the optimizer, and {type(optimizer).__name__} cannot "
-            "be offloaded: use Adam or AdamW, or leave offload_optimizer out"
-        )
-    faster: Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
-    return faster

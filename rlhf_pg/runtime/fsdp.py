@@ -13,9 +13,8 @@ from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
 
 
 class FSDPBackend(DDPBackend):
-    """A backend that gathers weights layer by layer and reduces gradients to shards.
-
-    It does so at every micro-batch, so no process ever holds the whole gradient.
+    """A backend that gathers weights layer by layer, and reduces gradients to shards at every
+    micro-batch, so that no process ever holds the whole gradient.
     """
 
     def _wrap(self) -> Any:
@@ -44,7 +43,6 @@ class FSDPBackend(DDPBackend):
         return output
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of one micro-batch."""
         return nullcontext()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Processes, their collectives, and the ways to distribute a module over them."""
 
 import atexit
+import os
 import platform
 import resource
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, disable_fsdp_ram_efficient_loading
+from accelerate.utils import InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
@@ -28,8 +29,8 @@ SHARED = "raised_together"  # an attribute of the errors that all processes rais
 class Runtime:
     """The current process and its connection to the others.
 
-    The timeout is `ddp_timeout`, in seconds; the first `Runtime` also sets that of the process
-    group. ValueError if the launcher asks for what is not supported here.
+    The timeout is `ddp_timeout`, in seconds. ValueError if the launcher asks for what is not
+    supported here.
     """
 
     def __init__(self, timeout: int = 1800) -> None:
@@ -47,17 +48,16 @@ class Runtime:
         self.world = int(self._accelerator.num_processes)
         self.is_main = self.rank == 0
         cpu, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
-        on_gpu = self.device.type == "cuda"
-        processor = f"{self.device.type} ({platform.machine()})"
-        self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else processor
+        self.device_name = f"{self.device.type} ({platform.machine()})"
+        if self.device.type == "cuda":
+            self.device_name = torch.cuda.get_device_name(self.device)
         self.loading_device = cpu if self.splits else self.device  # a GPU may not hold it all
         self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
-            # At exit, from the last to the first. A gloo thread that drops a tensor takes the
-            # interpreter's lock, and aborts the process if the interpreter is about to end.
-            # Destroying a group ends its threads, except those of a group that a module still
-            # holds, as FSDP2's do: these get the lock while this thread sleeps.
+            # At exit, from the last to the first. A gloo thread that drops a tensor aborts the
+            # process if the interpreter is about to end. Destroying a group ends its threads,
+            # except those of a group that a module still holds, as FSDP2's do: they end meanwhile.
             atexit.register(time.sleep, LAST_TENSORS)
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
@@ -113,30 +113,25 @@ class Runtime:
     @waits
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum over all processes."""
-        summed: Tensor = self._accelerator.reduce(x, reduction="sum") if self.world > 1 else x
+        summed: Tensor = self._accelerator.reduce(x, reduction="sum")
         return summed
 
     @waits
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Return the picklable objects of all processes in order of rank."""
+        objects: list[Any] = gather_object([own])
+        return objects
+
     def all_reduce_max(self, x: int) -> int:
         """Take the maximum over all processes."""
-        if self.world == 1:
-            return x  # no GPU is waited for
-        return int(self.gather(torch.tensor([x], device=self.device))[0].max())
-
-    def gather_text(self, own: str) -> list[str]:
-        """Return the texts of all processes in order of rank; none may hold a NUL."""
-        if self.world == 1:
-            return [own]
-        encoded = bytearray(f"{own}\0".encode(errors="backslashreplace"))
-        texts, _ = self.gather(torch.frombuffer(encoded, dtype=torch.uint8).to(self.device))
-        return texts.cpu().numpy().tobytes().decode().split("\0")[:-1]
+        return int(max(self.gather_objects(x)))
 
     def first_error(self, failure: str | None) -> str | None:
         """Return, on all processes, the failure of the first process that has one, or None."""
         if self.world == 1:
             return failure
-        mine = "" if failure is None else f"rank {self.rank}: {failure}".replace("\0", "\\0")
-        return next((text for text in self.gather_text(mine) if text), None)
+        failures = enumerate(self.gather_objects(failure))
+        return next((f"rank {rank}: {text}" for rank, text in failures if text is not None), None)
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
@@ -181,7 +176,7 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     if kind == DistributedType.FSDP and state.fsdp_plugin.fsdp_version == 2:
         from rlhf_pg.runtime.fsdp import FSDPBackend
 
-        disable_fsdp_ram_efficient_loading()
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # which transformers reads
         state.fsdp_plugin.cpu_ram_efficient_loading = False
         return "FSDP2", FSDPBackend
     if kind == DistributedType.DEEPSPEED:

@@ -51,34 +51,32 @@ class Terminated(SystemExit):
 
 
 class Termination:
-    """The state of a run that is to end once a signal has come, here or to another process.
-
-    `stopping` is set on all processes together, once one of them has called `stop`.
-    """
+    """The state of a run that is to end once a signal has come, here or to another process."""
 
     def __init__(self, runtime: Any) -> None:  # a `Runtime`, whose file imports this one
         self._runtime = runtime
         self.stopping, self._stop = False, False
-        self._asked: tuple[int, float] | None = None  # the first signal, and when it came
+        self.asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
         """Await signals inside the block: the first is noted, and a later one ends the process.
 
-        Only the main thread can handle signals; in any other, they keep their effect. A signal that
-        was ignored, as under nohup, stays ignored.
+        They keep their effect outside the main thread, which alone can handle them, and a signal
+        that was ignored, as under nohup, stays ignored.
         """
-        self.stopping, self._stop, self._asked = False, False, None
+        self.stopping, self._stop, self.asked = False, False, None
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
-        # None stands for a handler that is not Python's and could not be restored.
+        # None: a handler that is not Python's and could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         self._process, ended = os.getpid(), threading.Event()
+        self._launched = any(name in os.environ for name in LAUNCHED)
         try:
             for number in theirs:
                 signal.signal(number, self._note)
-            if any(name in os.environ for name in LAUNCHED):
+            if self._launched:
                 watched = (os.getppid(), ended)
                 threading.Thread(target=self._watch_parent, args=watched, daemon=True).start()
             yield
@@ -88,13 +86,10 @@ class Termination:
                 signal.signal(number, old)
 
     def _watch_parent(self, parent: int, ended: threading.Event) -> None:
-        """Treat the loss of the launcher as a SIGTERM, which it may not have passed on.
-
-        Nobody else would end this process, and it would be in the way of the restarted run.
-        """
+        """Treat the loss of the launcher, which would leave this process running, as a SIGTERM."""
         while not ended.wait(POLL):
             if os.getppid() != parent:
-                self._asked = self._asked or (signal.SIGTERM, time.monotonic())
+                self.asked = self.asked or (signal.SIGTERM, time.monotonic())
                 return
 
     def _note(self, number: int, _: Any) -> None:
@@ -103,24 +98,18 @@ class Termination:
             os.kill(os.getpid(), number)
         # It does nothing else, since the main thread is interrupted at any point, say in a write.
         now = time.monotonic()
-        if self._asked is None:
-            self._asked = number, now
+        if self.asked is None:
+            self.asked = number, now
             if number == signal.SIGINT and self._runtime.is_main:
                 with suppress(OSError):  # a closed terminal
                     os.write(2, TOLD)
             return
-        launched = self._runtime.world > 1 or any(name in os.environ for name in LAUNCHED)
         # Nobody passes a Ctrl-C on to a process that no launcher started; a notebook lives on.
-        if number == signal.SIGINT and not launched:
+        if number == signal.SIGINT and self._runtime.world == 1 and not self._launched:
             raise KeyboardInterrupt
-        if now > self._asked[1] + SAME:
+        if now > self.asked[1] + SAME:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    @property
-    def asked(self) -> bool:
-        """True if a signal has come to this process."""
-        return self._asked is not None
 
     def stop(self) -> None:
         """Ask all processes to end the run after the step, as if it were the last."""
@@ -129,17 +118,16 @@ class Termination:
     def agreed(self) -> int:
         """Return the largest signal that has come to any process, or 0; collective.
 
-        From then on `stopping` says whether any process has called `stop`.
+        From then on `stopping` says whether the run is to end, on all processes together.
         """
-        number = self._asked[0] if self._asked else 0
-        # One number for both: a signal ends the run whether or not it is to stop.
-        agreed: int = self._runtime.all_reduce_max(number + 1 if number else int(self._stop))
-        self.stopping = agreed > 0
-        return max(agreed - 1, 0)
+        own = (self.asked[0] if self.asked else 0, self._stop)
+        numbers, stops = zip(*self._runtime.gather_objects(own), strict=True)
+        self.stopping = any(numbers) or any(stops)
+        return int(max(numbers))
 
 
 class Failure(NamedTuple):
-    """The entry in the store: the first process that failed, and why."""
+    """The first process that failed, and why, as the store has it."""
 
     rank: int
     text: str
@@ -150,10 +138,9 @@ class Watch:
     """A thread that tells the others of a failure here, and ends this process after one elsewhere.
 
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
-    error ends it first. A process with work of its own (it may be saving, or closing its trackers)
-    may go on until it waits for others, for at most `timeout` seconds. A process that has waited
-    for `timeout` seconds makes every process report its stacks and end. The store is that of
-    torch.distributed.
+    error ends it first. One with work of its own (it may be saving) may go on until it waits for
+    others, for at most `timeout` seconds. One that has waited for `timeout` seconds makes every
+    process report its stacks and end. The store is that of torch.distributed.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
@@ -189,22 +176,21 @@ class Watch:
     def tell(self, error: BaseException) -> None:
         """Tell the others why this process leaves, and wait until they know.
 
-        An error that only follows from another process's failure gets that failure as a note.
+        An error that follows from another process's failure gets that failure as a note.
         """
         if self._stop.is_set():  # it was already told where it was raised
             return
         self._stop.set()
         self._thread.join(GRACE)
-        lost = any(words in str(error) for words in LOST)
         what = f"failed: {type(error).__name__}: {error}"
+        if not self._heard and any(words in str(error) for words in LOST):
+            error.add_note(GONE)
         trace = "".join(traceback.format_exception(error))
-        first = self._heard or self._publish(f"{what}\n{trace}{GONE if lost else ''}")
+        first = self._heard or self._publish(f"{what}\n{trace}")
         # Print it now: once the first process has left, a launcher may kill the others any moment.
         self._say(what)
         if first.rank != self._rank and isinstance(error, RuntimeError):
             error.add_note(f"Before that, {first.text.splitlines()[0]}")
-        elif lost:
-            error.add_note(GONE)
         if not self._heard:
             self._answer()
 
@@ -224,21 +210,18 @@ class Watch:
         if self._rank == 0:
             time.sleep(POLL)  # others may be counting answers
 
-    def _meet(self, sign: str, others: Sequence[int]) -> Sequence[int]:
+    def _meet(self, sign: str, others: Sequence[int]) -> list[int]:
         """Give a sign and wait for that of the others; return those that gave none.
 
         Rank 0 or its launcher holds the store, and must not go while others read in it.
         """
-        deadline = time.monotonic() + GRACE
-        keys = [f"{sign}/{rank}" for rank in others]
+        late, deadline = list(others), time.monotonic() + GRACE
         with suppress(RuntimeError):
             self._store.set(f"{sign}/{self._rank}", "")
-            while keys and not self._store.check(keys):
-                if time.monotonic() > deadline:
-                    return [r for r in others if not self._store.check([f"{sign}/{r}"])]
+            while late and time.monotonic() < deadline:
                 time.sleep(POLL / 20)
-            return []
-        return others
+                late = [r for r in late if not self._store.check([f"{sign}/{r}"])]
+        return late
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL):
@@ -270,7 +253,7 @@ class Watch:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:
-        """End the process without interrupting its main thread, which is not possible."""
+        """End the process, whose main thread cannot be interrupted."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():

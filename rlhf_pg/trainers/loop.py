@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from transformers import TrainerState
 
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.checkpoint import Checkpointer, TrainState, export
+from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
@@ -124,7 +124,7 @@ class TrainingLoop(ABC):
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before the trackers are closed, which may wait for a network.
-            export.save_atomically(self.checkpointer, self.runtime, directory / "final")
+            export.save_final(self.checkpointer, self.runtime, directory / "final")
             if number := self.termination.agreed():  # whoever called is to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
@@ -287,7 +287,8 @@ class TrainingLoop(ABC):
         Raises:
             OSError: on all processes, it could not be written.
         """
-        export.save(self.checkpointer, self.runtime, Path(path))
+        save = atomic.Save(self.runtime, Path(path))
+        self.checkpointer.save_models(save, save.path, final=True)
 
     # ------------------------------------------------------------------- what a run says of itself
 

@@ -72,7 +72,7 @@ class Recorder:
         if shown is None:
             return StepRecord(trace=trace, tokens=tokens, greedy=greedy)
         own = self._completions(batch)
-        texts = self.runtime.gather_text(f"[{','.join(map(line_of, own))}]")
+        texts = self.runtime.gather_objects(f"[{','.join(map(line_of, own))}]")
         completions: list[dict[str, Any]] = []
         if self.runtime.is_main:
             everyone = [record for text in texts for record in json.loads(text)]

@@ -3,7 +3,6 @@
 Shapes: B rows on this rank, T completion width, K sources of reward.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -32,11 +31,7 @@ from rlhf_pg.rollout import (
     SamplingParams,
     ToolEnvironment,
 )
-from rlhf_pg.rollout.multi_turn.episodes import (
-    environment_rewards,
-    episode_counts,
-    episode_metrics,
-)
+from rlhf_pg.rollout.multi_turn.episodes import environment_rewards, episode_metrics
 from rlhf_pg.runtime import FullWeights, Runtime
 
 logger = logging.getLogger(__name__)
@@ -325,8 +320,8 @@ class Sampler:
     def _means(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
         """Return means over all processes, which may have other names, from sums and counts."""
         totals: dict[str, list[float]] = {}
-        for text in self.runtime.gather_text(json.dumps(sums)):
-            for name, pair in json.loads(text).items():
+        for own in self.runtime.gather_objects(dict(sums)):
+            for name, pair in own.items():
                 totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0)), pair, strict=True)]
         return {name: total / max(count, 1) for name, (total, count) in sorted(totals.items())}
 
@@ -334,10 +329,8 @@ class Sampler:
         """Compute metrics of episodes over all processes; none without an environment or tools."""
         if self.episode_runner is None:
             return {}
-        device = self.runtime.device
-        counts = torch.cat([episode_counts(part.episodes, device) for part in parts])
-        everyone, _ = self.runtime.gather(counts)
-        return episode_metrics(everyone, tools=bool(self.episode_runner.tools))
+        episodes = [episode for part in parts for episode in part.episodes]
+        return episode_metrics(episodes, bool(self.episode_runner.tools), self.runtime)
 
     # ----------------------------------------------------------- dynamic sampling, greedy baseline
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlhf_pg.rollout import SamplingParams
-from rlhf_pg.rollout.token_sampling import sample, uniform
+from rlhf_pg.rollout.token_sampling import row_key, sample
+from rlhf_pg.rollout.token_sampling import uniform as uniform_of_key
 from tests.rollout.stats import chi_square_p
 
 N = 200_000
@@ -32,6 +33,10 @@ TRUNCATIONS = [
     ({"temperature": 0.5, "min_p": 0.3}, [1, 3]),  # and 0.09 / 0.16 passes, 0.0225 / 0.16 not
     ({"temperature": 2.0, "min_p": 0.4}, [0, 1, 3, 4]),  # sqrt(0.1 / 0.4) passes
 ]
+
+
+def uniform(seed: int, draws: torch.Tensor, samples: torch.Tensor, position: int) -> torch.Tensor:
+    return uniform_of_key(row_key(seed, draws, samples), position)
 
 
 def noise_of(n: int, seed: int = 0) -> torch.Tensor:

@@ -96,18 +96,6 @@ def test_unsuitable_deepspeed_config_raises(asked, message) -> None:
         zero._config(asked, bf16=False)
 
 
-def test_offloaded_optimizer_is_kept_or_raises() -> None:
-    """accelerate makes Adam of whatever it does not know."""
-    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
-    weights = [torch.nn.Parameter(torch.zeros(2))]
-    optimizer = torch.optim.SGD(weights, lr=1.0, momentum=0.9)
-    config: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    with pytest.raises(ValueError, match="SGD cannot be offloaded: use Adam or AdamW"):
-        zero._offloaded(optimizer, config)
-    assert zero._offloaded(optimizer, config | {"zero_force_ds_cpu_optimizer": False}) is optimizer
-    assert zero._offloaded(optimizer, {"zero_optimization": {"stage": 3}}) is optimizer
-
-
 def test_deepspeed_with_float64_raises() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     layer = torch.nn.Linear(2, 1).double()

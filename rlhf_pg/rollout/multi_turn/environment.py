@@ -27,20 +27,16 @@ class Environment(Protocol):
     """
 
     def reset(self, example: dict[str, Any]) -> Messages | Awaitable[Messages]:
-        """Begin the episode of a dataset row, whose `prompt` is among its columns.
+        """Begin the episode of a dataset row, and return its prompt: that of the row or another.
 
-        Returns:
-            The prompt, as text or chat messages: that of the row or another. Where the row has a
-            chat, text stands for a message of the user, behind the row's system prompt.
+        Where the row has a chat, text stands for a user's message behind the row's system prompt.
         """
         ...
 
     def step(self, completion: str) -> Observation | Awaitable[Observation]:
-        """Answer a turn.
+        """Answer a turn, which is text without special tokens.
 
-        Args:
-            completion: its text, without special tokens. This may be a turn that was cut off by a
-                limit on tokens: it may be rewarded, and nothing follows it.
+        A turn that a limit on tokens cut off may be rewarded, and nothing follows it.
         """
         ...
 
@@ -63,7 +59,7 @@ class SettlingEnvironment:
 
 
 def check_prompt(prompt: Any, given: Messages) -> Messages:
-    """Return what `reset` returned as a prompt, like the one `given` by the dataset's row;
+    """Return the result of `reset` as a prompt, like the one `given` by the dataset's row;
     ValueError if it is neither text nor chat messages.
     """
     if isinstance(prompt, str):
@@ -77,7 +73,7 @@ def check_prompt(prompt: Any, given: Messages) -> Messages:
 
 
 def check_observation(answer: Any, prompt: Messages) -> Observation:
-    """Return what `step` returned as an `Observation`; ValueError if there are not three entries,
+    """Return the result of `step` as an `Observation`; ValueError if there are not three entries,
     messages of another kind than the prompt, or a reward that is not a finite number.
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
@@ -85,11 +81,13 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
             f"step must return Observation(messages, reward, done), got {shown(answer)}"
         )
     messages, reward, done = answer
-    is_text = isinstance(messages, str)
-    if is_text and not isinstance(prompt, str):
-        messages = [{"role": "user", "content": messages}]
-    if not (done or (is_text if isinstance(prompt, str) else _is_chat(messages))):
-        kind = "a string, as the prompt is" if isinstance(prompt, str) else "messages or a string"
+    if isinstance(prompt, str):
+        fits, kind = isinstance(messages, str), "a string, as the prompt is"
+    else:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        fits, kind = _is_chat(messages), "messages or a string"
+    if not (done or fits):
         raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
     return Observation(messages, check_reward(reward, "a turn"), bool(done))
 

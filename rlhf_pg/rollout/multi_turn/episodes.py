@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.prompts import Tools
-from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
+from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
     EnvironmentFactory,
@@ -28,6 +28,7 @@ from rlhf_pg.rollout.multi_turn.environment import (
     check_reward,
 )
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment, reads_calls
+from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Episode:
     """One row: a prompt, the turns of the policy and the answers to them."""
 
     example: Mapping[str, Any]  # the dataset's row
-    prompt_index: int  # which keys its noise, with the sample
+    prompt_index: int  # keys its noise, together with the sample
     sample: int
     prompt: Messages  # that it began with, or the dataset's if there was no turn
     prompt_ids: Sequence[int]
@@ -53,10 +54,7 @@ class Episode:
 
     @property
     def trained(self) -> list[bool]:
-        """The tokens that a loss or a statistic may use.
-
-        There are none if the episode failed, since what they would have led to is not known.
-        """
+        """The tokens that a loss or a statistic may use: none if the episode failed."""
         return self.actions if self.error is None else [False] * len(self.actions)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
@@ -69,7 +67,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
-    """A runner of episodes with the settings of the run."""
+    """Plays episodes with the settings of a run."""
 
     environment_factory: EnvironmentFactory  # of one episode
     tokenizer: PreTrainedTokenizerBase
@@ -92,10 +90,9 @@ class EpisodeRunner:
         """Play `n` episodes of every example, in the order example * n + sample.
 
         Args:
-            examples: dataset rows, with their `prompt`.
-            tokens: of these prompts.
-            prompt_indices: the prompt index of each, which keys its noise: the noise of a token
-                depends only on (seed, prompt index, sample, its place after the prompt).
+            examples: dataset rows, with their `prompt`; `tokens` are those of the prompts.
+            prompt_indices: the noise of a token depends only on (seed, prompt index, sample, its
+                place after the prompt).
             params: `max_tokens` is for all turns and answers of an episode together.
         """
         episodes = [
@@ -118,16 +115,24 @@ class EpisodeRunner:
                     episode.environment.close()
         errors = [episode.error for episode in episodes if episode.error is not None]
         if errors:
-            said = "%d of %d episodes failed; the first: %s"
-            logger.warning(said, len(errors), len(episodes), errors[0])
+            message = "%d of %d episodes failed; the first: %s"
+            logger.warning(message, len(errors), len(episodes), errors[0])
         return episodes
 
     def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
-        """Play all episodes to their ends, each going on as soon as it has what it waits for."""
+        """Begin all episodes, then play each as soon as it has what it waits for."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
-        calls: dict[Future[Any], tuple[int, int]] = {}  # under way, the earliest first
-        unopened = Counter(episode.prompt_index for episode in episodes)
-        opened: dict[int, dict[tuple[int, ...], list[Episode]]] = defaultdict(dict)
+
+        def send(key: tuple[int, int], value: Any) -> Any:
+            """Send an episode what it has waited for; return its next move, or None at its end."""
+            episode, moves = played[key]
+            try:
+                return moves.send(value)
+            except StopIteration:
+                pass
+            except Exception as error:  # the environment may answer anything
+                episode.error = told(error)
+            return None
 
         def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:
             """Request the next turn of episodes that all have these tokens."""
@@ -145,44 +150,28 @@ class EpisodeRunner:
                 for episode in alike:
                     episode.error = f"ValueError: the episode {error}"
 
-        def advance(key: tuple[int, int], result: Future[Any] | Completion | None) -> None:
-            """Send an episode what it has waited for, and see to its next move."""
-            episode, moves = played[key]
-            tokens: list[int] = []
-            try:
-                move = moves.send(result.result() if isinstance(result, Future) else result)
+        groups: dict[Any, list[Episode]] = defaultdict(list)  # which share their prompt
+        resets = {key: send(key, None) for key in played}
+        for key, reset in resets.items():
+            if reset is not None and (tokens := send(key, reset)) is not None:
+                groups[key[0], tuple(tokens)].append(played[key][0])
+        for (_, tokens), alike in groups.items():
+            sample(tokens, alike)
+
+        calls: dict[Future[Any], tuple[int, int]] = {}  # of environments, under way
+        while calls or not session.idle:
+            arrived: list[tuple[tuple[int, int], Any]] = []
+            if session.idle:
+                wait(calls, return_when=FIRST_COMPLETED)
+            else:
+                arrived = [((r.prompt_index, i), turn) for r, i, turn in session.step()]
+            arrived += [(calls.pop(call), call) for call in list(calls) if call.done()]
+            for key, value in arrived:
+                move = send(key, value)
                 if isinstance(move, Future):
                     calls[move] = key
-                    return
-                tokens = move
-            except StopIteration:
-                return
-            except Exception as error:  # the environment may answer anything
-                episode.error = told(error)
-            if episode.turns and tokens:
-                sample(tokens, [episode])
-            elif not episode.turns:
-                group = opened[episode.prompt_index]
-                if tokens:
-                    group.setdefault(tuple(tokens), []).append(episode)
-                unopened[episode.prompt_index] -= 1
-                if not unopened[episode.prompt_index]:  # those with the same prompt share it
-                    for prompt, alike in group.items():
-                        sample(prompt, sorted(alike, key=lambda one: one.sample))
-
-        try:
-            for key in played:
-                advance(key, None)
-            while calls or not session.idle:
-                for request, number, completion in [] if session.idle else session.step():
-                    advance((request.prompt_index, number), completion)
-                if session.idle:
-                    wait(calls, return_when=FIRST_COMPLETED)
-                for call in [call for call in calls if call.done()]:
-                    advance(calls.pop(call), call)
-        finally:
-            for call in calls:
-                call.cancel()
+                elif move is not None:
+                    sample(move, [played[key][0]])
 
     def _play(
         self, episode: Episode, max_tokens: int
@@ -190,15 +179,15 @@ class EpisodeRunner:
         """Play one episode.
 
         Yields:
-            What it waits for, in turn: a call of its environment, whose result it is sent; or the
+            What it waits for: a call of its environment, which it is sent once it is done; or the
             tokens that the policy continues, for which it is sent a `Completion`.
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
         example, prompt_ids = dict(episode.example), episode.prompt_ids
         tools = self.tools(example) if callable(self.tools) else self.tools
-        answer = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
-        prompt = check_prompt(answer, example["prompt"])
+        reset = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
+        prompt = check_prompt(reset.result(), example["prompt"])
         if prompt != example["prompt"]:
             most = self.longest_prompt
             prompt_ids = encode(prompt, self.tokenizer, tools=tools, most=most)
@@ -213,8 +202,8 @@ class EpisodeRunner:
             episode.turns += 1
             if self.tools and reads_calls(self.tokenizer):
                 text = self.tokenizer.decode(ids if stop_id is None else ids[:-1])
-            answer = yield call_beside(self.timeout, environment.step, text)
-            messages, reward, done = check_observation(answer, prompt)
+            step = yield call_beside(self.timeout, environment.step, text)
+            messages, reward, done = check_observation(step.result(), prompt)
             if reward is not None:
                 episode.rewards[-1] = reward
             if done or completion.finish_reason == "length" or episode.turns == self.max_turns:
@@ -231,13 +220,14 @@ class EpisodeRunner:
             # "Does not apply" would spare it the comparison with episodes that were completed.
             episode.rewards[-1] = 0.0
         if isinstance(environment, SettlingEnvironment):
-            paid = check_reward((yield call_beside(self.timeout, environment.settle)), "an episode")
+            end = yield call_beside(self.timeout, environment.settle)
+            paid = check_reward(end.result(), "an episode")
             if paid is not None:
                 episode.rewards[-1] = paid
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
-    """Return the rewards of the environments, (B,T) float64, at the last token of each turn.
+    """Return the environments' rewards, (B,T) float64, at the last token of each turn.
 
     They are NaN elsewhere, and in all of an episode that failed.
     """
@@ -249,26 +239,22 @@ def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
     return rewards
 
 
-def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
-    """Count turns, failure, calls of tools and failed calls of each episode, (B,4) float64."""
-    counts = []
-    for episode in episodes:
-        environment, tools = episode.environment, [0, 0]
-        if isinstance(environment, ToolEnvironment):
-            tools = [environment.calls, environment.failures]
-        counts.append([episode.turns, episode.error is not None, *tools])
-    return torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 4)
-
-
-def episode_metrics(counts: Tensor, tools: bool) -> dict[str, float]:
-    """Compute metrics over all processes from the rows of `episode_counts`, (N,4).
-
-    `episodes/turns` is the mean number of turns, `episodes/failed` the number of failed episodes,
-    `tools/call_frequency` calls per episode, `tools/failure_frequency` failures per call.
-    """
-    turns, failed, calls, failures = counts.sum(0).tolist()
-    metrics = {"episodes/turns": turns / len(counts), "episodes/failed": failed}
-    if tools:
-        metrics["tools/call_frequency"] = calls / len(counts)
+def episode_metrics(
+    episodes: Sequence[Episode], has_tools: bool, runtime: Runtime
+) -> dict[str, float]:
+    """Compute metrics of the episodes of all processes; collective."""
+    users = [e.environment for e in episodes if isinstance(e.environment, ToolEnvironment)]
+    own = [
+        len(episodes),
+        sum(episode.turns for episode in episodes),
+        sum(episode.error is not None for episode in episodes),
+        sum(user.calls for user in users),
+        sum(user.failures for user in users),
+    ]
+    sums = runtime.all_reduce_sum(torch.tensor(own, dtype=torch.float64, device=runtime.device))
+    count, turns, failed, calls, failures = sums.tolist()
+    metrics = {"episodes/turns": turns / count, "episodes/failed": failed}
+    if has_tools:
+        metrics["tools/call_frequency"] = calls / count  # calls per episode
         metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
     return metrics

@@ -35,8 +35,8 @@ class ToolCall(NamedTuple):
 class Toolbox:
     """Tools that the policy is shown; ValueError if its chat template cannot show them."""
 
-    schemas: Schemas  # the descriptions that the chat template shows
-    tokenizer: PreTrainedTokenizerBase  # of the policy; it may be able to parse calls
+    schemas: Schemas
+    tokenizer: PreTrainedTokenizerBase  # of the policy
     functions: Mapping[str, Tool] = field(default_factory=dict)  # by name; none: called elsewhere
     timeout: float | None = None  # seconds for a call of a function
 
@@ -44,8 +44,7 @@ class Toolbox:
         if not self.schemas:
             return
         chat = [{"role": "user", "content": "?"}]
-        shown = encode(chat, self.tokenizer, tools=self.schemas)
-        if shown == encode(chat, self.tokenizer):
+        if encode(chat, self.tokenizer, tools=self.schemas) == encode(chat, self.tokenizer):
             raise ValueError(
                 "tools: the chat template of the tokenizer does not show them to the model: give a "
                 "processing_class with one that does"
@@ -62,9 +61,8 @@ class Toolbox:
             schemas = [get_json_schema(tool) for tool in tools]
         except Exception as error:  # it may raise anything
             raise ValueError(f"tools: one cannot be described to the model: {error}") from error
-        functions = {
-            schema["function"]["name"]: x for schema, x in zip(schemas, tools, strict=True)
-        }
+        names = [schema["function"]["name"] for schema in schemas]
+        functions = dict(zip(names, tools, strict=True))
         if len(functions) < len(tools):
             raise ValueError(f"tools: two have one name; there are {', '.join(functions)}")
         return cls(schemas=schemas, tokenizer=tokenizer, functions=functions, timeout=timeout)
@@ -100,8 +98,7 @@ class ToolEnvironment:
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox, self.functions = toolbox, toolbox.functions
-        self.calls = 0
-        self.failures = 0  # could not be read or made, raised or were late; the policy is told why
+        self.calls = self.failures = 0  # failed: not read, not made, raised or late
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
@@ -112,44 +109,41 @@ class ToolEnvironment:
     def step(self, completion: str) -> Observation:
         """Answer with one message of the role "tool" for every call; the calls run concurrently."""
         calls = self.toolbox.parse(completion, self.prompt) if self.functions else []
-        begun: list[Future[Any] | str] = []
-        for call in calls:
-            if call.error is not None:
-                begun.append(call.error)
-            elif call.name not in self.functions:
-                begun.append(f"there is no tool {call.name!r}, only {', '.join(self.functions)}")
-            else:
-                function = self.functions[call.name]
-                begun.append(call_beside(self.toolbox.timeout, function, **call.arguments))
         self.calls += len(calls)
+        begun = [(call.name, self._begin(call)) for call in calls]
         messages = [
-            {"role": "tool", "name": call.name, "content": self._content(result)}
-            for call, result in zip(calls, begun, strict=True)
+            {"role": "tool", "name": name, "content": self._content(result)}
+            for name, result in begun
         ]
         return Observation(messages, done=not calls)
 
+    def _begin(self, call: ToolCall) -> Future[Any] | str:
+        """Begin a call; return the error if that is not possible."""
+        if call.error is not None:
+            return call.error
+        if call.name not in self.functions:
+            return f"there is no tool {call.name!r}, only {', '.join(self.functions)}"
+        return call_beside(self.toolbox.timeout, self.functions[call.name], **call.arguments)
+
     def _content(self, result: Future[Any] | str) -> str:
         """Return what a call has returned, as text, or its error."""
-        error = result if isinstance(result, str) else ""
-        try:
-            if isinstance(result, Future):
+        if isinstance(result, Future):
+            try:
                 value = result.result()
                 if not isinstance(value, str):
                     value = json.dumps(value, default=str, ensure_ascii=False)
                 return value.encode(errors="replace").decode()  # half a surrogate has no token
-        except Exception as caught:
-            error = told(caught)
+            except Exception as error:
+                result = told(error)
         self.failures += 1
-        return f"Error: {error}"
+        return f"Error: {result}"
 
 
 class EnvironmentSource:
-    """The source of a run's environments.
+    """The source of a run's environments, each made by `factory` for one episode.
 
-    Args:
-        factory: makes the environment of one episode; where there are schemas, it is given the
-            `Toolbox` that reads the policy's calls.
-        schemas: of tools that the environments call themselves.
+    Where there are `schemas`, of tools that the environments call themselves, the factory is given
+    the `Toolbox` that reads the policy's calls.
     """
 
     pays = True  # whether "environment" is a source of reward
@@ -160,8 +154,8 @@ class EnvironmentSource:
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return the options of an `EpisodeRunner`: `environment_factory`, `timeout` (seconds of a
-        call) and `tools` (schemas); ValueError if there are tools where there can be none.
+        """Return options of an `EpisodeRunner`; ValueError if there are tools beside environments
+        that cannot have them. The `timeout` is in seconds, for a call.
         """
         if tools:
             raise ValueError(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, bias
-from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform_at
+from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
@@ -189,7 +189,7 @@ class BatchingSession:
         known = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
         index = torch.tensor([order[row.prompt] for row in new], device=known.device)
         first = torch.tensor([row.prompt.request.position for row in new])
-        self._draw(new, known[index], uniform_at(keys, first))
+        self._draw(new, known[index], uniform(keys, first))
         for prompt in prompts:
             if not prompt.waiting:
                 prompt.logits = None
@@ -216,7 +216,7 @@ class BatchingSession:
         )
         newest = torch.tensor([row.tokens[-1] for row in self.rows])
         logits = self._forward(newest, places.prompt_lengths + last, layout)
-        self._draw(self.rows, logits, uniform_at(places.keys, places.first + drawn))
+        self._draw(self.rows, logits, uniform(places.keys, places.first + drawn))
 
     def _assign(self) -> Places:
         groups: list[list[int]] = [[] for _ in self.prompts]

@@ -23,18 +23,11 @@ from transformers import (
 )
 
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.models import (
-    MOST_LOST,
-    evaluating,
-    lost_in_merge,
-    max_positions,
-    merged,
-    quantized,
-)
+from rlhf_pg.models import MOST_LOST, evaluating, lost_in_merge, max_positions, merged, quantized
 from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
-from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform_at
+from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +36,8 @@ class NativeEngine(RolloutEngine):
     """An engine that generates with a `transformers` decoder in this process.
 
     Each prompt is computed once for all its samples. A finished row leaves the batch, and a waiting
-    one takes its place. Where the model's attention cannot be replaced (an architecture that does
-    not allow it, recurrent layers, a sliding window shorter than a row) it samples by `generate`,
-    and logs that.
+    one takes its place. Where the model's attention cannot be replaced (recurrent layers, a sliding
+    window shorter than a row, ...) it samples by `generate`, and logs that.
 
     Args:
         model: a causal language model, whose weights are used in place. With an adapter, the
@@ -55,8 +47,7 @@ class NativeEngine(RolloutEngine):
         pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
         cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
-            full length; other rows wait. None: as many as fit half of a GPU's free memory, or 4 GiB
-            of a CPU's.
+            full length; other rows wait. None: what fits half of a GPU's free memory, or 4 GiB.
     """
 
     def __init__(
@@ -213,7 +204,7 @@ class HFGenerateSession:
         def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
             """Draw each token with its row's noise, and leave `generate` no other choice."""
             position = positions + input_ids.shape[1] - prompts.shape[1]
-            ids, logprobs = sample(scores, self.params, uniform_at(keys, position))
+            ids, logprobs = sample(scores, self.params, uniform(keys, position))
             for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
                 if not row.over:
                     row.append(token, logprob, self.stopping)

@@ -45,7 +45,7 @@ class VllmEngine(RolloutEngine):
     With several processes, each has its own engine.
 
     Args:
-        model: a causal language model; only its config is read here.
+        model: only its config is read here.
         eos_token_ids: each ends a completion.
         tokenizer: of the model, for stop strings.
         max_model_length: longest prompt and completion; None: as many tokens as there are

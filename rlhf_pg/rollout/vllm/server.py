@@ -50,16 +50,15 @@ class VllmServerEngine(RolloutEngine):
     """An engine that samples on a server, which reads new weights from a directory.
 
     The weights are handed over at each `weights_synced`. An adapter is loaded beside the server's
-    own model, which has to be the adapter's base, under a name made from its values: so every
-    process knows the name, and keys and values that the server has kept belong to these weights.
-    Without an adapter the server's own weights are replaced.
+    own model, which has to be its base, under a name made from its values: so every process knows
+    the name, and keys and values that the server has kept belong to these weights. Without an
+    adapter the server's own weights are replaced.
 
     Args:
-        model: the policy; its weights are only read in `weights_synced`.
         eos_token_ids: each ends a completion.
         url: of the server, without a path.
-        directory: under a path that the server sees too; weights are put into a subdirectory with a
-            secret name, which is removed in the end.
+        directory: which the server sees under the same path; weights are put into a subdirectory
+            with a secret name, which is removed in the end.
         timeout: seconds for one answer.
         is_main: whether this process hands over the weights; the others have to wait until it has.
 
@@ -185,11 +184,8 @@ class VllmServerEngine(RolloutEngine):
 
         return begin(asked, loop="vllm")  # which no function of users holds up
 
-    def _models(self) -> list[str]:
-        def read(answer: Any) -> list[str]:
-            return [str(one["id"]) for one in answer["data"]]
-
-        return self.ask("/v1/models", None, read)  # type: ignore[no-any-return]
+    def _models(self) -> set[str]:
+        return self.ask("/v1/models", None, lambda answer: {one["id"] for one in answer["data"]})  # type: ignore[no-any-return]
 
     def _check_logprobs(self) -> None:
         """Refuse raw log-probabilities, which do not depend on the temperature (up to 2)."""

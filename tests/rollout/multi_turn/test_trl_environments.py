@@ -6,7 +6,6 @@ import pytest
 
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Observation, SamplingParams, source_of
 from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
-from rlhf_pg.rollout.multi_turn.episodes import episode_counts
 from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
@@ -121,7 +120,7 @@ def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:
     assert said == ["3", "Error: ValueError: no way back", "6"]
     assert [reward for reward in episode.rewards if reward == reward] == [6.0]
     assert episode.rewards[-1] == 6.0  # at the last turn's last token
-    assert episode_counts([episode], "cpu").tolist() == [[3, 0, 3, 1]]
+    assert (episode.turns, episode.environment.calls, episode.environment.failures) == (3, 3, 1)
     instance = episode.environment.trl_instance
     assert type(instance) is Counter
     assert instance.row == {"prompt": CHAT, "start": 5, "answer": "a"}

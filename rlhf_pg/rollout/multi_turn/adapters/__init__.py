@@ -1,11 +1,12 @@
 """Adapters of other libraries: `load_task` for verifiers and OpenEnv, `TrlEnvironments`."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
@@ -13,7 +14,7 @@ VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
 
 
 class AdaptedTask(NamedTuple):
-    """The arguments that a trainer needs for a task, under the names that it has for them."""
+    """The arguments of a trainer for a task, under the trainer's names."""
 
     train_dataset: Dataset  # has a column `prompt`
     eval_dataset: Dataset | None
@@ -24,10 +25,8 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     """Load a task of another library.
 
     Args:
-        name: `verifiers:ENV_ID`, an installed environment of `verifiers`; or `openenv:URL`, where
-            an environment server of OpenEnv answers.
-        options: arguments of the environment's `load_environment`, or the keyword arguments of
-            `of_openenv.load`.
+        name: `verifiers:ENV_ID`, an installed environment; or `openenv:URL`, a server's.
+        options: arguments of the environment's `load_environment`, or of `of_openenv.load`.
         seed: of what is drawn at random.
 
     Raises:
@@ -37,11 +36,11 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     if library not in VERSIONS or not rest:
         raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
     try:
-        if library == "verifiers":
-            from rlhf_pg.rollout.multi_turn.adapters.of_verifiers import load
-        else:
-            from rlhf_pg.rollout.multi_turn.adapters.of_openenv import load
+        adapter = import_module(f"{__name__}.of_{library}")
     except ImportError as error:
         wanted = f'pip install "{library}{VERSIONS[library]}"'
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
-    return AdaptedTask(*load(rest, options or {}, seed))
+    try:
+        return AdaptedTask(*adapter.load(rest, seed, **options or {}))
+    except TypeError as error:
+        raise ValueError(f"task_options of {shown(name)}: {told(error)}") from error

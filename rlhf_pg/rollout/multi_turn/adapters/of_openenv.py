@@ -12,7 +12,6 @@ from openenv import GenericEnvClient
 
 from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.boundary.user_code import begin, call_beside
-from rlhf_pg.config.fields import config
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
@@ -21,44 +20,41 @@ PATIENCE = 10.0  # seconds that the server may take to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
-@config
-class Options:
-    """The options of a task."""
-
-    prompt: str = ""  # what the policy is told before the first observation
-    episodes: int = 1024  # rows to train on, each a seed for `reset`
-    eval_episodes: int = 64
-    action_key: str | None = None  # the field of an action that takes a turn; None: the only string
-    # The field of an observation that the policy reads; None: the only string, or else all as JSON.
-    observation_key: str | None = None
-
-
-def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
+def load(
+    url: str,
+    seed: int,
+    /,
+    prompt: str = "",  # what the policy is told before the first observation
+    episodes: int = 1024,  # rows to train on, each a seed for `reset`
+    eval_episodes: int = 64,
+    action_key: str | None = None,  # the field that takes a turn; None: the only text
+    observation_key: str | None = None,  # the field that is read; None: the only text, or all
+) -> tuple[Any, Any, EnvironmentSource]:
     """Load the environment behind a server's address; `seed` chooses the rows.
 
     Every completion of a batch plays in a session of its own, and the server has to allow as many
     at a time. Where actions are calls of tools (MCP), these are offered to the policy.
     """
-    own = Options(**options)
     try:
-        source: EnvironmentSource = call_beside(PATIENCE, _look, name, own).result()
+        found = call_beside(PATIENCE, _look, url, action_key, observation_key)
+        source: EnvironmentSource = found.result()
     except Exception as error:
-        raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
-    total, prompt = own.episodes + own.eval_episodes, [{"role": "user", "content": own.prompt}]
-    rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]
-    train, held_out = (Dataset.from_list(x) for x in (rows[: own.episodes], rows[own.episodes :]))
+        raise ValueError(f"the environment server {quoted(url)}: {told(error)}") from error
+    total, first = episodes + eval_episodes, [{"role": "user", "content": prompt}]
+    rows = [{"prompt": first, "seed": 2 * seed * total + i} for i in range(total)]
+    train, held_out = Dataset.from_list(rows[:episodes]), Dataset.from_list(rows[episodes:])
     return train, held_out if len(held_out) else None, source
 
 
-async def _look(url: str, options: Options) -> EnvironmentSource:
+async def _look(url: str, action_key: str | None, observation_key: str | None) -> EnvironmentSource:
     """Ask the server for the fields of its actions and observations, and for its tools."""
     async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
         answer = await client.get(f"{url.rstrip('/')}/schema")
         schema = answer.raise_for_status().json()
     action, observation = (schema[k].get("properties", {}) for k in ("action", "observation"))
-    observation_key = options.observation_key or _only_text(observation)
+    observation_key = observation_key or _only_text(observation)
     if "tool_name" not in action:
-        action_key = options.action_key or _only_text(action)
+        action_key = action_key or _only_text(action)
         if action_key not in action:
             raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
         return EnvironmentSource(partial(Session, url, observation_key, action_key))
@@ -74,7 +70,7 @@ async def _look(url: str, options: Options) -> EnvironmentSource:
 
 @dataclass
 class Session(SettlingEnvironment):
-    """One episode, a session with the server."""
+    """One episode, a session with the server, whose rewards come turn by turn."""
 
     url: str
     observation_key: str | None  # the field that the policy reads; None: all of them
@@ -111,13 +107,11 @@ class Session(SettlingEnvironment):
         return Observation(messages, sum(rewards) if rewards else None, done)
 
     async def settle(self) -> None:
-        """End the session; its rewards have come turn by turn."""
         client, self.client = self.client, None
         await client.close()
 
     def close(self) -> None:
-        """End the session of an episode that failed, without waiting for the server."""
-        if self.client is not None:
+        if self.client is not None:  # it failed: nobody waits for the server
             begin(self.settle)
 
     def _text(self, observation: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.rollout.multi_turn.environment import Messages, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
@@ -18,9 +19,7 @@ PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt where an environme
 
 
 class TrlEnvironments(EnvironmentSource):
-    """Environments of TRL's kind as an `environment_factory`.
-
-    Public methods but `reset` and `get_reward` are tools.
+    """Environments of TRL's kind: their public methods but `reset` and `get_reward` are tools.
 
     Args:
         factory: makes an environment, a new one for every episode; or several factories, by the
@@ -28,9 +27,7 @@ class TrlEnvironments(EnvironmentSource):
     """
 
     def __init__(self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
-        self.factories: Mapping[Any, Callable[[], Any]] = (
-            factory if isinstance(factory, Mapping) else {None: factory}
-        )
+        self.factories = factory if isinstance(factory, Mapping) else {None: factory}
         self.samples = {name: make() for name, make in self.factories.items()}
         self.pays = any(hasattr(sample, "get_reward") for sample in self.samples.values())
 
@@ -67,17 +64,14 @@ class TrlEnvironments(EnvironmentSource):
 
 
 class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
-    """The environment of one episode, with an instance of TRL's kind of its own.
+    """The environment of one episode, which has an instance of TRL's kind.
 
-    Args:
-        factories, boxes: what makes instances, and their tools, by name.
+    Factories and boxes of tools are given by name; the instance is made by `reset`.
     """
 
     trl_instance: Any = None
 
-    def __init__(
-        self, factories: Mapping[Any, Callable[[], Any]], boxes: Mapping[Any, Toolbox]
-    ) -> None:
+    def __init__(self, factories: Mapping[Any, Any], boxes: Mapping[Any, Toolbox]) -> None:
         super().__init__(next(iter(boxes.values())))
         self.factories, self.boxes = factories, boxes
 
@@ -98,13 +92,11 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
             self.prompt += said
         elif said:
             *before, last = self.prompt
-            parts, text = last["content"], [{"type": "text", "text": said}]
-            content = parts + said if isinstance(parts, str) else [*parts, *text]
-            self.prompt = [*before, {**last, "content": content}]
+            self.prompt = [*before, {**last, "content": text_of(last) + said}]
         return self.prompt  # type: ignore[no-any-return]
 
     def settle(self) -> Any:
-        """Return what the instance pays for the episode, if it does."""
+        """Return what the instance pays for the episode, if it pays."""
         if not hasattr(self.trl_instance, "get_reward"):
             return None
         return call_beside(self.toolbox.timeout, self.trl_instance.get_reward).result()

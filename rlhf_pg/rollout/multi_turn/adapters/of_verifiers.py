@@ -5,7 +5,7 @@ client waits for the policy's next turn, so whatever the environment does in bet
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from json import dumps
 from typing import Any
@@ -20,7 +20,7 @@ from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, Settli
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
 
 
-def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, EnvironmentSource]:
+def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, EnvironmentSource]:
     """Load an installed environment, whose arguments decide what is random; its rubric pays."""
     try:
         environment = load_environment(name, **options)
@@ -31,8 +31,8 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> tuple[Any, Any, En
         raise ValueError(
             f"the rubric of {quoted(name)} compares completions: give each a reward of its own"
         )
-    shown = {"name", "description", "parameters"}
-    tools = [tool.model_dump(include=shown) for tool in environment.tool_defs or ()]
+    visible = {"name", "description", "parameters"}
+    tools = [tool.model_dump(include=visible) for tool in environment.tool_defs or ()]
     schemas = [{"type": "function", "function": tool} for tool in tools]
     source = EnvironmentSource(partial(VerifiersEnvironment, environment), schemas)
     return evaluation if train is None else train, evaluation, source
@@ -89,7 +89,6 @@ class VerifiersEnvironment(SettlingEnvironment):
         return float(outcome["reward"])
 
     def close(self) -> None:
-        """Cancel a rollout that nobody continues."""
         if self.rollout is not None and not self.rollout.done():
             self.loop.call_soon_threadsafe(self.rollout.cancel)
 
