@@ -14,8 +14,6 @@ from rlhf_pg.config.files import absolute, located
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
-from rlhf_pg.rewards.servers import HttpReward, Judge
-from rlhf_pg.rewards.verifiers import make_verifier
 
 PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
 
@@ -66,6 +64,8 @@ def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None
 def _reward(name: str, options: Mapping[str, Any]) -> Any:
     kind, _, own = name.partition(":")
     if not {".", ":"} & set(name):
+        from rlhf_pg.rewards.verifiers import make_verifier
+
         return make_verifier(name, options)
     if kind == "model":
         if options or not own:
@@ -77,6 +77,8 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
             "finds: give it to the trainer, or name a function in a file (file.py:NAME)"
         )
     if kind in ("judge", "http", "https"):
+        from rlhf_pg.rewards.servers import HttpReward, Judge
+
         made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
         try:
             return made(given, **checked_options(made.__init__, options))

@@ -35,6 +35,8 @@ class RewardModel:
     no such model or tokenizer, or they do not fit.
     """
 
+    is_reward_model = True  # it scores all completions of a batch together
+
     model: Any  # a path, a Hub id or a loaded model, which is put in evaluation mode
     processing_class: Any = None  # its tokenizer; by default the one saved beside the model
     device: torch.device | str | None = None  # to compute on; by default where the model is

@@ -18,8 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, call, call_async
-from rlhf_pg.rewards.pool import START, Pool
-from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
 
 RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
@@ -91,10 +89,15 @@ class Rewards:
                 f"reward_processing_classes must have one entry per reward function, got "
                 f"{len(tokenizers)} for {len(listed)}; None stands for a function's own"
             )
-        self.pool = Pool(workers)
+        if workers:
+            from rlhf_pg.rewards.pool import START, Pool
+
+            self.pool = Pool(workers)
         self.sources: list[Source] = []
         for function, tokenizer in zip(listed, tokenizers, strict=True):
             if isinstance(function, MODELS):
+                from rlhf_pg.rewards.reward_model import RewardModel
+
                 function = RewardModel(function, tokenizer, device, trust_remote_code, sees_eos)
             if not callable(function) or isinstance(function, PeftModel):
                 raise TypeError(
@@ -105,7 +108,7 @@ class Rewards:
             own = getattr(function, "__name__", type(function).__name__)
             names = (own, *(f"{own}_{n}" for n in range(2, len(listed) + 2)))
             source = Source.of(next(name for name in names if name not in taken), function)
-            if isinstance(function, RewardModel):
+            if getattr(function, "is_reward_model", False):
                 source = replace(source, kind="model")
             is_ready_made = getattr(function, "is_ready_made", False)
             stays = is_ready_made or "environments" in source.parameters

@@ -6,16 +6,18 @@ import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, rules
-from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
@@ -165,11 +167,11 @@ def new_engine(
 
 def new_episode_runner(
     args: PolicyGradientConfig,
-    tools: Sequence[Tool] | None,
-    environments: EnvironmentSource | None,
+    tools: "Sequence[Tool] | None",
+    environments: "EnvironmentSource | None",
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-) -> EpisodeRunner | None:
+) -> "EpisodeRunner | None":
     """Create the runner of episodes, for a run with tools or an environment; ValueError if they do
     not fit together, or a run without episodes has keys for them.
     """
@@ -178,6 +180,8 @@ def new_episode_runner(
     rules.refuse(rules.idle(args, needs))
     if not has_episodes:
         return None
+    from rlhf_pg.rollout import EpisodeRunner, Toolbox, ToolEnvironment
+
     if environments is None:
         box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
         options: dict[str, Any] = {

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.named import settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool, source_of
 from rlhf_pg.rollout.factory import (
     choose_engine,
     new_engine,
@@ -48,6 +47,9 @@ from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.token_budget import chunk_size, most, settled_budget
 
+if TYPE_CHECKING:
+    from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,8 +66,8 @@ def build(
     callbacks: Sequence[Callback] | None,
     optimizers: tuple[Optimizer | None, LRScheduler | None],
     quantization_config: Any,
-    tools: Sequence[Tool] | None,
-    environment_factory: EnvironmentFactory | EnvironmentSource | None,
+    tools: "Sequence[Tool] | None",
+    environment_factory: "EnvironmentFactory | EnvironmentSource | None",
 ) -> None:
     """Give a `PolicyGradientTrainer` its parts; it documents the arguments."""
     kind = trainer.config_type
@@ -128,7 +130,11 @@ def build(
     trainer.state = TrainState()
 
     # Rewards.
-    environments = None if environment_factory is None else source_of(environment_factory)
+    environments = None
+    if environment_factory is not None:
+        from rlhf_pg.rollout import source_of
+
+        environments = source_of(environment_factory)
     trainer.rewards = Rewards(
         rewards,
         args.reward_weights,

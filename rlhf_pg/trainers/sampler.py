@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -23,16 +23,11 @@ from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.scoring import Judgement, PendingCalls, give_up
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import (
-    Completion,
-    EpisodeRunner,
-    RolloutEngine,
-    RolloutError,
-    SamplingParams,
-    ToolEnvironment,
-)
-from rlhf_pg.rollout.multi_turn.episodes import environment_rewards, episode_metrics
+from rlhf_pg.rollout import Completion, RolloutEngine, RolloutError, SamplingParams
 from rlhf_pg.runtime import FullWeights, Runtime
+
+if TYPE_CHECKING:
+    from rlhf_pg.rollout import EpisodeRunner
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +49,7 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]  # tokens that end a completion
     progress: Callable[[], TrainerState]  # for reward functions that ask how far the run is
-    episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
+    episode_runner: "EpisodeRunner | None" = None  # for a run with an environment or tools
     judged: list[Judgement] = field(default_factory=list)  # since `settle` was called
     # Calls of rewards that have begun, by group, and the batch that they are about.
     begun: dict[int, PendingCalls] = field(default_factory=dict)
@@ -240,8 +235,9 @@ class Sampler:
             ValueError: on all processes, a reward function failed.
         """
         with self.runtime.raise_together(ValueError):
-            has_environment = self.rewards.has_environment
-            paid = environment_rewards(batch.episodes) if has_environment else None
+            paid = None
+            if self.rewards.has_environment and self.episode_runner is not None:
+                paid = self.episode_runner.rewards(batch.episodes)
             begun = {}
             if batch is self.about:
                 begun, self.begun, self.about = self.begun, {}, None
@@ -263,8 +259,11 @@ class Sampler:
         ids = batch.token_lists()
         played = (episode.environment for episode in batch.episodes)
         environments = [getattr(one, "trl_instance", one) for one in played]
-        if all(type(one) is ToolEnvironment for one in environments):  # or there are none
-            environments = []
+        if batch.episodes:
+            from rlhf_pg.rollout import ToolEnvironment
+
+            if all(type(one) is ToolEnvironment for one in environments):
+                environments = []
         return RewardInputs(
             batch.prompts,
             batch.completions,
@@ -330,7 +329,7 @@ class Sampler:
         if self.episode_runner is None:
             return {}
         episodes = [episode for part in parts for episode in part.episodes]
-        return episode_metrics(episodes, bool(self.episode_runner.tools), self.runtime)
+        return self.episode_runner.metrics(episodes, self.runtime)
 
     # ----------------------------------------------------------- dynamic sampling, greedy baseline
 

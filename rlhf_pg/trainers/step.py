@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,6 @@ from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import (
-    EnvironmentFactory,
-    EnvironmentSource,
-    EpisodeRunner,
-    Tool,
-)
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.build import build
@@ -45,6 +39,9 @@ from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.sampler import with_logged
+
+if TYPE_CHECKING:
+    from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +90,7 @@ class PolicyGradientTrainer(TrainingLoop):
     processing_class: PreTrainedTokenizerBase
     dtype: torch.dtype
     peft_config: Any
-    episode_runner: EpisodeRunner | None
+    episode_runner: "EpisodeRunner | None"
     eval_sets: dict[str, Prompts]
     estimator: Callable[[AdvantageInputs], Tensor]
     policy_loss: partial[Loss]
@@ -124,8 +121,8 @@ class PolicyGradientTrainer(TrainingLoop):
         callbacks: Sequence[Callback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: Any = None,
-        tools: Sequence[Tool] | None = None,
-        environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
+        tools: "Sequence[Tool] | None" = None,
+        environment_factory: "EnvironmentFactory | EnvironmentSource | None" = None,
     ) -> None:
         build(
             *(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class),

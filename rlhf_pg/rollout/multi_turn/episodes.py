@@ -225,36 +225,32 @@ class EpisodeRunner:
             if paid is not None:
                 episode.rewards[-1] = paid
 
+    def rewards(self, episodes: Sequence[Episode]) -> Tensor:
+        """Return the environments' rewards, (B,T) float64, at the last token of each turn.
 
-def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
-    """Return the environments' rewards, (B,T) float64, at the last token of each turn.
+        They are NaN elsewhere, and in all of an episode that failed.
+        """
+        width = max((len(episode.tokens) for episode in episodes), default=0) or 1
+        rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)
+        for row, episode in zip(rewards, episodes, strict=True):
+            if episode.error is None:
+                row[: len(episode.rewards)] = torch.tensor(episode.rewards, dtype=torch.float64)
+        return rewards
 
-    They are NaN elsewhere, and in all of an episode that failed.
-    """
-    width = max((len(episode.tokens) for episode in episodes), default=0) or 1
-    rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)
-    for row, episode in zip(rewards, episodes, strict=True):
-        if episode.error is None:
-            row[: len(episode.rewards)] = torch.tensor(episode.rewards, dtype=torch.float64)
-    return rewards
-
-
-def episode_metrics(
-    episodes: Sequence[Episode], has_tools: bool, runtime: Runtime
-) -> dict[str, float]:
-    """Compute metrics of the episodes of all processes; collective."""
-    users = [e.environment for e in episodes if isinstance(e.environment, ToolEnvironment)]
-    own = [
-        len(episodes),
-        sum(episode.turns for episode in episodes),
-        sum(episode.error is not None for episode in episodes),
-        sum(user.calls for user in users),
-        sum(user.failures for user in users),
-    ]
-    sums = runtime.all_reduce_sum(torch.tensor(own, dtype=torch.float64, device=runtime.device))
-    count, turns, failed, calls, failures = sums.tolist()
-    metrics = {"episodes/turns": turns / count, "episodes/failed": failed}
-    if has_tools:
-        metrics["tools/call_frequency"] = calls / count  # calls per episode
-        metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
-    return metrics
+    def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
+        """Compute metrics of the episodes of all processes; collective."""
+        users = [e.environment for e in episodes if isinstance(e.environment, ToolEnvironment)]
+        own = [
+            len(episodes),
+            sum(episode.turns for episode in episodes),
+            sum(episode.error is not None for episode in episodes),
+            sum(user.calls for user in users),
+            sum(user.failures for user in users),
+        ]
+        sums = runtime.all_reduce_sum(torch.tensor(own, dtype=torch.float64, device=runtime.device))
+        count, turns, failed, calls, failures = sums.tolist()
+        metrics = {"episodes/turns": turns / count, "episodes/failed": failed}
+        if self.tools:
+            metrics["tools/call_frequency"] = calls / count  # calls per episode
+            metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
+        return metrics
