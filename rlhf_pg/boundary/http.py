@@ -21,7 +21,7 @@ class Unanswered(ValueError):
 
 
 class Refused(Unanswered):
-    """An error after which asking again is no use: the server understood and refused."""
+    """An error that another attempt would not mend: the server understood and refused."""
 
 
 class Client:

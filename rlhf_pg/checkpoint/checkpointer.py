@@ -261,7 +261,7 @@ def optimizer_tensors(
 def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
     """Yield what `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
     with safe_open(path, framework="pt") as file:
-        for full_name in file.keys():  # noqa: SIM118 (it is no dict)
+        for full_name in file.keys():  # noqa: SIM118 (it is not a dict)
             name, key = full_name.rsplit(".", 1)
             yield parameters[name], key, file.get_tensor(full_name)
 

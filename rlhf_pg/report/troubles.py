@@ -1,6 +1,6 @@
 """Known trouble, found in the curves of a run: what it is, when it began and what to do.
 
-Each rule looks at the mean over a window of steps, so that a single bad step is no trouble, and
+Each rule looks at the mean over a window of steps, so that a single bad step is not reported, and
 skips the steps in which its number was not computed.
 """
 

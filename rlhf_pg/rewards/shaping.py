@@ -107,7 +107,7 @@ class Shaping:
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and where there is a step, (B,T).
 
-        A penalty of 0 is no step: process supervision would count it as one more, worth nothing.
+        A penalty of 0 is left out: process supervision would count it as one more step.
         """
         functions, penalties = shaped.tensor_split([self.functions], dim=2)
         there = ~functions.isnan().all(2) | (penalties.nansum(2) != 0)

@@ -168,7 +168,7 @@ class TrainingLoop(ABC):
         finally:  # a step that was taken has its line, whatever fails after it
             journal.step(metrics)
             reported = reported or "eval_reward" in metrics
-            if reported and args.report_to:
+            if reported:
                 self.trackers.log(metrics)
         if reported:
             self._tell("on_log", metrics)

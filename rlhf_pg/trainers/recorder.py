@@ -204,7 +204,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     """Return a text for each token, which together are what the ids decode to.
 
     Special tokens are shown. A token that ends within a character has an empty text, and the one
-    that completes the character has it. Bytes that are no text are shown as U+FFFD, with some
+    that completes the character has it. Bytes that are not text are shown as U+FFFD, with some
     tokenizers other ones than where all ids are decoded at once.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -217,7 +217,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
         silent.append(token)
         try:
             text = stream.step(fast, token)
-        except Exception:  # bytes that are no text have changed what was read before them
+        except Exception:  # bytes that are not text have changed what was read before them
             text = fast.decode(silent, skip_special_tokens=False)
             stream = DecodeStream(skip_special_tokens=False)
         texts.append(text or "")

@@ -25,6 +25,8 @@ NAMED_CODE = {
     "cli/main.py": ["importlib.import_module"],
     "data/inputs.py": ["import_module"],
     "rewards/__init__.py": ["import_module"],
+    "rollout/__init__.py": ["import_module"],
+    "rollout/multi_turn/adapters/__init__.py": ["import_module"],
     "rewards/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
 }
 OPTIONS = {"shell", "trust_remote_code", "allow_pickle"}

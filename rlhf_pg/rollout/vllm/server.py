@@ -294,7 +294,7 @@ def _completion(
     if not 0 < len(tokens) == len(logprobs) <= max_tokens:
         raise ValueError(f"{len(tokens)} of {max_tokens} tokens, {len(logprobs)} log-probabilities")
     if min(logprobs) <= LEAST:
-        raise ValueError(f"{min(logprobs)} is no log-probability of what was sampled")
+        raise ValueError(f"{min(logprobs)} is not a log-probability of a sampled token")
     ended = [token in eos_token_ids for token in tokens]
     if any(ended[:-1]):
         raise ValueError(f"tokens after EOS, which is the one at {ended.index(True)}")
