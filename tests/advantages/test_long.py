@@ -47,7 +47,7 @@ def test_long_row_keeps_precision(gamma, lam) -> None:
     torch.testing.assert_close(paid.double(), expected, **tolerances)
 
 
-@pytest.mark.parametrize("n", [127, 128, 400, None])
+@pytest.mark.parametrize("n", [128, None])
 def test_n_step_on_long_row(n) -> None:
     rewards, values, mask, end = rows(600, 2, torch.float64)
     expected = torch.zeros_like(values)

@@ -41,6 +41,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(25, "all raise it with its process; what was trained is saved")
 def test_reward_error_on_one_rank_raises_on_all_and_saves(started, tmp_path) -> None:
     for process in started("reward", "raises"):

@@ -26,7 +26,6 @@ from tests.distributed.runs import SPLITS, flat
 ALWAYS = {
     Layout("ddp", 2): ["grpo", "ppo"],
     Layout("fsdp2", 2): ["grpo"],
-    Layout("zero3", 2): ["ppo"],
 }
 CELLS = [
     pytest.param(

@@ -236,7 +236,9 @@ def rates(output):
 
 
 @pytest.mark.fault(16, "a warning with both values; the schedule goes on with the new peak")
-@pytest.mark.parametrize("key", ["learning_rate", "value_learning_rate"])
+@pytest.mark.parametrize(
+    "key", [pytest.param("learning_rate", marks=pytest.mark.slow), "value_learning_rate"]
+)
 def test_changed_learning_rate_on_resume_warns_and_applies(stopped, tmp_path, caplog, key) -> None:
     output, before = tmp_path / "run", stopped[1]
     shutil.copytree(stopped[0], output)

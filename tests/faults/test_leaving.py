@@ -67,7 +67,11 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+SLOW = ("no threads", "an exit")
+PARAMS = [pytest.param(end, marks=pytest.mark.slow if end in SLOW else ()) for end in ENDS]
+
+
+@pytest.mark.parametrize("end", PARAMS)
 def test_interrupted_run_keeps_all_finished_steps(make, tmp_path, end) -> None:
     make(max_steps=4, output_dir=str(tmp_path / "whole"), **HURT).train()
     where, error = ENDS[end]

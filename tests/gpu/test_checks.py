@@ -22,6 +22,7 @@ def rows(name: str, logs: Path, seconds: float = 100.0) -> list[Row]:
     return list(checks.run(Job(name, broken.GROUPS[name], "cpu", until, logs, "tests.gpu.broken")))
 
 
+@pytest.mark.slow
 def test_failing_check_does_not_stop_next(tmp_path: Path) -> None:
     found = rows("every_way", tmp_path)
     assert [(row.what, row.passed) for row in found] == [

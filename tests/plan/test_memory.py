@@ -42,7 +42,7 @@ CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
 }
 
 
-SLOW = ("a shared critic", "checkpointing", "bfloat16")
+SLOW = ("a large vocabulary", "a separate critic", "a shared critic", "checkpointing", "bfloat16")
 PARAMS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 
 

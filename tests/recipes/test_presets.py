@@ -40,7 +40,12 @@ def test_file_takes_precedence_over_preset(tmp_path: Path, monkeypatch, capsys) 
     assert "got 'nothing'" in capsys.readouterr().err
 
 
-@each_preset
+BRIEFLY = ("dapo", "remax", "vapo", "sapo")  # the others take the same ways
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in BRIEFLY else pytest.mark.slow) for n in NAMES]
+)
 def test_preset_trains_a_step(name: str, model_path: str, tmp_path: Path) -> None:
     small = ["--max_steps=1", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
     if name == "vapo":

@@ -172,7 +172,12 @@ def small(**changes: Any) -> list[str]:
     return [f"--{key}={value}" for key, value in (flags | changes).items()]
 
 
-@pytest.mark.parametrize("name", GSM8K)
+BRIEFLY = ("gsm8k_ppo", "gsm8k_qwen3_lora")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in BRIEFLY else SLOW) for n in GSM8K]
+)
 def test_gsm8k_recipe_trains_three_steps(name: str, tmp_path: Path) -> None:
     keys = recipe(name)[1]
     model = architectures.save_small(keys["model_name_or_path"], tmp_path / "model")

@@ -87,7 +87,11 @@ def trained(make, name: str, **options: Any) -> tuple[Any, RunFiles]:
     return make(kind, **common, **more()), RunFiles(Path(first.args.output_dir))
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("grpo", "greedy", "dropout", "steps")
+PARAMS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RUNS]
+
+
+@pytest.mark.parametrize("name", PARAMS)
 def test_steps_are_as_they_were(make, name: str) -> None:
     """From the beginning, where no checkpoint is, and from the checkpoint of step 2, for a step
     before the one that was made last too; and so are the ids that are sampled again.

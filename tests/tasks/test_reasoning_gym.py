@@ -19,7 +19,7 @@ def test_problems_are_of_the_seed_and_held_out_ones_are_others():
     assert not set(tasks[0].eval_dataset["prompt"]) & set(prompts[0])
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "gcd", "arc_agi", "rearc"])
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward"])
 def test_own_verifier_scores_the_answers(name):
     data = load_task(f"reasoning_gym:{name}", {"size": 5}, 0).train_dataset
     score = scorer(name)

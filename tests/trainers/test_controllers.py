@@ -156,7 +156,10 @@ def test_kl_adaptive_lr_with_own_scheduler_is_refused(make) -> None:
         make(model=model, optimizers=(optimizer, schedule), **MOVING["rate"])
 
 
-@pytest.mark.parametrize("name", ["adaptive", "old-kl", "entropy", "rate"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adaptive", "old-kl", "entropy")]
+
+
+@pytest.mark.parametrize("name", [*SLOW, "rate"])
 def test_resumed_controllers_match_uninterrupted_run(make, name, tmp_path) -> None:
     options = MOVING[name] | {"max_steps": 4, "lr_scheduler_type": "constant"}
     make(**options, output_dir=str(tmp_path / "whole")).train()

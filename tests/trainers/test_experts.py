@@ -67,9 +67,7 @@ def by_rows(trainer, experience):
     return total / len(probability)
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"), [(11, {}), (30, {"gradient_checkpointing": True}), (1000, {})]
-)
+@pytest.mark.parametrize(("budget", "options"), [(11, {}), (30, {"gradient_checkpointing": True})])
 def test_aux_loss_gradient_is_that_of_whole_batch(budget, options, tmp_path):
     trainer = trainer_of(tmp_path, micro_batch_tokens=budget, **options)
     experience = experience_of(trainer)

@@ -158,7 +158,7 @@ def last_gradient(trainer, computed):
     return grads
 
 
-@pytest.mark.parametrize("critic", ["separate", "shared", "value_model"])
+@pytest.mark.parametrize("critic", ["shared", "value_model"])
 def test_gradient_checkpointing_leaves_gradient_unchanged(make, critic, deeper_path, tmp_path):
     # One update for the head to move, one for B: the third has a gradient everywhere.
     options = LORA | {"max_steps": 3, "num_iterations": 1, "beta": 0.0}
@@ -184,9 +184,9 @@ def test_gradient_checkpointing_leaves_gradient_unchanged(make, critic, deeper_p
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
-        (GRPOTrainer, LORA),
         (PPOTrainer, {**LORA, "critic": "shared"}),
-        (PPOTrainer, {"value_model": "module"}),
+        pytest.param(GRPOTrainer, LORA, marks=pytest.mark.slow),
+        pytest.param(PPOTrainer, {"value_model": "module"}, marks=pytest.mark.slow),
         pytest.param(PPOTrainer, LORA, marks=pytest.mark.slow),
         pytest.param(PPOTrainer, {**LORA, "value_model": "deeper"}, marks=pytest.mark.slow),
         pytest.param(PPOTrainer, {"value_model": "deeper"}, marks=pytest.mark.slow),

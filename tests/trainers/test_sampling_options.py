@@ -330,7 +330,10 @@ def test_moving_average_baseline_weighs_earlier_returns(tmp_path: Path) -> None:
     assert [line["moving_average"] for line in lines] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("options", [AVERAGE, REMAX | {"dynamic_sampling_rounds": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [AVERAGE, pytest.param(REMAX | {"dynamic_sampling_rounds": 1}, marks=pytest.mark.slow)],
+)
 def test_resumed_run_matches_uninterrupted_run(options, make: Callable, tmp_path) -> None:
     def build(directory: str) -> PolicyGradientTrainer:
         return make(

@@ -293,6 +293,7 @@ print({"tensorboard", "wandb", "trackio"} & set(sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_unused_trackers_are_not_imported(model_path, tmp_path) -> None:
     out = tmp_path / "run"
     done = subprocess.run(

@@ -310,6 +310,7 @@ def test_program_has_no_privileges() -> None:
 
 
 @needs_bwrap
+@pytest.mark.slow
 def test_sandbox_ends_when_its_time_is_over_even_without_the_trainer() -> None:
     """The trainer is killed while a program runs for ever."""
     mark = f"98765.{os.getpid()}"

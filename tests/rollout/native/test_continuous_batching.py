@@ -33,7 +33,7 @@ def forward_sizes(model) -> list[int]:
 
 @pytest.mark.parametrize(
     ("arch", "cache_tokens"),
-    [*((arch, 40) for arch in ARCHS), *(("llama", tokens) for tokens in (1, 100, 250))],
+    [*((arch, 40) for arch in list(ARCHS)[:3]), *(("llama", tokens) for tokens in (1, 100, 250))],
 )
 def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     model = tiny_model(arch, dtype=torch.float64)  # no token's noise is that close to an edge
