@@ -17,7 +17,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/mutants/README.md")),
 ]
 # What has to stay short enough to be read.
-MOST_WORDS = {"README.md": 1200, "docs/correctness.md": 700}
+MOST_WORDS = {"README.md": 760, "docs/correctness.md": 560, "docs/guide.md": 1200}
 
 # `docs` is no package.
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
