@@ -467,7 +467,7 @@ def test_value_schedule_option_with_own_optimizer_is_refused(make, given) -> Non
     inputs = {"model": trained.model, "value_model": value_model, "optimizers": optimizers}
     inputs["processing_class"] = trained.processing_class
     make(PPOTrainer, **inputs)
-    with pytest.raises(ValueError, match="value_pretraining_steps is for"):
+    with pytest.raises(ValueError, match="value_pretraining_steps"):
         make(PPOTrainer, **inputs, value_pretraining_steps=1)
 
 
@@ -509,5 +509,5 @@ def test_normalize_values_with_nonzero_head_is_refused(make, tmp_path) -> None:
     make(PPOTrainer, num_generations=1).train()
     trained = str(tmp_path / "run" / "final" / "critic")
     for value_model in (nn.Embedding(20, 1), trained):
-        with pytest.raises(ValueError, match="normalize_values is for a critic whose head begins"):
+        with pytest.raises(ValueError, match="normalize_values needs a critic"):
             make(PPOTrainer, normalize_values=True, value_model=value_model)
