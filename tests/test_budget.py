@@ -41,10 +41,10 @@ BUDGETS = {
 TODAY = {
     "config": 2164,
     "data": 1263,
-    "models": 2279,
+    "models": 2278,
     "rollout": 2996,
     "rollout/multi_turn": 990,
-    "rewards": 2004,
+    "rewards": 2003,
     "trainers": 3297,
     "checkpoint": 678,
     "tasks": 773,
