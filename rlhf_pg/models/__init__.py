@@ -1,4 +1,4 @@
-"""The policy, its frozen reference and its critic, and how they are loaded."""
+"""The policy, its frozen reference and its critic, and loading them."""
 
 from rlhf_pg.models.adapters import MOST_LOST as MOST_LOST
 from rlhf_pg.models.adapters import adapter_of as adapter_of

@@ -1,7 +1,7 @@
-"""LoRA and similar adapters: few trained weights on top of frozen ones.
+"""LoRA and similar adapters: a few trained weights on top of frozen ones.
 
 Policy, critic and reference are separate modules that share every frozen tensor, so the base
-weights are in memory once.
+weights are in memory only once.
 """
 
 import copy
@@ -23,8 +23,8 @@ from rlhf_pg.config.inputs import AdapterConfig
 
 M = TypeVar("M", bound=nn.Module)
 
-# Share of an adapter that may be lost to rounding when it is merged for sampling. A young adapter
-# in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
+# Share of an adapter that may be lost to rounding when it is merged for sampling. Early in training
+# an adapter in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
 MOST_LOST = 0.1
 
 
@@ -35,8 +35,8 @@ def share_frozen(module: M) -> M:
 
 
 def adapter_of(args: AdapterConfig, given: Any) -> Any:
-    """Return the adapter's config: the given one, or with `use_peft` that of LoRA (Hu et al. 2021),
-    by default on every linear layer but the head.
+    """Return the adapter's config: the given one, or with `use_peft` LoRA (Hu et al. 2021), by
+    default on every linear layer except the head.
     """
     if not args.use_peft:
         return given
@@ -52,19 +52,19 @@ def adapter_of(args: AdapterConfig, given: Any) -> Any:
 
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
-    """Freeze the model and add a trained adapter to it, in place, by a config of `peft`; ValueError
-    if it has one already, a target matches no module, or this kind cannot be trained.
+    """Freeze the model and add a trained adapter from a `peft` config, in place; ValueError if the
+    model has an adapter, a target matches no module, or the kind of adapter cannot be trained.
     """
     if isinstance(model, PeftModel):
         raise ValueError(
-            "the model comes with an adapter, which is what will be trained: leave peft_config "
-            "(use_peft) out, or merge the adapter first"
+            "the model comes with an adapter, which will be trained: leave peft_config (use_peft) "
+            "out, or merge the adapter first"
         )
     _check_targets(model, config)
     config = copy.deepcopy(config)
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
-        # peft would break a subclass of Linear with its own forward, such as routers that return a
-        # tuple (PhiMoE, Llama 4) and grouped projections (DeepSeek-V4).
+        # peft would break subclasses of Linear with their own forward, such as routers that return
+        # a tuple (PhiMoE, Llama 4) and grouped projections (DeepSeek-V4).
         own = "transformers.models.", "transformers_modules."  # not classes of quantised layers
         excluded = [
             name
@@ -100,11 +100,11 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse several adapters, one not named "default", and a prompt, which cannot be trained."""
+    """Refuse several adapters, one not named "default", and prompt tuning (ValueError)."""
     if isinstance(model, PeftModel) and list(model.peft_config) != ["default"]:
         raise ValueError(
-            f"the model has the adapters {', '.join(model.peft_config)}: one adapter is trained "
-            'and saved, under the name that peft gives it, "default"'
+            f"the model has the adapters {', '.join(model.peft_config)}: only a single adapter "
+            'named "default" can be trained and saved'
         )
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         kind = type(model.active_peft_config).__name__
@@ -112,7 +112,7 @@ def check_kind(model: PreTrainedModel) -> None:
 
 
 def adds_nothing(model: PreTrainedModel) -> bool:
-    """Return whether the model has a LoRA adapter that is still as created, with B = 0."""
+    """Return whether the model has a newly created LoRA adapter, with B = 0."""
     if not isinstance(model, PeftModel):
         return False
     tensors = peft.get_peft_model_state_dict(model)
@@ -121,7 +121,7 @@ def adds_nothing(model: PreTrainedModel) -> bool:
 
 
 def freeze_unread(model: PreTrainedModel) -> None:
-    """Freeze what text does not pass through, such as image towers; DDP would wait for it."""
+    """Freeze parts that text does not pass through, such as image towers: DDP would wait."""
     bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if bare.config.get_text_config() is not bare.config:
         read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
@@ -129,7 +129,7 @@ def freeze_unread(model: PreTrainedModel) -> None:
 
 
 def freeze_all_but(model: nn.Module, *parts: nn.Module) -> None:
-    """Freeze every parameter of the model that none of its `parts` has."""
+    """Freeze every parameter of the model outside its `parts`."""
     used = {id(p) for part in parts for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:
@@ -142,7 +142,7 @@ def quantized(model: nn.Module) -> bool:
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model with its adapter added into the weights, a model like any other.
+    """Return a plain model with the adapter merged into the weights.
 
     Weights that the adapter changes are copied; the others are shared with the original.
     """
@@ -152,7 +152,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     changed = {id(p) for layer in layers for p in layer.parameters()}
     shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in changed}
     copied = copy.deepcopy(model, shared)
-    for base in list(_tied_layers(copied)):  # the layers that they are tied to stay as they are
+    for base in list(_tied_layers(copied)):  # layers tied to them keep the original
         base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
         copied.get_base_model().config.tie_word_embeddings = False
     return copied.merge_and_unload()
@@ -164,7 +164,7 @@ def lost_in_merge(model: nn.Module) -> float:
 
         |rounded - exact| / |exact - base|
 
-    over all weights together: 1 where the adapter is too small to move any weight, and nearly 0 in
+    over all weights together: 1 if the adapter is too small to change any weight, and nearly 0 in
     float32. Layers are copied one at a time.
     """
 
@@ -188,7 +188,7 @@ def lost_in_merge(model: nn.Module) -> float:
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:
-    """Return whether an adapter changes one end of tied weights."""
+    """Return whether an adapter changes one of two tied layers."""
     return any(_tied_layers(model))
 
 

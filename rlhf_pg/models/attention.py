@@ -1,6 +1,6 @@
-"""A custom attention function for `transformers` models, which accept any registered one.
+"""A custom attention function for `transformers` models.
 
-All tokens of a forward pass lie in one packed row. The argument `layout` travels with the pass and
+All tokens of a forward pass are in one packed row. The argument `layout`, passed through the model,
 says where each token belongs.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width.
@@ -17,19 +17,19 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 NAME = "rlhf_pg"
 LONG, SETTLED = "longrope", "longrope, settled"
-# Options that a model may pass to attention; any other would be ignored, so it is refused.
+# Options that a model may pass to attention. Others are refused, since they would be ignored.
 HONOURED = {
     "is_causal",
     "output_router_logits",  # passed through all layers, but not about attention
-    "position_ids",  # from which stock functions infer the packing; here the layout gives it
-    "sliding_window",  # longer rows do not come here: see `window`
+    "position_ids",  # stock functions infer the packing from these; here the layout gives it
+    "sliding_window",  # longer rows are not packed: see `window`
 }
-# Blockwise attention, and the log of each row's softmax denominator; (B,H,L,D).
+# Blockwise attention, and the log of each query's softmax denominator; (B,H,L,D).
 fused_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Layout(Protocol):
-    """A description of where the tokens of a forward pass belong."""
+    """The arrangement of the tokens of a forward pass."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Return (N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
@@ -47,16 +47,16 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `transformers` asks, (1,H,N,D) -> (1,N,H,D), with the `layout` of the pass."""
-    # None, False and a rate of 0 ask for nothing.
+    """Attend with the `layout` of the pass, (1,H,N,D) -> (1,N,H,D), as `transformers` expects."""
+    # None, False and a rate of 0 turn an option off.
     asked = {name for name, value in options.items() if isinstance(value, Tensor) or value}
     if unknown := sorted(asked - HONOURED):
         raise NotImplementedError(f"attention with {unknown[0]}")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise NotImplementedError("attention to what comes later")
+        raise NotImplementedError("attention to later tokens")
     if attention_mask is not None:  # `transformers` makes none for an unknown function
-        raise NotImplementedError("attention with a mask of its own")
+        raise NotImplementedError("attention with the model's own mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
     return out.contiguous()[None], None  # some models rely on contiguous output
@@ -74,7 +74,7 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 def replaced_attention(
     configs: Sequence[Any], names: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """Use the attention of this file, or of these names, inside the block, then restore its own."""
+    """Use this file's attention, or these names, inside the block, then restore the models' own."""
     own = [config._attn_implementation for config in configs]
     try:
         for config, name in zip(configs, names or [NAME] * len(configs), strict=True):
@@ -89,12 +89,12 @@ class AttentionSupport(NamedTuple):
     """A model's support for attention in two parts."""
 
     unsupported_reason: str | None  # None if it is supported
-    bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
+    bytes_per_token: int = 0  # of keys and values in all layers, in the model's dtype
 
 
 @torch.no_grad()
 def attention_support(model: PreTrainedModel) -> AttentionSupport:
-    """Find out, by passing one token, whether every layer calls our function in a known form."""
+    """Pass one token to find out whether every layer calls our function in a known form."""
     if not model._supports_attention_backend:
         return AttentionSupport("its attention cannot be replaced")
     layers = DynamicCache(config=model.config.get_text_config()).layers
@@ -115,14 +115,14 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
 
 
 def window(model: PreTrainedModel) -> float:
-    """Return how long a row may be for all layers to attend to all of it; perhaps infinite."""
+    """Return the longest row, perhaps infinite, to which all layers attend in full."""
     config = model.config.get_text_config()
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     if rope.get("rope_type") == LONG and SETTLED not in kinds:
-        # Once one row is longer than this, the positions of the whole batch turn faster.
+        # If one row is longer than this, the rotary frequencies of the whole batch change.
         windows.append(rope["original_max_position_embeddings"])
     return min(windows)
 
@@ -134,10 +134,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def settle_positions(model: nn.Module, longest: int) -> None:
-    """Make LongRoPE positions (Ding et al. 2024) turn at one speed, whatever a row's length.
+    """Fix the frequencies of LongRoPE (Ding et al. 2024) for rows of all lengths.
 
-    Such a model changes the speed once a row of the batch is longer than its original length, and
-    in sampling from one token on, so sampling and scoring would disagree. Here the longest row of
+    Such a model changes its frequencies if a row of the batch is longer than its original length,
+    in sampling from that token on, so sampling and scoring would disagree. Here the longest row of
     the run decides, as in vLLM.
     """
     rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]

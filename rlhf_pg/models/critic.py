@@ -1,4 +1,4 @@
-"""The critic of PPO, which predicts the return of the rest of a completion."""
+"""PPO's critic, which predicts the return of the rest of a completion."""
 
 import copy
 import math
@@ -38,13 +38,13 @@ from rlhf_pg.running_stats import RunningMoments
 HEAD_FILE = "value_head.safetensors"
 TRAINED_HEAD_FILE = "value_head_normalized.safetensors"
 MODULE_FILE = "model.safetensors"
-VALUE_MODEL = "value_model (value_model_name_or_path)"  # as errors about its files call it
+VALUE_MODEL = "value_model (value_model_name_or_path)"  # its name in errors about its files
 
 
 class ValueHead(nn.Linear):
     """A linear layer from hidden states to values, in at least float32, initialised to 0."""
 
-    _no_split_modules = ("ValueHead",)  # FSDP2 wants weights of one dtype in a unit
+    _no_split_modules = ("ValueHead",)  # FSDP2 needs one dtype per unit
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
@@ -59,7 +59,7 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """A model of the value V(x, y_<t) of every state of a completion.
 
-    The head reads the last hidden states of `model`, or with None those of the policy. Without a
+    The head reads the last hidden states of `model`, or of the policy if that is None. Without a
     head, `model` maps `input_ids, attention_mask, position_ids` to values (B,S) or (B,S,1).
     """
 
@@ -67,8 +67,8 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
-        self.drops = False  # in training
-        # Longest row, in tokens, that its own trunk takes packed.
+        self.drops = False  # whether training has dropout
+        # Longest row, in tokens, that its own trunk can pack.
         self.window = math.inf if model is None else 0.0
         if model is not None and head is not None:
             self.window = packing_window(trunk(model))
@@ -78,7 +78,7 @@ class Critic(nn.Module):
         return self.model is None
 
     def train(self, mode: bool = True) -> Self:
-        """Switch train mode as `Policy.train` does; a foreign module is switched as asked."""
+        """Switch train mode like `Policy.train`; a module without a head really switches."""
         super().train(mode)
         if mode and not self.drops and isinstance(self.model, LOADED):
             train_as_evaluated(self.model)
@@ -92,9 +92,9 @@ class Critic(nn.Module):
 
     def forward(self, batch: Batch, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
         """Return the values before each token (B,T), and of the state after the last one (B,); a
-        critic that shares the policy's trunk needs the `hidden_states` `of_policy`.
+        critic that shares the policy's trunk needs the policy's `hidden_states`.
         """
-        if self.head is None:  # a module that computes the values itself
+        if self.head is None:  # the module computes the values itself
             assert self.model is not None
             inputs, states, _ = lay_out_padded(batch)
             given: Tensor = self.model(**inputs)
@@ -111,7 +111,7 @@ class Critic(nn.Module):
         mask = batch.action_mask
         columns = torch.arange(1, states.shape[1], device=mask.device)
         end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
-        # By an index in brackets, the threads of a CPU would add up the gradient in any order.
+        # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
         ends = values.index_select(0, states.gather(1, end).squeeze(1))
         return torch.where(mask, before, 0.0), ends
@@ -119,8 +119,8 @@ class Critic(nn.Module):
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
         """Save trunk or adapter as `from_pretrained` reads them, and the head beside them.
 
-        With the `moments` of the returns the head predicts (R - mean) / std. The saved head then
-        predicts R, and the trained one is saved beside it.
+        With `moments` of the returns the trained head predicts (R - mean) / std. It is saved, and
+        beside it a head that predicts R.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
@@ -137,7 +137,7 @@ class Critic(nn.Module):
             safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
     def restore(self, path: Path) -> None:
-        """Load in place what `save` wrote."""
+        """Load in place the files of `save`."""
         if self.head is not None:
             trained = path / TRAINED_HEAD_FILE
             own = trained if trained.exists() else path / HEAD_FILE
@@ -152,7 +152,7 @@ class ActorCritic(nn.Module):
     """A policy and its critic as one module, wrapped once and trained by one optimizer.
 
     `recompute` recomputes the activations of a separate critic in the backward pass, which reaches
-    the critic when the policy's are gone: no more live at a time than without a critic.
+    the critic after the policy's are freed: the peak is the same as without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
@@ -162,8 +162,8 @@ class ActorCritic(nn.Module):
         self.recompute = recompute
 
     def forward(self, batch: Batch, values_alone: bool = False, routes_alone: bool = False) -> Any:
-        """Return what `Policy.forward` returns, with values, or only the critic's output or the
-        policy's routes. (FSDP2 wants every call to begin with the module that was wrapped.)
+        """Return the output of `Policy.forward` with values, or only the critic's output or the
+        policy's routes. (FSDP2 needs every call to begin with the wrapped module.)
         """
         if routes_alone:
             return self.policy(batch, routes_alone=True)
@@ -179,12 +179,12 @@ class ActorCritic(nn.Module):
 
 
 class Models(NamedTuple):
-    """The models of a run: those that it trains, and the reference that it compares them with."""
+    """The models of a run."""
 
     policy: Policy
     critic: Critic | None
     reference: Reference | None
-    module: nn.Module  # the one that is trained: the policy, or policy and critic
+    module: nn.Module  # the trained module: the policy, or policy and critic
 
 
 def assemble(
@@ -194,13 +194,13 @@ def assemble(
     most_tokens: int,
     chunk_size: int,
 ) -> tuple[Policy, nn.Module]:
-    """Return the policy, and the module that is trained: the policy, or policy and critic."""
+    """Return the policy, and the trained module: the policy, or policy and critic."""
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
     balanced = args.router_aux_loss_coef > 0
     policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)
     module: nn.Module = policy
     if critic is not None:
-        # With adapters, activations take most of the memory. Checkpointing recomputes by itself.
+        # With adapters, activations take most of the memory. Checkpointing recomputes them already.
         recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
         module = ActorCritic(policy, critic, recompute)
     if args.disable_dropout:
@@ -210,7 +210,7 @@ def assemble(
         if critic is not None:
             critic.keep_dropout()
     for part in (model, None if critic is None else critic.model):
-        # The user may have turned it on in the model itself, in another form than ours.
+        # The user may have turned it on in the model itself; ours replaces it.
         if part is not None and (args.gradient_checkpointing or checkpoints(part)):
             checkpoint_activations(part, args.gradient_checkpointing == "offload")
     return policy, module
@@ -231,33 +231,33 @@ def new_critic(
 
     Args:
         shared: put a head on the policy's own trunk.
-        value_model: a path, a Hub id or an object. The trunk of a `transformers` model is taken
-            (copied if it is an object), from an earlier run's `critic/` with its head. Any other
-            module computes the values itself (see `Critic`), and is trained in place.
+        value_model: a path, a Hub id or an object. A `transformers` model lends its trunk (an
+            object is copied); an earlier run's `critic/` brings its head too. Any other module
+            computes the values itself (see `Critic`), and is trained in place.
         peft_config: an adapter to train on the trunk of `value_model`; by default one like the
             policy's own, if it has one.
         random_seed: start from random weights with this seed, in the policy's architecture.
-        model_options: as in `load_model`, but for the places of the policy's files.
+        model_options: as in `load_model`, except those on the places of the policy's files.
 
     Raises:
         ValueError: there is no such model, it has another vocabulary, it is the policy itself, or
-            random weights would be under an adapter.
+            an adapter would be on random weights.
     """
     if shared:
         return Critic(None, _head(policy_model, dtype))
     if random_seed is not None:
         if isinstance(policy_model, PeftModel):
             raise ValueError(
-                "value_init random has no weights worth an adapter, which the policy has: leave it "
+                "value_init random cannot be used with an adapter, which the policy has: leave it "
                 "out"
             )
         bare: Any = trunk(policy_model)
-        with torch.random.fork_rng(devices=[]):  # which leaves other random numbers as they are
+        with torch.random.fork_rng(devices=[]):  # leaves other random numbers unchanged
             torch.manual_seed(random_seed)
             fresh = type(bare)(copy.deepcopy(bare.config))
         return Critic(load_model(fresh, dtype), _head(policy_model, dtype))
     if value_model is None:
-        # An adapter is saved with its whole model; all but the adapter is shared with the policy.
+        # An adapter is saved for the whole model; all but the adapter is shared with the policy.
         adapted = isinstance(policy_model, PeftModel)
         copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
         return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
@@ -266,8 +266,8 @@ def new_critic(
         trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
         if any(id(p) in trained for p in value_model.parameters()):
             raise ValueError(
-                "value_model is the policy, or shares weights with it that are trained: leave it "
-                'out for a copy of the policy, or set critic to "shared" for a head on its trunk'
+                "value_model is the policy, or shares trained weights with it: leave it out for a "
+                'copy of the policy, or set critic to "shared" for a head on its trunk'
             )
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
@@ -282,8 +282,8 @@ def new_critic(
             own = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"value_model {path} has another vocabulary than the policy, whose tokens the "
-                "critic must read: start it from a model with the same tokenizer"
+                f"value_model {path} has another vocabulary than the policy, but must read its "
+                "tokens: start the critic from a model with the same tokenizer"
             )
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
@@ -296,14 +296,14 @@ def new_critic(
         config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
         config.base_model_name_or_path = None
         if isinstance(config.target_modules, set):
-            # A loaded adapter names modules by their paths in the policy, whose depth may differ.
+            # A loaded adapter has module paths in the policy, which may differ from the critic's.
             config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         model = add_adapter(model, config)
     return Critic(_without_head(model), head)
 
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze what the critic does not use: DDP would wait in vain for the gradients."""
+    """Freeze the weights that the critic does not use: DDP would wait for their gradients."""
     freeze_unread(model)
     freeze_all_but(model, trunk(model))
     return model

@@ -1,8 +1,8 @@
 """The language model head: log-probabilities and entropies of tokens without the logits.
 
-Logits are the largest tensor of training, N positions times V tokens. Here they live one chunk at a
-time and are turned into their own gradient in place. Where there are several chunks, each is
-computed again in the backward pass instead of being kept.
+Logits are the largest tensor of training, N positions times V tokens. Here only one chunk is in
+memory at a time, and is turned into its own gradient in place. With several chunks, each is
+recomputed in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.masking import widen
 
-# The classes that `from_pretrained` returns: PeftModel wraps a PreTrainedModel and is none itself.
+# The classes that `from_pretrained` returns: PeftModel is not a PreTrainedModel, but wraps one.
 LOADED = (PreTrainedModel, PeftModel)
 
-# Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 took
+# Logits in memory at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 took
 # 2.7 s on a CPU core in such chunks, 2.4 s with all logits kept, 4.9 s with plain log_softmax.
 CHUNK_SIZE = 2**24
-# Bytes of GPU memory for each logit that lives, 2^29 in 80 GiB: a logit takes up to 14 bytes,
-# forward or backward, so a chunk is a tenth of the memory at most.
+# Bytes of GPU memory per logit in a chunk, 2^29 logits in 80 GiB: a logit takes up to 14 bytes,
+# forward or backward, so a chunk takes at most a tenth of the memory.
 MEMORY_PER_LOGIT = 160
-# Numbers per CPU core in one block: they stay in its cache, so further passes are nearly free.
+# Numbers per CPU core in a block: they stay in its cache, so further passes are nearly free.
 BLOCK = 2**17
-# exp of this is 0 in every dtype, and 0 times this is not NaN, as it is for -inf.
+# exp of this is 0 in every dtype, and unlike for -inf, 0 times this is not NaN.
 IMPOSSIBLE = -1e4
 
 
@@ -96,7 +96,7 @@ class TokenDistribution:
         to_logprobs: Tensor,
         to_entropies: Tensor,
     ) -> None:
-        """Overwrite the output with its gradient, given the gradients of the scores."""
+        """Overwrite the output with its gradient, given those of the scores."""
         to_logprobs = to_logprobs[:, None] * self.slope
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
@@ -114,20 +114,20 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class ChunkedLMHead:
-    """The head of `model` and what follows it, as one function of hidden states.
+    """The head of `model` and the transform after it, as one function of hidden states.
 
-    It owns nothing and calls the model's own layer, so adapters, tied weights and the hooks that
-    gather sharded weights keep working. A plain linear layer is called once, for the scores of all
-    chunks; any other layer is called for the logits of each chunk.
+    It has no parameters and calls the model's own layer, so that adapters, tied weights and hooks
+    that gather sharded weights keep working. A plain linear layer is called once, for the scores of
+    all chunks; any other layer is called for the logits of each chunk.
     """
 
     model: PreTrainedModel  # with an adapter or without; see `logit_transform_of`
     temperature: float  # divides every logit
     entropy_gradient: bool  # whether the entropy is part of the loss; otherwise it is detached
-    # The same in every process whatever its rows, since each call of the layer may be a collective.
-    # With one chunk, the logits are kept for the backward pass.
+    # The same on all processes, since each call of the layer may be a collective. With one chunk,
+    # the logits are kept for the backward pass.
     chunks: int
-    transform: LogitTransform = NOTHING  # of this model
+    transform: LogitTransform = NOTHING  # the model's transform
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution.
@@ -140,7 +140,7 @@ class ChunkedLMHead:
         if linear is not None and self.chunks > 1:
             settings = self.temperature, self.transform, self.entropy_gradient
             after: Any = (tokens, TokenDistribution(*settings), self.chunks)
-            # A call of the layer computes something else, between the same hooks.
+            # The layer's hooks run as usual, but its forward computes scores.
             linear.forward = lambda x: _ChunkedScores.apply(x, linear.weight, linear.bias, *after)  # type: ignore[no-untyped-call]
             try:
                 scores: tuple[Tensor, Tensor] = layer(hidden)
@@ -160,10 +160,10 @@ class ChunkedLMHead:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores of a linear layer's output, of which one chunk lives at a time, forward and backward.
+    """Scores of a linear layer's output, with one chunk of it in memory, forward and backward.
 
     The gradient of the weights is summed over the chunks in at least float32 and rounded once.
-    Rounded to bfloat16 at each of hundreds of chunks, it would be wrong by some percent.
+    Rounding to bfloat16 after each of hundreds of chunks would cause errors of several percent.
     """
 
     @staticmethod
@@ -214,7 +214,7 @@ class _ChunkedScores(torch.autograd.Function):
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices, summing and returning in at least float32."""
     wide = _wide(a)
-    # Tensor cores sum in float32 anyway; ROCm's do not return these sums.
+    # Tensor cores sum in float32 anyway, but torch does not return these sums on ROCm.
     if a.is_cuda and a.dtype != wide and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
@@ -225,22 +225,22 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _split(count: int, chunks: int) -> list[slice]:
-    """Return the rows of each chunk that has any, split as by `tensor_split`."""
+    """Return the rows of each non-empty chunk, split as by `tensor_split`."""
     least, more = divmod(count, chunks)
     bounds = [chunk * least + min(chunk, more) for chunk in range(chunks + 1)]
     return [slice(start, end) for start, end in pairwise(bounds) if start < end]
 
 
 def _plain(layer: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that `layer` is or wraps, if nothing is added to its output.
+    """Return the linear layer that `layer` is or wraps, if its output is nothing but linear.
 
-    Additions are an adapter, quantised weights, or a hook that expects logits.
+    None for an adapter, quantised weights, or a hook that expects logits.
     """
     weights = list(layer.parameters())  # access by name would make ZeRO-3 gather them
     has_hooks = bool(layer._forward_hooks or layer._backward_hooks)
-    if has_hooks and not hasattr(weights[0], "ds_id"):  # ZeRO-3's hooks take any output
+    if has_hooks and not hasattr(weights[0], "ds_id"):  # ZeRO-3's hooks accept any output
         return None
-    if isinstance(layer, ModulesToSaveWrapper):  # trained whole beside an adapter
+    if isinstance(layer, ModulesToSaveWrapper):  # trained in full beside an adapter
         trains = layer.active_adapters and not layer.disable_adapters
         own = layer.modules_to_save[layer.active_adapters[0]] if trains else layer.original_module
         return _plain(own)
@@ -251,12 +251,12 @@ def _plain(layer: nn.Module) -> nn.Linear | None:
 
 
 def chunk_size_for(memory: int | None) -> int:
-    """Return how many logits may live at a time, given bytes of GPU memory, or None on a CPU."""
+    """Return the largest chunk of logits for these bytes of GPU memory, or None on a CPU."""
     return CHUNK_SIZE if memory is None else max(CHUNK_SIZE, memory // MEMORY_PER_LOGIT)
 
 
 def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
-    """Return how many chunks keep the logits of a full micro-batch within `chunk` numbers each."""
+    """Return the number of chunks of at most `chunk` logits in a full micro-batch."""
     return max(1, min(tokens, -(-tokens * vocabulary // chunk)))
 
 
@@ -272,11 +272,11 @@ def token_scores(
         d log p_y / dz_v = (1[v = y] - p_v) / temperature
         dH / dz_v        = -p_v (log p_v + H) / temperature
 
-    Both are in at least float32, whatever the dtype of the logits; a token of probability 0 adds 0.
+    Both are in at least float32; a token of probability 0 adds 0 to H.
 
     Args:
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
-            an error if anything else needs them.
+            an error if another operation needs them.
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
     """
     distribution = TokenDistribution(temperature, transform, entropy_gradient)
@@ -310,7 +310,7 @@ def _blocks(output: Tensor) -> Iterator[slice]:
     """Yield the rows in blocks that fit a CPU's caches; a GPU takes all rows at once."""
     count, vocabulary = output.shape
     block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
-    # Fake tensors only measure memory: one block tells for all, and there may be thousands.
+    # Fake tensors only measure memory, for which one of perhaps thousands of blocks is enough.
     end = min(count, block) if isinstance(output, FakeTensor) else count
     for start in range(0, end, block):
         yield slice(start, start + block)
@@ -344,23 +344,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def logit_transform_of(model: nn.Module) -> LogitTransform | None:
-    """Measure what the model does after its head, by replacing the head's output by known numbers.
+    """Find the model's transform after its head, by replacing the head's output by known numbers.
 
-    It runs the model, so call it while the weights are whole. None if `ChunkedLMHead` cannot take
-    the head's place: the module is of another kind, the head reads something other than the trunk's
-    last hidden states, or more follows it.
+    It runs the model, so call it before sharding. None if `ChunkedLMHead` cannot replace the head:
+    the module is of another kind, the head reads something other than the trunk's last hidden
+    states, or another operation follows it.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
-    # A model that does not name its trunk, such as Llama4ForCausalLM, claims to be all trunk.
+    # A model that does not name its trunk, such as Llama4ForCausalLM, returns itself as trunk.
     if layer is None or layer in trunk(model).modules():
         return None
-    if next(model.parameters()).is_meta:  # without data there is nothing to measure
+    if next(model.parameters()).is_meta:  # there are no numbers to measure
         return NOTHING
     read: list[Any] = []
     shown: list[Tensor] = []
 
     def exchange(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        # Numbers that no dtype rounds; tanh is linear at the first, and flat at the second.
+        # Numbers that are exact in every dtype, in the linear and the flat range of tanh.
         x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
         x[..., 0], x[..., 1] = 2.0**-20, 2.0**100
         read.extend(inputs[:1])

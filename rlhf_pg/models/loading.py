@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers by path, Hub id or object, with checks before a step is made."""
+"""Load models and tokenizers by path, Hub id or object, and check them before the first step."""
 
 import logging
 import os
@@ -30,16 +30,16 @@ from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread
 
-POOLER = ("pooler.",)  # of an encoder; nothing here uses it
+POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
-# Arguments of from_pretrained on where the files of a model are, and on how they are read.
+# Arguments of from_pretrained on the place of a model's files, and on how they are read.
 PLACES = {"revision", "subfolder", "variant"}
 READING = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
     *("use_kernels", "key_mapping"),
 }
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
-# Keys in which the config of a restored adapter may differ: they change nothing that is computed.
+# Keys in which the config of a restored adapter may differ, since they do not change its output.
 MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def load_policy(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load a model to train, perhaps with an adapter; ValueError if nothing can be trained."""
+    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained."""
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
         loaded = load_model(
             model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
@@ -79,7 +79,7 @@ def policy_of(
     peft_config: Any,
     quantization_config: Any,
 ) -> PreTrainedModel:
-    """Load the model that a config and the arguments of a trainer ask for."""
+    """Load the policy by a config and the arguments of a trainer."""
     dtype: torch.dtype = getattr(torch, args.dtype)
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
@@ -104,14 +104,14 @@ def load_model(
     Args:
         model: a path or Hub id of a model, or of an adapter, which is loaded on its base model and
             trained further; or an object.
-        quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
+        quantization_config: a `transformers` config, for a path: 4 bits of bitsandbytes.
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
-        options: `attn_implementation`, and other arguments of `from_pretrained`, which are for a
-            path; of an adapter they are those of its base model.
+        options: `attn_implementation`, and for a path other arguments of `from_pretrained`; for an
+            adapter these apply to its base model.
 
     Raises:
-        ValueError: there is no such or no whole model; an adapter does not fit its base model; the
-            quantization does not work here; an option is unknown, or of no use for an object.
+        ValueError: the model is missing or incomplete; an adapter does not fit its base model; the
+            quantization does not work here; an option is unknown, or does not apply to an object.
     """
     options = options or {}
     if quantization_config is not None:
@@ -141,8 +141,8 @@ def load_model(
         base = config.base_model_name_or_path
         if not base:
             raise ValueError(
-                f"the adapter {name} does not say what its base model is: set "
-                "base_model_name_or_path in adapter_config.json, or load both and give the object"
+                f"the adapter {name} does not name its base model: set base_model_name_or_path in "
+                "adapter_config.json, or load both and give the object"
             )
         try:
             whole = load_model(base, dtype, auto_class, *how)
@@ -151,7 +151,7 @@ def load_model(
             if file.exists():  # not on the Hub, nor in an older format
                 saved = load_file(file)
                 if odd := sorted(saved.keys() ^ peft.get_peft_model_state_dict(adapted).keys()):
-                    raise ValueError(  # peft would make random tensors up
+                    raise ValueError(  # peft would fill in random tensors
                         f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}"
                     )
         except (MemoryError, torch.OutOfMemoryError):
@@ -163,7 +163,7 @@ def load_model(
                 f"(base_model_name_or_path in adapter_config.json): {reason}"
             ) from error
         check_kind(adapted)
-        if has_tokenizer(name):  # the base model's may lack, say, a chat template
+        if has_tokenizer(name):  # the base model's may lack a chat template
             adapted.name_or_path = name
         return _cast(adapted, dtype)
     check_options(name, options, trust_remote_code)
@@ -177,7 +177,7 @@ def load_model(
         **options,
     )
     for module in loaded.modules():
-        # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
+        # bitsandbytes (0.50) repacks weights in place for some CPUs, but its backward pass then
         # misreads them: the gradient is 90 % off, without a warning.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -197,15 +197,15 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter;
-    ValueError if it lacks a tensor, or if the adapter's config, such as its scale, has changed.
+    """Restore in place the weights or the adapter saved by `model.save_pretrained(path)`;
+    ValueError if a tensor is missing, or the adapter's config (such as its scale) has changed.
     """
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
         for key in saved.keys() & here.keys() - MAY_DIFFER:
             if saved[key] != here[key]:
                 raise ValueError(
-                    f"the adapter in {path} has {key} {saved[key]!r}, and this one {here[key]!r}: "
+                    f"the adapter in {path} has {key} {saved[key]!r}, but this one {here[key]!r}: "
                     "resume with the same peft_config"
                 )
         peft.set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
@@ -224,10 +224,10 @@ def from_pretrained(
     trust_remote_code: bool,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a model, and refuse a checkpoint that lacks tensors, which `transformers` would make up.
+    """Load a model, and refuse a checkpoint with missing tensors, which would be random.
 
-    Only tensors whose names begin with one of `new`, those of a new head, may be missing;
-    ValueError if others are, or if nothing can be loaded. `auto_class` may be a model's own class.
+    Only tensors whose names begin with one of `new`, for a new head, may be missing; ValueError if
+    others are, or if loading fails. `auto_class` may be a model's own class.
     """
     model: PreTrainedModel
     where = place(path)
@@ -247,13 +247,13 @@ def from_pretrained(
         raise ValueError(
             f"the checkpoint {str(path)!r} lacks {len(missing)} tensors of a "
             f"{type(model).__name__}, which would be random: {missing[0]} for example. Is it "
-            "whole, and of a model of this kind?"
+            "complete, and of a model of this kind?"
         )
     return model
 
 
 def is_gguf(path: str | PathLike[str]) -> bool:
-    """Return whether a path is a GGUF file, which has model, config and tokenizer in it."""
+    """Return whether a path is a GGUF file, which holds model, config and tokenizer."""
     return os.path.isfile(path) and str(path).endswith(".gguf")
 
 
@@ -266,7 +266,7 @@ def place(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:
-    """Return whether a directory or Hub id holds an adapter; ValueError if nobody can say."""
+    """Return whether a directory or Hub id holds an adapter; ValueError if it cannot be read."""
     with opening("model", path):
         return not is_gguf(path) and find_adapter_config_file(str(path)) is not None
 
@@ -274,7 +274,7 @@ def is_adapter(path: str | PathLike[str]) -> bool:
 def check_directory(model: str | PathLike[str]) -> None:
     """Refuse a path without a model directory (ValueError).
 
-    A name that cannot be a Hub id is a path, and so is one that begins with a directory here.
+    A name is a path if it cannot be a Hub id, or if it begins with an existing directory.
     """
     name = str(model)
     first = name.partition("/")[0]
@@ -287,7 +287,7 @@ def check_directory(model: str | PathLike[str]) -> None:
 
 @contextmanager
 def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Turn errors of reading a model's files into a ValueError with the path and a remedy."""
+    """Turn errors in reading a model's files into a ValueError with the path and a remedy."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -302,7 +302,7 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put the name of the setting in front of a `ValueError` that is raised inside."""
+    """Prefix a `ValueError` raised inside with the name of the setting."""
     try:
         yield
     except ValueError as error:
@@ -310,14 +310,14 @@ def about(name: str) -> Iterator[None]:
 
 
 def init_options(args: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that a config asks for."""
+    """Return the config's arguments of `from_pretrained`."""
     attention = {} if args.attn_implementation is None else {ATTENTION: args.attn_implementation}
     return attention | args.model_init_kwargs
 
 
 def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config
-    (ValueError). Left to transformers, some models would ignore it.
+    (ValueError), since some models would ignore it.
     """
     fields = options.keys() - PLACES - READING - {ATTENTION}
     if not fields:
@@ -336,7 +336,7 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Give an object its attention, and refuse (ValueError) options that are for loading."""
+    """Set the attention of a loaded model; refuse options that are for loading (ValueError)."""
     if others := sorted(options.keys() - {ATTENTION}):
         raise ValueError(
             f"model_init_kwargs ({others[0]}) is for loading: give the model as a path or Hub id"
@@ -347,7 +347,7 @@ def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
 
 
 def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the config of QLoRA (Dettmers et al. 2023): weights in NF4, computing in `dtype`."""
+    """Return QLoRA's config (Dettmers et al. 2023): weights in NF4, computation in `dtype`."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
@@ -364,8 +364,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or load the one saved beside the model.
 
-    ValueError if there is none that can be loaded, or it has no EOS token, no pad token
-    (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
+    ValueError if there is none, or it has no EOS token, no pad token (`pad_token` is missing or
+    unknown), or ids beyond the model's embedding rows.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -380,7 +380,7 @@ def load_tokenizer(
             raise ValueError(f"pad_token {pad_token!r} is not a token of the tokenizer")
         tokenizer.pad_token = pad_token
     eos, id_ = tokenizer.eos_token, tokenizer.eos_token_id
-    # A token that the tokenizer does not have gets the id of any unknown one.
+    # A token that the tokenizer does not have gets the id of the unknown token.
     is_missing = id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token)
     if needs_eos and is_missing:
         raise ValueError(
@@ -389,8 +389,8 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            f"the tokenizer has no pad token: set pad_token, or that of {key} (the EOS token will "
-            "do: padding is masked by position, not by id)"
+            f"the tokenizer has no pad token: set pad_token, or {key}.pad_token (the EOS token "
+            "will do: padding is masked by position, not by id)"
         )
     check_vocabulary(tokenizer, model, key)
     return tokenizer
@@ -420,12 +420,12 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
     if last >= rows:
         raise ValueError(
             f"{name}: the token {shown(token)} has the id {last} but the model has only {rows} "
-            "embedding rows: they do not belong together, or model.resize_token_embeddings is due"
+            "embedding rows: use the model's tokenizer, or call model.resize_token_embeddings"
         )
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
+    """Return all ids that end a completion: the tokenizer's EOS and the generation config's."""
     own = getattr(model.generation_config, "eos_token_id", None)
     more = own if isinstance(own, list) else [] if own is None else [own]
     return sorted({tokenizer.eos_token_id, *more})

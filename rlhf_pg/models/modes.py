@@ -15,7 +15,7 @@ from rlhf_pg.models.lm_head import LOADED
 
 
 def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
-    """Recompute activations in the backward pass; `offload` keeps inputs of layers on the host."""
+    """Recompute activations in the backward pass; `offload` keeps layer inputs on the host."""
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
@@ -36,8 +36,8 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
 
 @contextmanager
 def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterator[None]:
-    """Attend alike in the forward pass and its recomputation, and give a part the mode of its
-    children, since its own may only say that it recomputes.
+    """Use the same attention in the forward pass and its recomputation, and give a part the mode of
+    its children, since its own only switches recomputation on.
     """
     own = part.training
     part.training = all(child.training for child in part.children())
@@ -49,10 +49,10 @@ def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterat
 
 
 def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Recompute a layer as `checkpoint` does, from inputs that the host keeps."""
+    """Recompute a layer like `checkpoint`, from inputs kept on the host."""
     kept: Any = save_on_cpu(pin_memory=True)
     if any(isinstance(x, FakeTensor) for x in inputs):
-        # Fake tensors only measure the memory of the device: nothing of them is kept.
+        # Fake tensors only measure the device's memory, so they are not kept on the host.
         kept = saved_tensors_hooks(
             lambda x: (x.new_empty(0), x.shape), lambda saved: saved[0].new_empty(saved[1])
         )
@@ -66,13 +66,13 @@ def checkpoints(model: nn.Module) -> bool:
 
 
 def offloads(model: nn.Module) -> bool:
-    """Return whether what the model recomputes is recomputed from the host's memory."""
+    """Return whether recomputation starts from inputs in the host's memory."""
     functions = (getattr(part, "_gradient_checkpointing_func", None) for part in model.modules())
     return any(getattr(function, "func", None) is _offloaded for function in functions)
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0, in the modules and in the rates that attention functions read."""
+    """Set every dropout to 0, in modules and in rates that attention functions read."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -2,15 +2,14 @@
 
 A packed row has no padding. It holds families: a prompt followed by its completions, each of which
 continues the prompt and does not see its siblings. So the keys of a token are in two places, and
-its softmax has two parts, over its own row and over its prompt, which are weighed by their sums
-(online softmax; Milakov and Gimelshein 2018). With o and l the outputs and log-sums of
-exponentials:
+its softmax has two parts, over its own row and over its prompt, which are weighted by their sums
+(online softmax; Milakov and Gimelshein 2018). With outputs o and log-sums of exponentials l:
 
     l = log(e^l_own + e^l_prompt),    o = e^(l_own - l) o_own + e^(l_prompt - l) o_prompt
 
-Given o and l of both, the backward pass of either part is that of ordinary attention
-(FlashAttention-2; Dao 2023, section 3.1): e^(scores - l) and D = rowsum(dO * O) are those of the
-whole softmax. On a GPU it is one FlexAttention kernel, or where that fails SDPA with a mask.
+With the combined o and l, the backward pass of either part is the ordinary one (FlashAttention-2;
+Dao 2023, section 3.1): e^(scores - l) and D = rowsum(dO * O) belong to the whole softmax. A GPU
+uses one FlexAttention kernel, or SDPA with a mask where that fails.
 
 Shapes: B rows, P prompt width, T completion width; N computed tokens, H query and K key-value
 heads, D their width.
@@ -42,9 +41,9 @@ from rlhf_pg.models.attention import (
 from rlhf_pg.models.lm_head import evaluating
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# For all kinds of heads, passes and masks. Beyond its limit torch computes every score instead.
+# For all kinds of heads, passes and masks. Beyond this limit torch would compute every score.
 RECOMPILATIONS = 64
-STRIP = 1024  # queries whose block mask is made at a time
+STRIP = 1024  # queries per pass when making the block mask
 KV_BLOCKS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
 
@@ -55,8 +54,8 @@ class DecoderInput(NamedTuple):
     """The input of a `transformers` decoder for a batch, and where its states are in the output."""
 
     inputs: dict[str, Any]  # (rows, columns) each
-    states: Tensor  # (B,T+1) indices among the N = rows * columns: before each token, and the last
-    rows: Tensor  # (N,) how many rows with actions each token stands for
+    states: Tensor  # (B,T+1) indices into the N tokens: the state before each token, and the last
+    rows: Tensor  # (N,) the number of rows with actions that share each token
 
 
 class Hidden(NamedTuple):
@@ -65,7 +64,7 @@ class Hidden(NamedTuple):
     hidden: Tensor  # (N,width) last hidden states
     states: Tensor  # as in `DecoderInput`
     rows: Tensor  # as in `DecoderInput`
-    router_logits: tuple[Tensor, ...] = ()  # (N,experts) per layer, if they are asked for
+    router_logits: tuple[Tensor, ...] = ()  # (N,experts) per layer, if `routes`
 
 
 def hidden_states(trunk: nn.Module, batch: Batch, window: float, routes: bool = False) -> Hidden:
@@ -85,7 +84,7 @@ def can_pack(batch: Batch, window: float) -> bool:
 
 
 def packing_window(trunk: nn.Module, training: bool = False) -> float:
-    """Return how long a packed row may be; 0 if attention has dropout or cannot be replaced."""
+    """Return the longest packed row; 0 if attention has dropout or cannot be replaced."""
     if not isinstance(trunk, PreTrainedModel):
         return 0.0
     with evaluating(trunk):
@@ -99,7 +98,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
     inputs = {
         "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
         "attention_mask": mask,
-        # Positions count real tokens, not columns: absolute positions make a difference.
+        # Positions count real tokens, not columns, which matters for absolute positions.
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
     }
     rows, width = mask.shape
@@ -111,7 +110,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
 def lay_out_packed(batch: Batch) -> DecoderInput:
     """Lay all real tokens one after another, (1,N), in the families of `SharedPrefix`.
 
-    Their places are computed on the host and moved to the device in one piece.
+    Indices are computed on the host and moved to the device in one piece.
     """
     rows = batch.counted().host_rows or ()
     device, width = batch.completion_ids.device, batch.prompt_ids.shape[1]
@@ -119,11 +118,11 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     family = torch.tensor([row.family for row in rows])
     first = torch.ones(len(rows), dtype=torch.bool)
     first[1:] = family[1:] != family[:-1]
-    run = first.cumsum(0) - 1  # of its family
+    run = first.cumsum(0) - 1  # number of the row's family
     columns = torch.arange(batch.width)
     there = (columns >= (width - prompt)[:, None]) & (columns < (width + completion)[:, None])
     kept = there & (first[:, None] | (columns >= width))
-    # Padding gets the place of the last real token before it: any state will do there.
+    # Padding gets the index of the last real token before it; any state would do.
     places = (kept.flatten().cumsum(0) - 1).view_as(kept)
     prompt_end = places[first, width - 1][run]
     states = torch.cat([prompt_end[:, None], places[:, width:]], dim=1)
@@ -140,7 +139,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     families = [Family(run[0].prompt, [row.completion for row in run]) for run in runs]
     inputs = {
         "input_ids": ids[None],
-        "attention_mask": torch.ones_like(ids[None]),  # without it some models look for padding
+        "attention_mask": torch.ones_like(ids[None]),  # without it some models infer padding
         "position_ids": positions[None],
         "layout": SharedPrefix(families, device),
     }
@@ -148,14 +147,14 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
 
 
 class Family(NamedTuple):
-    """Lengths of a prompt and of its completions, in their order in the packed row."""
+    """Lengths of a prompt and its completions, in their order in the packed row."""
 
     prompt: int
     completions: list[int]
 
 
 class _Block(NamedTuple):
-    """Neighbouring sequences of one length, each of which attends to its share of the keys."""
+    """Neighbouring sequences of equal length, each attending to its share of the keys."""
 
     queries: slice
     keys: slice
@@ -172,9 +171,9 @@ class SharedPrefix:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         width, attend = query.shape[2], self.by_blocks
-        # Fake tensors only measure memory, and the GPU kernel keeps and computes as much.
+        # Fake tensors only measure memory, of which the GPU kernel needs as much.
         if query.is_cuda and not isinstance(query, FakeTensor):
-            width = max(-(-width // 8) * 8, NARROWEST)  # every kernel here takes this
+            width = max(-(-width // 8) * 8, NARROWEST)  # every kernel takes this
             heads = (query.shape[0], key.shape[0], width)
             flex = flex_compiles(query.dtype, heads, query.device)
             attend = self.by_flex if flex else self.by_families
@@ -224,7 +223,7 @@ class SharedPrefix:
 
     @cached_property
     def mask(self) -> BlockMask:
-        """The block mask: a token sees itself and what is earlier in its own row or its prompt."""
+        """The block mask: a token sees itself and earlier tokens of its own row or its prompt."""
         lengths = [[prompt, *completions] for prompt, completions in self.families]
         families = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
         places = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
@@ -248,7 +247,7 @@ class SharedPrefix:
 
 
 def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
-    """Yield the blocks: each token queries a causal one, and in a completion its prompt's too."""
+    """Yield the blocks: a causal one for each sequence, and one from completions to prompts."""
     start = 0
     for prompt, completions in families:
         keys = slice(start, start + prompt)
@@ -299,7 +298,7 @@ class _Attention(torch.autograd.Function):
                 *_operands(block, query, key, value),
                 _split(out[:, block.queries], block.sequences),
             )
-            # In bfloat16 this kernel rounds more, and takes up to three times as long.
+            # In bfloat16 this kernel rounds more, and takes up to three times longer.
             parts = _backward(
                 *(x.to(logsum.dtype) for x in inputs),
                 _split(logsum[:, block.queries, None], block.sequences)[..., 0],
@@ -310,7 +309,7 @@ class _Attention(torch.autograd.Function):
             places = (block.queries, block.keys, block.keys)
             for total, place, part in zip(grads, places, parts, strict=True):
                 of_heads = _joined(part)
-                copies = len(of_heads) // len(total)  # of a key head: see `_operands`
+                copies = len(of_heads) // len(total)  # per key head, see `_operands`
                 if copies > 1:
                     of_heads = of_heads.view(-1, copies, *of_heads.shape[1:]).sum(1)
                 if block.causal:  # the first block of its tokens
@@ -337,7 +336,7 @@ def _split(x: Tensor, count: int) -> Tensor:
 
 
 def _joined(x: Tensor) -> Tensor:
-    """Undo what `_split` did."""
+    """Undo `_split`."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -350,14 +349,14 @@ def _add(out: Tensor, logsum: Tensor, part: Tensor, own: Tensor) -> None:
 
 @cache
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
-    """Return whether FlexAttention compiles for query heads, key heads and width; log why not."""
+    """Return whether FlexAttention compiles for these heads (query, key, width); log if not."""
     query, key = (torch.ones(h, 160, heads[2], dtype=dtype, device=device) for h in heads[:2])
     layout = SharedPrefix([Family(150, [10])], device)
     try:
         if dtype == torch.float64:
             raise TypeError("it has no float64")
-        # Separate hooks: the first pass may run under gradient checkpointing, whose hooks would
-        # mistake the tensors saved here for the layer's.
+        # Separate hooks: under gradient checkpointing, its hooks would mistake the tensors saved
+        # here for the layer's.
         own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), own:
             query, key = query.requires_grad_(), key.requires_grad_()
@@ -366,7 +365,7 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        logger.warning("without FlexAttention; attention uses SDPA, which is slower: %s", reason)
+        logger.warning("FlexAttention is not available, attention uses the slower SDPA: %s", reason)
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The policy, which scores each action, its frozen reference, and the balance of its experts."""
+"""The policy, which scores each action; its frozen reference; and load balancing of experts."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packin
 class Routed(NamedTuple):
     """Sums over the tokens of a batch, (L,E), which add up over micro-batches and processes."""
 
-    chosen: Tensor  # tokens with the expert among their `top_k`; no gradient
-    probability: Tensor  # of the expert, by the router's softmax
+    chosen: Tensor  # number of tokens with the expert among their `top_k`; no gradient
+    probability: Tensor  # sum of the expert's probabilities by the router's softmax
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Balance:
         1/L sum_l E sum_e f_le P_le
 
     where f_le is the share of the tokens that chose expert e in layer l, and P_le its mean
-    probability. The loss is `top_k` where all experts are alike. `transformers` takes f and P over
-    all layers together, which lets every layer have its own favourite.
+    probability. The loss is `top_k` for perfect balance. `transformers` averages f and P over all
+    layers, which lets every layer have its own favourite.
 
     The tokens are those of all rows of an optimizer update, each prompt counted once per row. f has
     no gradient, so given the f of the whole update the loss is a sum over micro-batches.
@@ -50,7 +50,7 @@ class Balance:
     top_k: int
 
     def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """Sum what tokens chose by the (N,E) logits of each router, counted once per row (N,)."""
+        """Sum choices and probabilities over tokens with weights `rows` (N,); logits are (N,E)."""
         layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
         wide = torch.promote_types(layers.dtype, torch.float32)
         probability = layers.softmax(-1, dtype=wide)
@@ -60,15 +60,15 @@ class Balance:
         return Routed((chosen * weights).sum(1), (probability * weights).sum(1))
 
     def loss(self, chosen: Tensor, probability: Tensor) -> Tensor:
-        """Return what the tokens of `probability` add to the loss, given all tokens' choices."""
+        """Return the part of the loss from `probability`, given all tokens' choices."""
         tokens = (chosen.sum(1, keepdim=True) / self.top_k).clamp(min=1)
         share = (chosen / tokens) * (probability / tokens)
         return chosen.shape[1] * share.sum(1).mean()
 
 
 def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
-    """Return the balance of a mixture of experts that `transformers` has an auxiliary loss for, and
-    whose trunk computes hidden states and with them router logits; ValueError for any other model.
+    """Return the balance of a mixture of experts; ValueError unless `transformers` has an auxiliary
+    loss for it and its trunk returns router logits with the hidden states.
     """
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
@@ -84,10 +84,10 @@ class PolicyOutput(NamedTuple):
     """Scores of the action tokens, (B,T), in at least float32; 0 in masked slots."""
 
     logprobs: Tensor  # of the sampled tokens
-    entropy: Tensor  # of the distribution they were drawn from
+    entropy: Tensor  # of each token's distribution
     values: Tensor | None = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
-    routed: Routed | None = None  # of all tokens, if the loss asks for it
+    routed: Routed | None = None  # over all tokens, if the policy is balanced
 
 
 class Policy(nn.Module):
@@ -95,11 +95,11 @@ class Policy(nn.Module):
 
     Args:
         model: any `transformers` decoder, with adapters or without.
-        temperature: divides every logit, as it does in sampling.
+        temperature: divides every logit, as in sampling.
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
-        most_tokens: of a batch, on any process.
-        chunk_size: logits that may live at a time, the same on every process (`chunk_size_for`).
-        balanced: whether the loss of the routers of a mixture of experts is part of the loss;
+        most_tokens: the most tokens of a batch on any process.
+        chunk_size: logits in memory at a time, the same on every process (`chunk_size_for`).
+        balanced: whether the loss includes the router auxiliary loss of a mixture of experts;
             ValueError if the model has none.
     """
 
@@ -118,8 +118,8 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.chunk_size = chunk_size
         self.head: ChunkedLMHead | None = None
-        self.drops = False  # in training
-        self.window = 0.0  # longest row, in tokens, that is packed
+        self.drops = False  # whether training has dropout
+        self.window = 0.0  # longest packed row, in tokens
         transform = logit_transform_of(model)
         if transform is not None:
             chunks = num_chunks(most_tokens, model.config.get_text_config().vocab_size, chunk_size)
@@ -128,20 +128,20 @@ class Policy(nn.Module):
         self.balance = balance_of(model, self.head is not None) if balanced else None
 
     def train(self, mode: bool = True) -> Self:
-        """Switch train mode; without dropout the model trains as it is evaluated."""
+        """Switch train mode; without dropout the model trains in evaluation mode."""
         super().train(mode)
         if mode and not self.drops:
             train_as_evaluated(self.model)
         return self
 
     def keep_dropout(self) -> None:
-        """Train with dropout, unpacked if the attention has dropout, which ours lacks."""
+        """Train with dropout; unpacked if the attention has dropout, which ours cannot apply."""
         self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Batch, routes_alone: bool = False) -> Any:
         """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch,
-        or only what the routers chose, (L,E).
+        or only the routers' choices, (L,E).
         """
         if routes_alone:
             routed = self._routed(self.hidden_states(batch))
@@ -163,7 +163,7 @@ class Policy(nn.Module):
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.action_slots()
-        # By an index in brackets, the threads of a CPU would add up the gradient in any order.
+        # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
         scored = _spread(batch, slots, *self.head(before, batch.completion_ids.flatten()[slots]))
         return scored._replace(routed=self._routed(trunk))
@@ -174,20 +174,20 @@ class Policy(nn.Module):
         return self.balance.routed(trunk.router_logits, trunk.rows)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of all tokens of the completions, (B,T,V), as the model gives them."""
+        """Return the model's logits for all tokens of the completions, (B,T,V)."""
         columns = batch.completion_ids.shape[1] + 1
         inputs = lay_out_padded(batch).inputs
         output = self.model(**inputs, use_cache=False, logits_to_keep=columns)
-        # The logits in column t are about token t+1; those of the last column are about no token.
+        # The logits in column t are for token t+1; those of the last column are not needed.
         logits: Tensor = output.logits[:, -columns:-1]
         return logits
 
 
 def train_as_evaluated(model: nn.Module) -> None:
-    """Train a model in evaluation mode, so that what is trained is what samples.
+    """Train a model in evaluation mode, so that training and sampling have the same distribution.
 
-    Train mode is more than dropout (jitter in routers, clipped coefficients). Only a part that
-    recomputes its activations is in train mode, without its children: that does nothing else.
+    Train mode is more than dropout (jitter in routers, clipped coefficients). Only parts that
+    recompute their activations are in train mode, without their children.
     """
     model.eval()
     for part in model.modules():
@@ -203,17 +203,17 @@ def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
 
 
 class Reference(nn.Module):
-    """A frozen copy of a policy; `moves` says whether it is going to `follow` the policy.
+    """A frozen copy of a policy; `moves` if it will `follow` the policy.
 
-    It is copied from memory, so it is the model that training really started from. Frozen weights
-    are shared with the policy: with LoRA it costs an adapter at most, and nothing if that was fresh
-    and the reference does not move.
+    It is copied from memory, so it is exactly the initial policy. Frozen weights are shared with
+    the policy: with LoRA it costs at most an adapter, and nothing if that was new and the reference
+    does not move.
     """
 
     def __init__(self, policy: Policy, moves: bool = False) -> None:
         super().__init__()
         self.policy = share_frozen(policy).eval().requires_grad_(False)
-        self.policy.balance = None  # its routers' choices do not matter
+        self.policy.balance = None  # the choices of its routers are not needed
         self.moves = moves
         if adds_nothing(policy.model) and not moves:
             self.policy.model = self.policy.model.unload()
@@ -236,8 +236,8 @@ class Reference(nn.Module):
             ref <- alpha policy + (1 - alpha) ref
 
         Buffers move too. With `alpha` 1 the reference becomes an exact copy. With a small `alpha`
-        at every step it is an exponential average, which bfloat16 rounds away once a move is below
-        the last bit of a weight. For LoRA the factors A and B are averaged, not their product.
+        at every step it is an exponential average; in bfloat16, moves below the last bit of a
+        weight are lost. For LoRA the factors A and B are averaged, not their product.
 
         `gathered(own, theirs, write=True)` is entered around each move, for sharded tensors.
         """
@@ -257,7 +257,7 @@ class Reference(nn.Module):
         self.policy.model.save_pretrained(path)
 
     def restore(self, path: Path) -> None:
-        """Load in place what `save` wrote."""
+        """Load in place the files of `save`."""
         load_weights(self.policy.model, path)
 
     def train(self, mode: bool = True) -> "Reference":
@@ -266,8 +266,8 @@ class Reference(nn.Module):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash the names and shapes of all tensors, and the values of frozen parameters but those of a
-    moving reference (SHA-256). A resumed run must find the same: what was not saved is then equal.
+    """Hash the names and shapes of all tensors, and the values of frozen parameters except those of
+    a moving reference (SHA-256). A resumed run compares it, since these weights are not saved.
     """
     digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):

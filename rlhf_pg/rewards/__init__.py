@@ -17,7 +17,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Import torch when a name is first asked for: worker processes do without."""
+        """Import a name when it is first used: worker processes do not need torch."""
         if name not in PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"rlhf_pg.{PLACES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Reward functions: what one is given, one call of it, and the check of its scores.
+"""Reward functions: their arguments, one call, and the check of its scores.
 
-Nothing heavy is imported, since every worker process imports this file.
+Every worker process imports this file, so it has no slow imports.
 """
 
 import asyncio
@@ -18,38 +18,38 @@ from typing import Any, Literal
 from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import begin, finite
 
-SAMPLED = ("prompts", "completions", "completion_ids")  # given to every function
-ON_REQUEST = ("ended", "truncated", "step")  # given to functions that name them
+SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
+ON_REQUEST = ("ended", "truncated", "step")  # arguments of functions that name them
 UNCOPIED = ("environments", "log_extra", "log_metric")
-OWN_COLUMNS = {  # of completions.jsonl
+OWN_COLUMNS = {  # the run's own columns of completions.jsonl
     *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated"),
     *("turns", "error"),
 }
 
 
 class CallFailed(Exception):
-    """The failure of a call; its text continues the name of the function ("raised KeyError")."""
+    """A call failed; the message follows the name of the function ("raised KeyError")."""
 
     @classmethod
     def late(cls, timeout: float | None) -> "CallFailed":
-        """Return the failure of a call that takes too long."""
+        """Return the error of a call that takes too long."""
         return cls(f"did not return within {timeout:g} s (reward_timeout)")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A reward function with its name and what its signature asks for."""
+    """A reward function with its name and the arguments that it takes."""
 
     name: str
     function: Any
     parameters: Mapping[str, inspect.Parameter]
     # A reward model, called once for all prompts; a plain function, in the trainer or in a worker;
-    # an async one, on an event loop.
+    # an async function, on an event loop.
     kind: Literal["model", "plain", "worker", "async"]
 
     @classmethod
     def of(cls, name: str, function: Any) -> "Source":
-        """Look at the signature of a plain or an async function."""
+        """Inspect the signature of a plain or async function."""
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         kind: Any = "async" if is_async else "plain"
         return cls(name, function, inspect.signature(function).parameters, kind)
@@ -57,16 +57,16 @@ class Source:
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """Completions and all that functions may be told of them, lists with an entry for each.
+    """Completions and their data for reward functions, as lists with an entry for each.
 
-    A function gets what its signature names, and with **kwargs all but `ON_REQUEST`. A column of
+    A function gets the arguments that it names, and with **kwargs all but `ON_REQUEST`. A column of
     the dataset takes precedence; one with a name of `SAMPLED` is a ValueError.
     """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]  # the dataset's others
+    columns: Mapping[str, Sequence[Any]]  # the dataset's other columns
     ended: Sequence[bool] | None = None  # by an EOS of the policy
     truncated: Sequence[bool] | None = None  # by a limit; a stop string sets neither
     environments: Sequence[Any] | None = None
@@ -75,10 +75,10 @@ class RewardInputs:
     def __post_init__(self) -> None:
         if taken := self.columns.keys() & SAMPLED:
             what = f"the dataset column {taken.pop()!r}"
-            raise ValueError(f"{what} has the name of what every function is given: rename it")
+            raise ValueError(f"{what} has the name of an argument of every function: rename it")
 
     def lists(self) -> dict[str, Any]:
-        """Return the completions and what is known of them, without the columns."""
+        """Return the completions and their data, without the columns."""
         names = (*SAMPLED, "ended", "truncated", "environments")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -91,38 +91,38 @@ class RewardInputs:
         return replace(self, columns=pick(self.columns), **pick(self.lists()))
 
     def arguments(self, source: Source, answer: "Answer") -> dict[str, Any]:
-        """Return what a function takes; what it logs goes into the answer."""
+        """Return a function's arguments; its logged values go into the answer."""
         offered = self.lists()
-        if source.kind == "model":  # which needs no columns and changes nothing
+        if source.kind == "model":  # needs no columns, and does not change its arguments
             return offered
         offered |= {"log_extra": answer.log_extra, "log_metric": answer.log_metric}
         if self.state is not None:
             offered |= {"step": self.state.global_step, "trainer_state": self.state}
         if source.kind == "worker":
-            offered.pop("environments", None)  # which cannot be sent
-            if self.state is not None:  # whose class takes seconds to import
+            offered.pop("environments", None)  # they cannot be sent
+            if self.state is not None:  # its class takes seconds to import
                 offered["trainer_state"] = SimpleNamespace(**vars(self.state))
         offered |= self.columns
         names = offered.keys() & source.parameters.keys()
         if any(p.kind is p.VAR_KEYWORD for p in source.parameters.values()):
             names |= offered.keys() - ON_REQUEST | self.columns.keys()
         if isinstance(source.function, functools.partial):
-            names -= source.function.keywords.keys()  # which it holds already
-        uncopied = names if source.kind == "worker" else UNCOPIED  # a worker is sent copies
+            names -= source.function.keywords.keys()  # bound already
+        uncopied = names if source.kind == "worker" else UNCOPIED  # a worker gets copies
         return {x: offered[x] if x in uncopied else copy.deepcopy(offered[x]) for x in names}
 
 
 @dataclass
 class Answer:
-    """The scores of a call on `count` completions, and what the function has logged."""
+    """The scores of a call on `count` completions, and the values that the function logged."""
 
     count: int
-    scores: list[Any] = field(default_factory=list)  # as `read_scores` returns them
+    scores: list[Any] = field(default_factory=list)  # from `read_scores`
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns for completions.jsonl
     metrics: dict[str, list[float]] = field(default_factory=dict)  # numbers for metrics.jsonl
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the completions of the call, with a value for each (else ValueError)."""
+        """Log a column of values, one for each completion of the call (else ValueError)."""
         if column in OWN_COLUMNS or column.startswith("rewards/"):
             raise ValueError(f"log_extra: the run itself has a column {column!r}: rename it")
         values = list(_plain(values))
@@ -135,12 +135,12 @@ class Answer:
         self.extra[column] = json.loads(text)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number, which is averaged over the calls and processes of a step."""
+        """Log a number, which is averaged over the calls and processes of a step."""
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
 def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
-    """Call a plain function, and wait if it returns an awaitable.
+    """Call a plain function; if it returns an awaitable, wait for that.
 
     Raises:
         CallFailed: it raised, or did not return one score per completion.
@@ -198,7 +198,7 @@ def _number(score: Any, where: str) -> float | None:
 
 
 def _plain(values: Any) -> Any:
-    """Return an array, a tensor or another sequence as a list; anything else as it is."""
+    """Return an array, a tensor or another sequence as a list; anything else unchanged."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
@@ -206,7 +206,7 @@ def _plain(values: Any) -> Any:
 
 
 def source_fingerprint(function: Any) -> str | None:
-    """Return a fingerprint of the file that a function is written in; None if there is none."""
+    """Return a fingerprint of the file that defines a function; None if there is none."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

@@ -1,4 +1,4 @@
-"""Rewards by name, as a recipe or a flag writes them."""
+"""Rewards by name, for recipes and flags."""
 
 import functools
 import inspect
@@ -15,16 +15,16 @@ from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
 
-PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
+PYTHON = "python:"  # prefix for rewards given in Python that cannot be found by a name
 
 
 def settle_rewards(
     given: Any, args: RewardsConfig, own: Any = None
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
-    """Return the rewards of a run, lines on where named ones come from, and the keys that
-    `config.yaml` has in place of the config's.
+    """Return the rewards of a run, lines that describe named ones, and keys that `config.yaml` has
+    in place of the config's.
 
-    Rewards given in Python replace all others, and named ones a task's `own`.
+    Rewards given in Python take precedence over named ones, and these over a task's `own`.
     """
     rewards = list(given) if isinstance(given, list | tuple) else [given]
     if rewards:
@@ -37,16 +37,16 @@ def settle_rewards(
 
 
 def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
-    """Make what the names of rewards stand for: callables, or a path or Hub id of a reward model.
+    """Make rewards from their names: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
-      `rlhf_pg.boundary.user_modules.load`. Its options are arguments that it gets at every call.
+      `rlhf_pg.boundary.user_modules.load`. Its options are bound arguments.
     - `model:PATH_OR_HUB_ID`: a reward model.
     - `http://host:port/path`: a server, see `HttpReward`.
-    - `judge:NAME`: see `Judge`; its options stand under NAME or `judge:NAME`.
+    - `judge:NAME`: see `Judge`; its options are under NAME or `judge:NAME`.
     - any other: a ready-made reward, see `rlhf_pg.rewards.verifiers`.
 
-    ValueError if a name or an option is not known, or cannot be used.
+    ValueError if a name or an option is unknown, or cannot be used.
     """
     options = dict(options or {})
     for key, own in options.items():
@@ -73,8 +73,8 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
         return own
     if name.startswith(PYTHON):
         raise ValueError(
-            f"reward_funcs has {quoted(name)}, a reward that was given in Python and that no name "
-            "finds: give it to the trainer, or name a function in a file (file.py:NAME)"
+            f"reward_funcs has {quoted(name)}, a reward that was given in Python and cannot be "
+            "found by name: give it to the trainer, or name a function in a file (file.py:NAME)"
         )
     if kind in ("judge", "http", "https"):
         from rlhf_pg.rewards.servers import HttpReward, Judge
@@ -99,14 +99,14 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
-    """Return a line per reward: the code that is run, or the model or address that is asked."""
+    """Return a line per reward: the code that it runs, or the model or address that it uses."""
     lines = []
     for name, reward in zip(names, rewards, strict=True):
         function = reward.func if isinstance(reward, functools.partial) else reward
         module = getattr(function, "__module__", "")
         if isinstance(reward, str):
             what = f"loads the reward model {quoted(reward)}"
-        elif where := getattr(reward, "where", None):  # a server's
+        elif where := getattr(reward, "where", None):  # a server's address
             what = f"sends completions to {where}"
         elif getattr(reward, "is_ready_made", False):
             what = "ready-made"
@@ -118,11 +118,11 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
 
 
 def name_of(source: Any) -> str:
-    """Return a name for `config.yaml` by which a reward of a run would be found again.
+    """Return the name in `config.yaml` by which a reward can be found again.
 
-    That is FILE.py:NAME or MODULE:NAME for a function and model:PATH for a reward model. It is
-    python:NAME, which is refused, where no name finds the reward, as in the script that runs: to
-    import that would run it again.
+    A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH. A reward that cannot be
+    found by name is python:NAME, which is refused later. Functions in the main script are among
+    these, since an import would run it again.
     """
     if isinstance(source, str | os.PathLike):
         return f"model:{absolute(os.fspath(source), None)}"
@@ -133,6 +133,6 @@ def name_of(source: Any) -> str:
     found = sys.modules.get(module)
     if inspect.isclass(source) or module == "__main__" or getattr(found, name, None) is not source:
         return f"{PYTHON}{name}"
-    if module.startswith(PREFIX):  # of a file
+    if module.startswith(PREFIX):  # loaded from a file
         return f"{sys.modules[module].__file__}:{name}"
     return located(f"{module}:{name}", None)

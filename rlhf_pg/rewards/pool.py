@@ -1,4 +1,4 @@
-"""Worker processes that can be killed: users' reward functions, and mathematics that takes ages."""
+"""Worker processes that can be killed, for users' reward functions and slow mathematics."""
 
 import ctypes
 import os
@@ -23,41 +23,41 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_modules import import_file, loaded
 from rlhf_pg.rewards.functions import CallFailed
 
-START = 300.0  # seconds for a worker to be ready, and to import a function
+START = 300.0  # timeout in seconds for a worker to start, and to import a function
 PR_SET_PDEATHSIG = 1
-# A function must not take the trainer's GPU or its cores.
+# A function must not use the trainer's GPU or its cores.
 WORKER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
     "TOKENIZERS_PARALLELISM": "false",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-# Not multiprocessing's spawn, which imports the script that trains and may have no main guard.
+# Not multiprocessing's spawn, which imports the training script, perhaps without a main guard.
 SCRIPT = "import sys; sys.path[:] = sys.argv[3:]; from rlhf_pg.rewards.pool import work; work()"
 Ready = Callable[[], Any]
-# The files of users that a call needs, and its function with arguments, pickled; its seconds.
+# The future, the user files that a call needs with its pickled function and arguments, its timeout.
 Task = tuple["Future[Any]", tuple[list[str], bytes], float | None]
 
 
 class NotStarted(CallFailed):
-    """The failure of a call for which there is no worker process."""
+    """No worker process could be started for a call."""
 
 
 class Pool:
-    """`count` workers, each one call at a time; one that hangs or crashes is replaced.
+    """`count` workers with one call each at a time; one that hangs or crashes is replaced.
 
-    Workers see no GPU, have one thread each and half of the machine's memory at most, and end with
-    the process that made the pool.
+    Workers see no GPU, have one thread and at most half of the machine's memory, and end with the
+    process that made the pool.
 
     Args:
-        memory: bytes, in place of half of the machine's.
-        ready: called in each new worker before all else.
+        memory: a worker's limit in bytes; by default half of the machine's memory.
+        ready: called first in each new worker.
     """
 
     def __init__(self, count: int, memory: int | None = None, ready: Ready = os.getpid) -> None:
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        for _ in range(count):  # they do not know the pool, which may be collected
+        for _ in range(count):  # without a reference to the pool: it may be collected
             setup = (self._tasks, memory or half, ready)
             threading.Thread(target=_serve, args=setup, daemon=True).start()
             weakref.finalize(self, self._tasks.put, None)
@@ -65,16 +65,16 @@ class Pool:
     def schedule(
         self, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> "Future[Any]":
-        """Have a function called in a worker, which imports it by its name.
+        """Call a function in a worker, which imports it by name.
 
-        The future raises CallFailed if the call cannot be sent, failed, took longer than `timeout`
-        seconds or ended its process, and NotStarted if there is no process for it.
+        The future raises CallFailed if the call cannot be sent, fails, takes longer than `timeout`
+        seconds or ends its process, and NotStarted if no process starts.
         """
         future: Future[Any] = Future()
         try:
             call = pickle.dumps((function, args))
         except Exception as error:
-            reason = f"was given what cannot be sent to a worker: {told(error)}"
+            reason = f"has arguments that cannot be sent to a worker: {told(error)}"
             future.set_exception(CallFailed(reason))
             return future
         files = [file for name, file in loaded().items() if name.encode() in call]
@@ -83,7 +83,7 @@ class Pool:
 
 
 def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None:
-    """Do tasks with one worker, started for the first of them; the body of a thread."""
+    """Run tasks in one worker, started for the first task; the body of a thread."""
     worker: subprocess.Popen[bytes] | None = None
     while (task := tasks.get()) is not None:
         future, call, timeout = task
@@ -100,7 +100,7 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
                 future.set_result(answer)
             else:
                 future.set_exception(CallFailed(failure))
-        except Exception as error:  # it belongs to the caller, not to this thread
+        except Exception as error:  # raised to the caller, not in this thread
             _kill(worker)
             if isinstance(error, EOFError | OSError) and worker is not None:
                 code = worker.returncode
@@ -119,10 +119,10 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
         worker = subprocess.Popen(
             [sys.executable, "-P", "-c", SCRIPT, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what functions print is not the trainer's output
+            stdout=2,  # functions must not print to the trainer's stdout
             env=without_launcher() | WORKER_ENVIRONMENT,
             pass_fds=[other.fileno()],
-            start_new_session=True,  # Ctrl-C is for the trainer, and children die with it
+            start_new_session=True,  # no Ctrl-C, and `_kill` reaches its children
         )
         other.close()
         pipe.send(([], pickle.dumps((ready, ()))))
@@ -136,7 +136,7 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
 
 
 def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
-    """Kill a worker, and whatever it has started."""
+    """Kill a worker and its children."""
     if worker is not None:
         with suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
@@ -144,12 +144,12 @@ def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
 
 
 def work() -> None:
-    """Answer calls that come through a pipe; the body of a worker."""
+    """Answer calls from a pipe; the body of a worker."""
     number, memory = map(int, sys.argv[1:3])
     pipe = Connection(number)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # should the machine's memory end, workers go first
+        file.write("1000")  # workers are killed first if memory runs out
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))

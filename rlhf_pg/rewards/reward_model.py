@@ -21,26 +21,26 @@ from rlhf_pg.data.chat import continues, encode
 from rlhf_pg.masking import widen
 from rlhf_pg.models import about
 
-# Padded tokens forwarded at a time; it never changes a score.
+# Padded tokens in a forward pass; it never changes a score.
 SCORING_TOKENS = 32768
 
 
 @dataclass(eq=False, repr=False)
 class RewardModel:
-    """A scorer of prompt and completion by a sequence classifier (`num_labels` 1).
+    """Scores prompt and completion by a sequence classifier (`num_labels` 1).
 
-    It reads strings as prompt + completion, chats through its own chat template, by a tokenizer of
-    its own. A string that the policy ended by an EOS gets the model's own EOS (Stiennon et al.
-    2020; Huang et al. 2024), and a chat turn that was cut off is left open. ValueError if there is
-    no such model or tokenizer, or they do not fit.
+    With its own tokenizer it reads strings as prompt + completion, and chats by its chat template.
+    A string that the policy ended by an EOS gets the model's own EOS (Stiennon et al. 2020; Huang
+    et al. 2024), and a truncated chat turn is left open. ValueError if the model or tokenizer is
+    missing, or they do not fit.
     """
 
     is_reward_model = True  # it scores all completions of a batch together
 
-    model: Any  # a path, a Hub id or a loaded model, which is put in evaluation mode
+    model: Any  # a path, a Hub id or a loaded model; put in evaluation mode
     processing_class: Any = None  # its tokenizer; by default the one saved beside the model
-    device: torch.device | str | None = None  # to compute on; by default where the model is
-    trust_remote_code: bool = False  # run code that comes with a model that is loaded here
+    device: torch.device | str | None = None  # by default the model's
+    trust_remote_code: bool = False  # run code that comes with a loaded model
     sees_eos: bool = True  # False appends no EOS to a string
 
     def __post_init__(self) -> None:
@@ -77,22 +77,22 @@ class RewardModel:
         """Return one score per completion; ValueError if one cannot be encoded or is too long.
 
         Args:
-            ended: whether the policy ended it by an EOS. By default strings are taken as they
-                stand, and chats are closed.
-            truncated: whether a limit ended it; a stop string is not a limit. By default, all that
-                are known not to have ended by an EOS.
+            ended: whether the policy ended each by an EOS. By default strings are unchanged, and
+                chats are closed.
+            truncated: whether a limit ended each; a stop string is not a limit. By default, all
+                that did not end by an EOS according to `ended`.
         """
         rows, limit = [], models.max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             end = ended is not None and ended[i]
-            # A limit on turns does not cut the last one off.
+            # A limit on turns does not cut the last turn off.
             cut = not end and (ended is not None if truncated is None else truncated[i])
             eos = self.sees_eos and end
             with about(self.who):
                 rows.append(encode_whole(prompt, completion, self.processing_class, i, eos, cut))
                 if limit is not None and len(rows[i]) > limit:
                     raise ValueError(
-                        f"text in row {i} has {len(rows[i])} tokens, beyond its "
+                        f"text in row {i} has {len(rows[i])} tokens, more than the model's "
                         f"max_position_embeddings of {limit}: lower max_completion_length, or "
                         "shorten the prompts"
                     )
@@ -109,16 +109,16 @@ class RewardModel:
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Score each text of (B,T), padded on either side: (B,), in at least float32.
 
-    A decoder scores the last token. Its forward in `transformers` takes the right-most that is not
-    `pad_token_id`, wrongly if pad is EOS or absent (huggingface/transformers#35911). Here it is the
-    right-most position attended to. A model without a `score` head (an encoder) pools in its own
-    way.
+    A decoder scores the last token: the right-most position that the mask attends to. Its forward
+    in `transformers` takes the right-most that is not `pad_token_id`, which is wrong if pad is EOS
+    or absent (huggingface/transformers#35911). A model without a `score` head (an encoder) pools in
+    its own way.
     """
     mask = attention_mask.long()
     if not hasattr(model, "score"):
         return widen(model(input_ids=input_ids, attention_mask=mask).logits.squeeze(1))
     inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
-    # Positions count real tokens, not columns. ALiBi models have none, and read the mask.
+    # Positions count real tokens, not columns. ALiBi models have none and read the mask.
     if "position_ids" in inspect.signature(model.base_model.forward).parameters:
         inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
     hidden = model.base_model(**inputs).last_hidden_state
@@ -135,10 +135,10 @@ def encode_whole(
     eos: bool = False,
     cut: bool = False,
 ) -> list[int]:
-    """Encode a whole text as token ids: both strings, or both chat messages.
+    """Encode prompt and completion, both strings or both chat messages, as token ids.
 
-    `eos` ends a string with the EOS, if the tokenizer has one; `cut` leaves the last turn of a chat
-    open. Texts of two kinds, or that do not fit the tokenizer, are a ValueError that names the row.
+    `eos` appends the EOS to a string, if the tokenizer has one; `cut` leaves the last turn of a
+    chat open. ValueError, with the row, if the kinds differ or the tokenizer cannot encode them.
     """
     if {type(prompt), type(completion)} not in ({str}, {list}):
         raise ValueError(
@@ -157,7 +157,7 @@ def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def check_head(model: PreTrainedModel, who: str) -> None:
-    """Refuse a model that does not give one score (ValueError)."""
+    """Refuse a model without a single output (ValueError)."""
     if model.config.num_labels != 1:
         raise ValueError(f"{who} has {model.config.num_labels} outputs: a reward has num_labels 1")
 

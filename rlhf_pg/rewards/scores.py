@@ -1,7 +1,7 @@
 """Transformations of scores before they are trained on: pure functions on tensors.
 
-Shapes: B completions, T columns, K sources of reward. Scores (B,T,K) stand at the token that ends
-the step or the completion that they judge, and are NaN elsewhere.
+Shapes: B completions, T columns, K sources of reward. A score in (B,T,K) is at the last token of
+the step or completion that it judges; other entries are NaN.
 """
 
 import torch
@@ -34,12 +34,12 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
         L - C < |y| <= L      penalty ((L - C) - |y|) / C
         L < |y|               -penalty
 
-    so that a completion of exactly L tokens pays all of it.
+    so that a completion of exactly L tokens gets the whole penalty.
 
     Args:
         lengths: (B,) |y|, tokens of each completion.
-        longest: L, the longest completion that is sampled.
-        buffer: C, the tokens over which the penalty rises.
+        longest: L, the limit on the length of completions.
+        buffer: C, the tokens over which the penalty grows.
         penalty: 1 in the paper.
 
     Returns:
@@ -52,8 +52,8 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
 def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
     """Replace all sources but one in some rows, (B,) bool (N Implementation Details).
 
-    In those rows every other source scores 0 at the last True slot of `mask` (B,T). So does a
-    source that gave no score, for which the mean of its group would otherwise stand in.
+    In those rows every other source scores 0 at the last True slot of `mask` (B,T), even one that
+    gave no score, since the mean of its group would otherwise replace it.
     """
     blank = at_end(scores.new_zeros(len(scores)), mask)[:, :, None].expand_as(scores)
     others = torch.arange(scores.shape[2], device=scores.device) != source

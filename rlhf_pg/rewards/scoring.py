@@ -21,25 +21,25 @@ from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, 
 from rlhf_pg.rewards.scores import ends
 
 RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
-PendingCalls = dict[int, Future[Answer]]  # about one prompt, by number of the source
+PendingCalls = dict[int, Future[Answer]]  # calls for one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
-BESIDE = ("worker", "async")  # kinds of sources that are called while others are sampled
-RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # no function's name
+BESIDE = ("worker", "async")  # kinds of sources that are called during sampling
+RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # not names of functions
 
 
 @dataclass(kw_only=True)
 class Judgement:
-    """Scores of a batch, with what the functions logged and where they failed."""
+    """Scores of a batch, with the functions' logged values and failures."""
 
-    # (B,T,K) float64 on the CPU, unweighted: a score stands at the token that ends its step, or for
-    # a whole completion at its last action token; NaN elsewhere, and where a source gave None.
+    # (B,T,K) float64 on the CPU, unweighted: a score is at the last token of its step, or for a
+    # whole completion at its last action token; NaN elsewhere, and where a source gave None.
     scores: Tensor
-    lost: Tensor  # (B,) True where sources failed and no other gave a score
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns, of B values each
+    lost: Tensor  # (B,) True where sources failed and none gave a score
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns with B values each
     metrics: dict[str, list[float]] = field(default_factory=dict)  # a number per call
-    called: int  # completions, of which each function is asked
-    failed: dict[str, int]  # of these, by function
+    called: int  # number of completions that each function was called for
+    failed: dict[str, int]  # how many of these failed, by function
     first_failure: str | None = None
 
 
@@ -47,20 +47,20 @@ class Rewards:
     """One or several reward functions, called on the completions of one prompt after another.
 
     Args:
-        functions: callables, plain or async, that take what `RewardInputs` offers and return one
+        functions: plain or async callables. They take arguments of `RewardInputs` and return one
             float per completion, or None where the reward does not apply; or a list with one entry
-            per token of `completion_ids`, a score at the token that ends a step and None elsewhere.
-            A sequence classifier, or its path or Hub id, becomes a `RewardModel`.
+            per token of `completion_ids`, a score at the last token of a step and None elsewhere. A
+            sequence classifier, or its path or Hub id, becomes a `RewardModel`.
         weights: one per function; None gives each weight 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
-        device, sees_eos, trust_remote_code: of reward models made here.
-        environment: an environment pays too, as the last source, "environment".
-        workers: processes that call plain functions. Ready-made ones, which have limits of their
-            own, and functions that name `environments` stay here.
+        device, sees_eos, trust_remote_code: see `RewardModel`.
+        environment: an environment gives rewards too, as the last source, "environment".
+        workers: number of processes that call plain functions. Ready-made rewards, which have their
+            own limits, and functions that take `environments` are called in this process.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
-    ValueError or TypeError if one of these cannot be used, or a function not be sent to a worker.
+    ValueError or TypeError if an argument cannot be used, or a function not be sent to a worker.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Rewards:
             )
 
     def begin(self, inputs: RewardInputs) -> PendingCalls:
-        """Begin the calls on the completions of one prompt that can be made beside sampling."""
+        """Begin the calls on the completions of one prompt that can run during sampling."""
         beside = [k for k, source in enumerate(self.sources) if source.kind in BESIDE]
         return {k: self._call(self.sources[k], inputs) for k in beside}
 
     def _call(self, source: Source, inputs: RewardInputs) -> Future[Answer]:
-        """Call a function, in its worker, on the event loop, or here and now."""
+        """Call a function in a worker, on the event loop, or right here."""
         answer = Answer(len(inputs.completions))
         given = (source.function, inputs.arguments(source, answer), answer)
         if source.kind == "worker":
@@ -165,24 +165,24 @@ class Rewards:
         groups: Sequence[int] | None = None,
         begun: Mapping[int, PendingCalls] | None = None,
     ) -> Judgement:
-        """Score B completions, and say what was logged and what failed.
+        """Score B completions.
 
         ValueError if a function failed and `on_error` is "error", or none scores a completion.
 
         Args:
-            action_mask: (B,T) True where the policy chose the token. A row without such a token is
-                not shown to functions and has no score.
+            action_mask: (B,T) True where the policy chose the token. Rows without such a token are
+                not given to functions and have no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion; functions are called once for each
-                number, or once for all without numbers.
-            begun: what `begin` returned, for some of the groups.
+            groups: the prompt number of each completion; functions are called once for each number,
+                or once for all without numbers.
+            begun: results of `begin`, for some of the groups.
         """
         mask = action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
         if paid is not None:
             scores[:, :, -1] = paid.cpu()
         rows: list[int] = mask.any(1).nonzero().flatten().tolist()
-        rows_of: dict[int, list[int]] = {}  # of each group
+        rows_of: dict[int, list[int]] = {}  # rows of each group
         for i in rows:
             rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
         judgement = Judgement(
@@ -238,14 +238,14 @@ class Rewards:
 
 
 def give_up(calls: Iterable[PendingCalls]) -> None:
-    """Cancel calls about several prompts that nobody will ask about."""
+    """Cancel calls whose results are not needed any more."""
     for about_one in calls:
         for pending in about_one.values():
             pending.cancel()
 
 
 def _place(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
-    """Return (rows,T) scores, each at its token; NaN elsewhere (CallFailed: no place for one)."""
+    """Place scores at their tokens, (rows,T), NaN elsewhere; CallFailed if that is impossible."""
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = ends(mask).tolist()
     for i, (score, ids) in enumerate(zip(scores, completion_ids, strict=True)):
@@ -261,7 +261,7 @@ def _place(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask:
             if step is not None and not mask[i, t]:
                 raise CallFailed(
                     f"returned {step} for token {t} of completion {i} of the call, which the "
-                    "policy did not choose: score the last token of its own before that one"
+                    "policy did not choose: score the last policy token before that one"
                 )
             table[i, t] = math.nan if step is None else step
     return table

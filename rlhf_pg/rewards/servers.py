@@ -1,4 +1,4 @@
-"""Rewards that servers compute: scores over plain JSON, and a language model as judge."""
+"""Rewards from servers: scores over plain JSON, and a language model as judge."""
 
 import asyncio
 import hashlib
@@ -21,7 +21,7 @@ from rlhf_pg.rewards.functions import UNCOPIED
 from rlhf_pg.rewards.verifiers.texts import Count, Positive, Seconds, require
 
 OPENAI = "https://api.openai.com/v1"
-ANSWERS = 3  # that a judge may give without a verdict
+ANSWERS = 3  # answers without a verdict after which a judge has failed
 SYSTEM = """\
 You score the completion of a language model by this rubric:
 
@@ -38,8 +38,8 @@ SCORE = re.compile(r'"score"\s*:\s*"?(-?\d+(?:\.\d+)?)')
 class HttpReward:
     """A server that scores completions.
 
-    It is posted `{"prompts": [...], "completions": [...], "completion_ids": [...]}` with every
-    other column of the dataset under its name, all lists of equal length, and answers
+    A request is `{"prompts": [...], "completions": [...], "completion_ids": [...]}` with every
+    other column of the dataset under its name, all lists of equal length. The server answers
     `{"scores": [...]}`, `{"rewards": [...]}` or a bare list: one entry per completion, a number,
     null where the reward does not apply, or a list with an entry per token. See also `key_for`.
     """
@@ -48,17 +48,17 @@ class HttpReward:
         self,
         url: str,  # with its path
         *,
-        concurrency: Positive = 8,  # requests at the same time, by this process
+        concurrency: Positive = 8,  # concurrent requests of this process
         timeout: Seconds = 60.0,  # for one answer
         retries: Count = 5,  # see `rlhf_pg.boundary.http.Client`
-        api_key_env: str | None = None,  # the variable with a key, sent as Authorization: Bearer
+        api_key_env: str | None = None,  # variable with the key, sent as Authorization: Bearer
     ) -> None:
         self.client = Client(url, timeout, retries, concurrency, key_for(url, api_key_env))
         self.where = quoted(url)
         self.__name__ = url.partition("//")[2].rstrip("/")
 
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Any]:
-        """Return one entry per completion (ValueError: the server has not answered with that)."""
+        """Return one entry per completion; ValueError if the server's answer is anything else."""
 
         def read(answer: Any) -> list[Any]:
             if isinstance(answer, dict):
@@ -67,7 +67,7 @@ class HttpReward:
                 return answer
             raise ValueError(f"it is not a list of {len(completions)} scores, got {shown(answer)}")
 
-        of_run = {"trainer_state", *UNCOPIED}  # which every function with **kwargs is given
+        of_run = {"trainer_state", *UNCOPIED}  # not columns, but in **kwargs too
         columns = {name: values for name, values in columns.items() if name not in of_run}
         return await self.client.ask("", {"completions": completions, **columns}, read)
 
@@ -75,26 +75,26 @@ class HttpReward:
 class Judge:
     """A model that scores completions by a rubric.
 
-    It is asked by OpenAI's client, once per text. The completion, its prompt and what else it is
-    shown stand between marks that cannot be guessed, as data.
+    OpenAI's client sends one request per text. The completion, its prompt and other columns are
+    marked as data by tags that cannot be guessed.
     """
 
     def __init__(
         self,
         name: str,  # in the metrics
         *,
-        rubric: str,  # what to look for: text, or the name of a .md or .txt file
-        model: str,  # its name at the server
+        rubric: str,  # criteria: text, or the name of a .md or .txt file
+        model: str,  # its name on the server
         base_url: str = OPENAI,  # up to /v1
-        api_key_env: str | None = None,  # the variable with the key; None: OPENAI_API_KEY, or none
-        scale: str = "1-10",  # of the rubric; its ends become 0 and 1
-        columns: tuple[str, ...] = (),  # of the dataset, shown to the judge as well
+        api_key_env: str | None = None,  # variable with the key; None: OPENAI_API_KEY, or no key
+        scale: str = "1-10",  # range of the rubric's scores; its ends become 0 and 1
+        columns: tuple[str, ...] = (),  # dataset columns that the judge sees too
         temperature: float | None = 0.0,  # None leaves it to the server
         request: dict[str, Any] | None = None,  # more fields, such as `max_completion_tokens`
-        concurrency: Positive = 16,  # requests at the same time by this process
-        timeout: Seconds = 60.0,  # for each
-        retries: Count = 5,  # further attempts where the server fails
-        cache: str | None = None,  # a file of verdicts, so that a resumed run asks nothing twice
+        concurrency: Positive = 16,  # concurrent requests of this process
+        timeout: Seconds = 60.0,  # for each request
+        retries: Count = 5,  # retries if the server fails
+        cache: str | None = None,  # a file of verdicts, so that a resumed run repeats no request
     ) -> None:
         require("openai", "judge")
         from openai import AsyncOpenAI
@@ -121,7 +121,7 @@ class Judge:
         self._known: dict[str, float] = {}
         if self.cache.exists():
             for line in self.cache.read_text("utf-8").splitlines():
-                with suppress(ValueError):  # a crash has torn the last line
+                with suppress(ValueError):  # a crash may have torn the last line
                     self._known.update(json.loads(line))
 
     async def __call__(
@@ -135,7 +135,7 @@ class Judge:
         bodies, keys = {}, []
         for row in zip(*table.values(), strict=True):
             parts = {name: as_text(value) for name, value in zip(table, row, strict=True)}
-            # A text that held its own hash could close its part; none can be found.
+            # A text would have to contain its own hash to close its tag.
             mark = _digest([self.rubric, parts])[:16]
             data = [f"<{name} {mark}>\n{text}\n</{name} {mark}>" for name, text in parts.items()]
             system = SYSTEM.format(rubric=self.rubric, mark=mark, low=self.low, high=self.high)
@@ -151,7 +151,7 @@ class Judge:
         return [(self._known[key] - self.low) / (self.high - self.low) for key in keys]
 
     async def _judge(self, key: str, body: dict[str, Any]) -> None:
-        """Ask until there is a verdict, and keep it."""
+        """Ask until there is a verdict, and cache it."""
         for _ in range(ANSWERS):
             async with self._free:
                 answer = await self.client.chat.completions.create(**body)
@@ -170,7 +170,7 @@ class Judge:
 
 
 def as_text(value: Any) -> str:
-    """Return a prompt, a completion or a column as text; a chat turn by turn, with its roles."""
+    """Return a prompt, a completion or a column as text; a chat as turns with their roles."""
     if not value or not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
         return str(value)
     turns = (f"[{m.get('role', '?')}]\n{text_of(m)}{m.get('tool_calls') or ''}" for m in value)
@@ -184,7 +184,7 @@ def _digest(value: Any) -> str:
 def key_for(url: str, variable: str | None) -> str:
     """Return the key in an environment variable, empty if none is named, and check the address.
 
-    ValueError if it is not http(s) or holds what must not be saved, or the variable is not set.
+    ValueError if the address is not http(s) or has credentials, or the variable is not set.
     """
     parts = httpx2.URL(url)
     secret = parts.userinfo or parts.query or parts.fragment

@@ -1,4 +1,4 @@
-"""The way from raw scores to training rewards, by the options of a run."""
+"""From raw scores to training rewards, by the options of a run."""
 
 import torch
 from torch import Tensor
@@ -11,25 +11,25 @@ from rlhf_pg.running_stats import RunningMoments
 
 
 class Shaping:
-    """The sources of reward of a run, and the way from a raw score to what is trained on.
+    """The sources of reward of a run, and the steps from raw scores to training rewards.
 
-    raw        what a reward function returned; missing_eos_penalty and overlong_penalty follow the
-               functions, as sources of their own at the last action token
-    clip       each score by itself to reward_clip_range
-    squash     each score by itself into [0, 1] (reward_squash), min_max by those of the step
-    normalise  divided by the running std of its source's totals (normalize_rewards)
-    weight     reward_weights
-    replace    minus missing_eos_penalty in place of all else (missing_eos_mode "replace")
-    KL         subtracted at every token (kl_placement "reward")
-    whiten     the sum of all that, over the tokens of the step (whiten_rewards)
+    raw        scores of reward functions; missing_eos_penalty and overlong_penalty follow as
+               sources of their own, at the last action token
+    clip       each score to reward_clip_range
+    squash     each score into [0, 1] (reward_squash); min_max by the scores of the step
+    normalise  divide by the running std of the source's totals (normalize_rewards)
+    weight     by reward_weights
+    replace    all else by minus missing_eos_penalty (missing_eos_mode "replace")
+    KL         subtract at every token (kl_placement "reward")
+    whiten     the sum, over the tokens of the step (whiten_rewards)
 
-    Penalties are in the units of the result: only scores of functions are clipped, squashed,
-    normalised and weighted. No mean is subtracted from normalised scores, which would reward or
-    punish further steps as such, and so change the best length. (Whitening does shift, by a share
-    of the mean: Ziegler et al. 2019, in their code.)
+    Penalties are in final units: only scores of functions are clipped, squashed, normalised and
+    weighted. Normalising does not subtract a mean, which would reward or punish additional steps
+    as such, and so change the best length. (Whitening does shift, by a share of the mean: Ziegler
+    et al. 2019, in their code.)
 
-    `rewards/{name}/mean` and the samples show raw scores, steps summed. `reward` is what is trained
-    on, before the KL; in evaluation also before normalising and min_max, which change during a run.
+    `rewards/{name}/mean` and the samples show raw scores, summed over steps. `reward` excludes the
+    KL; in evaluation also normalising and min_max, which change during a run.
     """
 
     def __init__(self, args: PolicyGradientConfig, rewards: Rewards) -> None:
@@ -39,19 +39,19 @@ class Shaping:
         added += ["overlong_penalty"] * (args.overlong_buffer is not None)
         self.names = [*rewards.names, *added]
         self.weights = torch.cat([rewards.weights, rewards.weights.new_ones(len(added))])
-        normalized = rewards.names if args.normalize_rewards else []  # by moments of their totals
+        normalized = rewards.names if args.normalize_rewards else []  # by the moments of totals
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
-        self._bounds: tuple[Tensor, Tensor]  # of a step, (functions,) each
+        self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
 
     def penalized(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Append the penalties, as sources of their own: (B,T,functions) -> (B,T,K)."""
+        """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
             added.append(-args.missing_eos_penalty * batch.truncated.double())
         if args.overlong_buffer is not None:
             lengths, longest = batch.completion_mask.sum(1), args.max_completion_length
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
-        # A row in which the policy chose no token has no penalty.
+        # A row without policy tokens has no penalty.
         silent = ~batch.action_mask.any(1)
         for penalty in added:
             column = at_end(penalty.masked_fill(silent, torch.nan), batch.action_mask)
@@ -70,7 +70,7 @@ class Shaping:
         return torch.cat([low, -high, sum_step_scores(own)], dim=1)
 
     def observe(self, everyone: Tensor) -> None:
-        """Take in what was `measured` of a step on all processes, before its scores are shaped."""
+        """Update with the `measured` of all processes, before the step's scores are shaped."""
         low, negated_high, step_totals = everyone.chunk(3, dim=1)
         if self.args.reward_squash == "min_max":
             self._bounds = low.amin(0), -negated_high.amin(0)
@@ -81,13 +81,13 @@ class Shaping:
                 moments.update(len(valid), mean, var)
 
     def __call__(self, scores: Tensor, batch: Batch, normalize: bool = True) -> Tensor:
-        """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
+        """Shape raw scores (B,T,K), without the KL; `normalize` adds running normalisation."""
         own, penalties = self._clipped(scores), scores[:, :, self.functions :]
         if self.args.reward_squash == "sigmoid":
             own = own.sigmoid()
         elif self.args.reward_squash == "min_max" and normalize:
             low, high = self._bounds
-            own = (own - low) / (high - low).where(high > low, 1.0)  # 0 where all are equal
+            own = (own - low) / (high - low).where(high > low, 1.0)  # 0 if all are equal
         if normalize and self.moments:
             own = own / own.new_tensor([moments.std for moments in self.moments.values()])
         scores = torch.cat([own, penalties], dim=2)
@@ -100,14 +100,14 @@ class Shaping:
     def judged(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,functions).
 
-        Penalties are left out: they would tell apart completions of a group that are equally wrong.
+        Penalties are left out: they would distinguish equally wrong completions of a group.
         """
         return self._clipped(scores) * self.weights[: self.functions].to(scores)
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
-        """Return step scores (B,T), summed over sources, and where there is a step, (B,T).
+        """Return step scores (B,T), summed over sources, and a mask of the steps (B,T).
 
-        A penalty of 0 is left out: process supervision would count it as one more step.
+        A penalty of 0 is left out: process supervision would count it as another step.
         """
         functions, penalties = shaped.tensor_split([self.functions], dim=2)
         there = ~functions.isnan().all(2) | (penalties.nansum(2) != 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import what belongs to several turns when a name of it is first asked for."""
+        """Import a multi-turn name when it is first used."""
         if not name.startswith("_"):
             for part in ("environment", "episodes", "tools"):
                 module = import_module(f"rlhf_pg.rollout.multi_turn.{part}")

@@ -1,4 +1,4 @@
-"""The interface of all rollout engines: token ids in, token ids out."""
+"""The interface of the rollout engines: token ids in, token ids out."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ class SamplingParams:
     top_p: float = 1.0  # keep the smallest set of likeliest tokens whose mass reaches this
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
     max_tokens: int = 256  # longest completion, EOS included
-    stop: str | Sequence[str] | None = None  # end a completion; their tokens stay in it
+    stop: str | Sequence[str] | None = None  # strings that end a completion; they stay in it
 
     def __post_init__(self) -> None:
         ranges = {
@@ -43,29 +43,29 @@ class Completion:
     """One sampled completion; FloatingPointError if a log-probability is NaN."""
 
     tokens: list[int]  # sampled ids, including the EOS that ended the row
-    logprobs: list[float]  # under the distribution that each token was really drawn from
-    finish_reason: Literal["stop", "length"]  # stop by EOS or string, even as the last allowed
+    logprobs: list[float]  # under the distribution that each token was drawn from
+    finish_reason: Literal["stop", "length"]  # stop: EOS or a stop string, even at the limit
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.logprobs)):
             raise FloatingPointError(
-                "the model's logits are NaN: its weights have diverged, or it cannot compute "
-                "padding in this dtype"
+                "the model's logits are NaN: its weights have diverged, or the model returns "
+                "NaN for padding in this dtype"
             )
 
 
 class RolloutError(RuntimeError):
-    """An error after which an engine cannot sample any more, such as the loss of its server."""
+    """The engine cannot sample any more, for example because it lost its server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A sequence of tokens to continue, once per sample; ValueError if max_tokens is below 1."""
 
-    tokens: Sequence[int]  # of the prompt, or of a whole episode so far
-    prompt_index: int  # the running number of the prompt, which keys its noise
-    samples: Sequence[int] = (0,)  # the numbers of the wanted continuations, which key theirs
-    position: int = 0  # the place of the first new token, counted from the end of the prompt
+    tokens: Sequence[int]  # the prompt, or a whole episode so far
+    prompt_index: int  # the running number of the prompt; seeds the noise
+    samples: Sequence[int] = (0,)  # sample numbers, one per continuation; seed the noise too
+    position: int = 0  # of the first new token, counted from the end of the prompt
     max_tokens: int | None = None  # a limit below that of the `SamplingParams`
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Request:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     def limit(self, params: SamplingParams) -> int:
-        """Return how many tokens each continuation may have."""
+        """Return the largest number of tokens of each continuation."""
         return min(self.max_tokens or params.max_tokens, params.max_tokens)
 
 
@@ -86,21 +86,21 @@ class Finished(NamedTuple):
 
 
 class Session(Protocol):
-    """A set of requests that are sampled together, each entering and leaving at its own time."""
+    """Requests that are sampled together, each entering and leaving at its own time."""
 
     def add(self, request: Request) -> None:
-        """Ask for completions; ValueError if they cannot be had, with a message that continues the
-        name of the prompt ("is empty: ...").
+        """Request completions; ValueError if that is not possible. The caller puts the name of the
+        prompt before the message ("is empty: ...").
         """
         ...
 
     def step(self) -> list[Finished]:
-        """Sample for a moment, and return what has finished by then, which is often nothing."""
+        """Sample for a moment, and return the completions that have finished, often none."""
         ...
 
     @property
     def idle(self) -> bool:
-        """True if everything that was asked for has been returned."""
+        """True if every requested completion has been returned."""
         ...
 
 
@@ -113,8 +113,8 @@ class RolloutEngine(ABC):
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:
         """Open a session for sampling.
 
-        What is sampled depends only on the model, the request's tokens and (seed, prompt index,
-        sample, position).
+        Samples depend only on the model, the request's tokens and (seed, prompt index, sample,
+        position).
         """
 
     def generate(
@@ -137,9 +137,9 @@ class RolloutEngine(ABC):
         seed: int,
         prompt_ids: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Completion]]:
-        """Yield each completion as soon as it is there, with its place, prompt * n + sample.
+        """Yield each completion as soon as it is finished, with its place, prompt * n + sample.
 
-        Whoever stops before the end closes it, since a session is open between two completions.
+        A caller that stops early must close the generator, which holds a session open.
 
         `prompt_ids` has the prompt index of each prompt, by default its place in the list.
         ValueError if n is below 1, or a prompt is empty or too long.
@@ -166,9 +166,9 @@ class RolloutEngine(ABC):
 
     @contextmanager
     def weights_synced(self) -> Iterator[None]:
-        """Sample from the weights as they are now inside the block; nested blocks change nothing.
+        """Inside the block, sample from the weights as they are now; nested blocks do nothing.
 
-        Whatever an engine has to copy is copied once on entry and dropped on exit.
+        An engine that needs a copy makes it once on entry and drops it on exit.
         """
         self._users += 1
         try:

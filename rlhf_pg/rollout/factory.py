@@ -1,4 +1,4 @@
-"""The engine that samples, chosen for `rollout_engine: auto`, and what plays episodes on it."""
+"""Make the rollout engine, chosen for `rollout_engine: auto`, and the runner of episodes."""
 
 import dataclasses
 import gc
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
 
-# What a vLLM that was chosen takes from the config, and a native engine that was chosen does not.
+# Keys that only vLLM uses: reset to their defaults where auto chooses the native engine.
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
 def installed() -> str | None:
-    """Return the version of the installed vLLM, without importing it, which takes long."""
+    """Return the version of the installed vLLM without the slow import."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def installed() -> str | None:
 def unsuited(
     args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
 ) -> str | None:
-    """Return why this version of vLLM does not suit a run on this kind of device, or None."""
+    """Return the reason why vLLM does not suit this run on this kind of device, or None."""
     if kind != "cuda":
         return f"the device is {kind}"
     if version is None:
@@ -64,7 +64,7 @@ def unsuited(
 def choose_engine(
     args: PolicyGradientConfig, model: PreTrainedModel, runtime: Runtime
 ) -> tuple[str, str]:
-    """Return the name of the engine that samples, and why; collective."""
+    """Return the name of the rollout engine, and the reason; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
     why = runtime.first_error(unsuited(args, model, runtime.device.type, installed()))
@@ -72,7 +72,7 @@ def choose_engine(
 
 
 def with_engine(args: C, engine: str) -> C:
-    """Return the config with the chosen engine; vLLM sleeps, so that updates have its memory."""
+    """Return the config with the chosen engine; vLLM sleeps to leave its memory to updates."""
     if args.rollout_engine != "auto":
         return args
     if engine == "vllm":
@@ -88,9 +88,9 @@ def start_engine(
     runtime: Runtime,
     make: Callable[[str], RolloutEngine],
 ) -> tuple[RolloutEngine, str, str]:
-    """Start the chosen engine; return it with its name and why it is this one. Collective.
+    """Start the chosen engine; return it with its name and the reason. Collective.
 
-    A vLLM that `auto` has chosen starts on all processes, or the native engine samples on all.
+    If `auto` has chosen vLLM and it does not start on all processes, all use the native engine.
     """
     if args.rollout_engine != "auto" or name != "vllm":
         return make(name), name, why
@@ -101,7 +101,7 @@ def start_engine(
         failure = f"{type(error).__name__}: {error}"
     if (failure := runtime.first_error(failure)) is None:
         return engine, name, why
-    gc.collect()  # what has begun holds memory
+    gc.collect()  # the failed engine holds memory
     why = f"vLLM cannot start ({failure})"
     if runtime.is_main:
         logger.warning("rollout_engine auto: %s, so the native engine samples", why)
@@ -119,9 +119,9 @@ def new_engine(
     """Create the engine that `args.rollout_engine` names, which is not auto.
 
     Args:
-        model: the policy, which has its weights when the engine takes them over.
-        is_main: whether this process hands weights to a server.
-        longest: tokens of the longest prompt and completion.
+        model: the policy; its weights are read only when sampling begins.
+        is_main: whether this process sends weights to a server.
+        longest: tokens of the longest prompt with its completion.
 
     Raises:
         ValueError: the engine is not available, or cannot sample from the model.
@@ -153,9 +153,7 @@ def new_engine(
             is_main=is_main,
         )
     if model.device.type == "cuda" and is_main:
-        logger.warning(
-            "the native engine samples on a GPU without kernels of its own; vLLM is faster"
-        )
+        logger.warning("the native engine has no GPU kernels of its own; vLLM is faster")
     return NativeEngine(
         model,
         eos_token_ids,
@@ -172,8 +170,8 @@ def new_episode_runner(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> "EpisodeRunner | None":
-    """Create the runner of episodes, for a run with tools or an environment; ValueError if they do
-    not fit together, or a run without episodes has keys for them.
+    """Create the runner of episodes, for a run with tools or an environment; ValueError if these
+    do not fit together, or if a run without episodes sets keys of episodes.
     """
     has_episodes = bool(tools) or environments is not None
     needs = ("tools or environment_factory", has_episodes, "max_turns environment_timeout")

@@ -1,5 +1,5 @@
-"""Drawing of tokens from a distribution, with noise that depends only on its coordinates, and the
-conditions that end a completion before its length limit.
+"""Draw tokens with noise that depends only on its coordinates, and end completions early at EOS or
+stop strings.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ from rlhf_pg.masking import widen
 from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
-BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
+BLOCK = 128  # tokens in a block, whose probabilities are summed first
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,22 +45,22 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     if weights.shape[1] % BLOCK:
         weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
     weights = weights.view(len(scores), -1, BLOCK)
-    # First find the block, then the token in it: the vocabulary is summed once, not scanned.
+    # Find the block, then the token in it, which is faster than a cumsum over the vocabulary.
     blocks = _running_sums(weights.sum(dim=-1).double())
     block, rest = _invert(blocks, noise)
     inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
     token, _ = _invert(inside, rest)
-    ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
+    ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # exceeded only for NaN logits
     return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
 
 
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Find the step of each row's cumulative distribution where `noise` in [0, 1) falls.
 
-    The distribution may sum to anything. Also return the place within that step, again in [0, 1).
+    The distribution need not sum to 1. Also return the place within that step, again in [0, 1).
     """
     aim = noise[:, None] * cdf[:, -1:]
-    # noise < 1 and `right` skip every step of width 0, at either end.
+    # Steps of width 0 are never chosen: `right` skips those before, noise < 1 those at the end.
     place = torch.searchsorted(cdf, aim, right=True).clamp(max=cdf.shape[1] - 1)
     end = cdf.gather(1, place)
     start = torch.where(place > 0, cdf.gather(1, (place - 1).clamp(min=0)), 0.0)
@@ -70,8 +70,7 @@ def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 def _running_sums(x: Tensor) -> Tensor:
     """Return the running sums of each row.
 
-    It is a product where a GPU must sum in a fixed order, which torch does not promise for
-    `cumsum`.
+    On a GPU that must be deterministic this is a matrix product, since `cumsum` is not.
     """
     if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x.cumsum(dim=-1)
@@ -96,7 +95,7 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
-    """Return (R,) int64, all that the noise of each row depends on but the position."""
+    """Return (R,) int64: each row's seed, to which the noise adds the position."""
     state = mix(torch.full_like(prompt_indices, signed(seed)))
     state = mix(state + prompt_indices)
     return mix(state + samples)
@@ -105,8 +104,8 @@ def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
 def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
     """Return noise in [0, 1), float64, a pure function of (seed, prompt index, sample, position).
 
-    This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so
-    the noise of a row does not depend on the other rows, their order or the number of processes.
+    This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011): a
+    row's noise does not depend on the other rows, their order or the number of processes.
     """
     return shift(mix(keys + position), 12).to(torch.float64) * 2.0**-52
 
@@ -119,9 +118,7 @@ def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> in
 
 @dataclass(frozen=True)
 class Stopping:
-    """The EOS ids, and the stop strings that are searched for in the decoded text.
-
-    Text is never tokenized again.
+    """The EOS ids, and the stop strings to look for in the decoded text.
 
     Raises:
         ValueError: there are strings but no tokenizer.
@@ -133,10 +130,10 @@ class Stopping:
 
     def __post_init__(self) -> None:
         if self.strings and self.tokenizer is None:
-            raise ValueError("stop strings are matched on text: give NativeEngine a tokenizer")
+            raise ValueError("stop strings need a tokenizer: give NativeEngine one")
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether a completion is over with its last token, if it was not over before."""
+        """Return whether a completion ends with its last token, if it has not ended before."""
         if tokens[-1] in self.eos_token_ids:
             return True
         if self.tokenizer is None or not self.strings:

@@ -4,10 +4,10 @@ With d = log pi_sampler(y) - log pi(y), for tokens y that the sampler drew,
 
     KL(pi_sampler || pi) = E[exp(-d) - 1 + d],    E[1 - exp(-d)] = 0
 
-The KL is 0 but for rounding. The second mean is 0 for any two distributions: another one says that
-the sampler does not draw by the log-probabilities that it reports, or leaves tokens out. Every step
-measures both before its weights change, over all of its tokens, so that an update on another policy
-than the one that sampled shows here, be it by the sampler, packing, padding or an adapter.
+The KL is 0 but for rounding. The second mean is 0 for any two distributions: any other value means
+that the sampler does not draw from the distribution that it reports, or leaves tokens out. Every
+step measures both over all of its tokens before its weights change. This catches training on a
+policy other than the one that sampled, whether by the sampler, packing, padding or an adapter.
 
 Shapes: B rows on this rank, T completion width.
 """
@@ -27,12 +27,12 @@ from rlhf_pg.runtime import Runtime
 
 
 class Limits(NamedTuple):
-    """The differences that rounding explains, in nats."""
+    """The largest differences that rounding explains, in nats."""
 
-    kl: float  # the most, as a mean over tokens
-    usual: float  # at least this much is never a fault by being more than before
-    mean: float  # of 1 - exp(-d) over many tokens, either way
-    token: float  # of a single token's d
+    kl: float  # mean over tokens
+    usual: float  # a smaller KL is never a jump
+    mean: float  # |mean of 1 - exp(-d)| over many tokens
+    token: float  # |d| of a single token
 
 
 # docs/reliability.md has the figures. Softmaxes in float32 lose small terms of large vocabularies.
@@ -41,26 +41,26 @@ LIMITS = {
     torch.float32: Limits(1e-6, 1e-6, 1e-4, 5e-3),
     torch.bfloat16: Limits(5e-2, 5e-4, 5e-4, 0.5),
 }
-ROUTED = 4  # times as much for a token, for which a router may choose another expert
-JUMP = 20  # times the KL of recent steps
-MEMORY = 0.99  # weight of the earlier steps in what is recent
-SURE = 5  # standard errors of a mean over recent steps
+ROUTED = 4  # factor on `Limits.token` with experts: rounding may change the router's choice
+JUMP = 20  # a KL this many times that of recent steps is a fault
+MEMORY = 0.99  # decay per step of the sums over recent steps
+SURE = 5  # allowed standard errors of the mean over recent steps
 
 
 class DisagreementError(RuntimeError):
-    """An error that ends a run whose sampler and policy are not the same distribution."""
+    """Sampler and policy are not the same distribution; ends the run."""
 
 
 class Agreement:
-    """A comparison of the sampler's log-probabilities with the policy's, step by step.
+    """Compares the sampler's log-probabilities with the policy's, step by step.
 
     Args:
-        dtype: of the computation.
-        runtime: of this process.
-        policy: what is trained.
+        dtype: the policy's dtype, which decides the limits.
+        runtime: the runtime of this process.
+        policy: the trained policy.
         score: computes the policy's log-probabilities (B,T) of rows; it may be collective.
         refuses: False where the sampler may differ (`truncated_sampling: ignore`, or a
-            `sampler_correction` other than auto and none): it is then measured alone.
+            `sampler_correction` other than auto and none): the difference is only reported.
     """
 
     def __init__(
@@ -75,33 +75,33 @@ class Agreement:
         self.policy, self.score = policy, score
         if has_experts(policy.model):
             self.limits = self.limits._replace(token=ROUTED * self.limits.token)
-        self.recent = torch.zeros(4, dtype=torch.float64)  # sums over steps, the latest the most
-        self.compared_row = False  # a row alone with the same in its micro-batch
+        self.recent = torch.zeros(4, dtype=torch.float64)  # decayed sums over steps
+        self.compared_row = False  # whether a row was computed alone for comparison
         self.begin()
 
     def begin(self, waits: bool = False) -> None:
-        """Begin another step.
+        """Begin a step.
 
         Args:
-            waits: its rows are to be added in the update, and not before.
+            waits: the step's rows are added during the update, not before it.
         """
         self.waits = waits
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
         self.seen: list[tuple[Tensor, Batch, Tensor]] = []  # the largest |d| of each batch
 
     def add(self, batch: Batch, logprobs: Tensor) -> None:
-        """Take in what the policy says (B,T) of sampled rows."""
+        """Add sampled rows and the policy's log-probabilities of them (B,T)."""
         if not batch.num_rows:
             return
         d = _differences(batch.sampler_logprobs, logprobs, batch.action_mask)
         self.sums += _sums(d, batch.action_mask)
-        self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # no GPU is waited for
+        self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # does not wait for the GPU
 
     def settle(self, blank: Batch) -> dict[str, float]:
         """Judge the step, and return its metrics; collective.
 
         Args:
-            blank: one row to compute where this process has none.
+            blank: a row to compute on a process that has none.
 
         Raises:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.
@@ -124,9 +124,9 @@ class Agreement:
         return dict(zip(names, (*numbers, largest), strict=True))
 
     def excess(self, sums: Tensor) -> str | None:
-        """Return by what the sums of a step, or of a row, are beyond rounding, or None.
+        """Describe how the sums of a step or a row exceed rounding; None if they do not.
 
-        A few tokens may have more than their share.
+        A few tokens may differ by more than the mean may.
         """
         count, _, _, kl = sums.tolist()
         limits = self.limits
@@ -135,14 +135,14 @@ class Agreement:
         return _beyond("agreement/kl", kl, count, most, 3 * limits.token**2 / 2)
 
     def _drift(self, sums: Tensor) -> str | None:
-        """Return by what 1 - exp(-d) is off in the mean of recent steps, or None."""
+        """Describe the bias of 1 - exp(-d) over recent steps; None if chance explains it."""
         count, d, squares, kl = (MEMORY * self.recent + sums).tolist()
         error = (max(squares - d * d / count, 0)) ** 0.5
         return _beyond("mean of 1 - exp(-d)", d - kl, count, self.limits.mean, SURE * error)
 
     @torch.no_grad()
     def _explain(self, fault: str | None, blank: Batch) -> str | None:
-        """Compute the worst row alone, or the most padded, and say what differs. Collective."""
+        """Compute the worst or most padded row alone, and name the cause. Collective."""
         size = (lambda one: float(one[0])) if fault else (lambda one: one[1].num_rows)
         default = (None, blank, blank.sampler_logprobs)
         _, batch, logprobs = max(self.seen, key=size, default=default)
@@ -158,8 +158,8 @@ class Agreement:
         if self.excess(compared(logprobs[index : index + 1, :width], alone)):
             how = "packing" if 0 < row.longest <= self.policy.window else "padding"
             return (
-                f"the policy gives a row other log-probabilities alone than in its micro-batch "
-                f"({how}): set micro_batch_tokens to 1, which computes every row alone"
+                f"the policy's log-probabilities of a row change with the rows beside it in a "
+                f"micro-batch ({how}): set micro_batch_tokens to 1, which computes every row alone"
             )
         if fault is None:
             return None
@@ -171,18 +171,18 @@ class Agreement:
             of_base, of_policy = (compared(row.sampler_logprobs, x)[3] for x in (base, alone))
             if 10 * of_base < of_policy:
                 return f"{said}it samples without the adapter; give the engine the adapter"
-            said += "its copy of the adapter differs, or else the sampler; "
+            said += "its copy of the adapter or the sampler itself differs; "
         else:
             said += "the sampler differs; "
         return said + (
-            "check that the engine serves this model in its whole length, unquantised, with the "
-            "same temperature, and gets new weights after every update; choose another "
-            "rollout_engine, or set sampler_correction to weigh the difference"
+            "check that the engine serves the same model (full context, not quantised) at the "
+            "same temperature and receives new weights after every update; choose another "
+            "rollout_engine, or set sampler_correction to correct for the difference"
         )
 
 
 def _differences(sampler: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
-    """Return d (B,T) in float64, 0 in masked slots and within 20 nats, so that exp is finite."""
+    """Return d (B,T) in float64, 0 in masked slots, clamped to 20 nats to keep exp finite."""
     d = sampler.detach().double() - policy.detach().double()
     return torch.where(mask, d, 0.0).clamp(-20, 20)
 
@@ -193,7 +193,7 @@ def _sums(d: Tensor, mask: Tensor) -> Tensor:
 
 
 def _beyond(name: str, total: float, count: float, limit: float, allowed: float) -> str | None:
-    """Say that a sum over tokens is beyond their limits and what is allowed in all, if it is."""
+    """Describe a sum over tokens beyond `count * limit + allowed`; None if it is within."""
     if abs(total) <= count * limit + allowed:
         return None
     return f"{name} {total / count:.3g} over {count:.0f} tokens, limit {limit:.3g}"

@@ -26,14 +26,14 @@ class GRPOTrainer(PolicyGradientTrainer):
 
         GRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
 
-    Every prompt is answered G times, and the group itself is the baseline, so no critic is needed.
-    Advantages are scores normalised within the group (outcome supervision, section 4.1.2), the
-    same for every token of a completion (`rlhf_pg.advantages.group_normalized`):
+    G completions are sampled per prompt, and the group itself is the baseline, so no critic is
+    needed. Advantages are scores normalised within the group (outcome supervision, section 4.1.2),
+    the same for every token of a completion (`rlhf_pg.advantages.group_normalized`):
 
         A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)
 
-    The std, with Bessel's correction, makes easy and hard prompts weigh alike, which biases the
-    gradient; `scale_rewards: none` leaves it out.
+    Dividing by the std (with Bessel's correction) gives easy and hard prompts the same weight and
+    biases the gradient; `scale_rewards: none` leaves it out.
 
     The loss is the clipped surrogate of PPO plus a penalty on drifting from the reference (Eq. 3;
     `rlhf_pg.losses.clipped_surrogate`, `rlhf_pg.kl.kl_loss`):
@@ -54,9 +54,9 @@ class RLOOTrainer(PolicyGradientTrainer):
 
         RLOOTrainer(model=..., reward_funcs=..., args=RLOOConfig(...), train_dataset=...)
 
-    Every prompt is answered k times, and the gradient is unbiased (`aggregation: constant`). The
-    advantage of a completion, the same for all its tokens, is its score, less its whole KL,
-    against the mean of the others (`rlhf_pg.advantages.leave_one_out`):
+    k completions are sampled per prompt; the gradient is unbiased (`aggregation: constant`). The
+    advantage of a completion, the same for all its tokens, is its score minus its summed KL,
+    relative to the mean of the others (`rlhf_pg.advantages.leave_one_out`):
 
         R_i = r_i - beta sum_t (log pi_old(y_{i,t}) - log pi_ref(y_{i,t}))
         A_i = R_i - 1/(k-1) sum_{j != i} R_j
@@ -76,8 +76,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
 
         ReinforceTrainer(model=..., reward_funcs=..., args=ReinforceConfig(...), ...)
 
-    A baseline b that does not depend on the completion leaves the expectation as it is and lowers
-    the variance. Advantages are the reward-to-go minus b (`rlhf_pg.advantages.estimators`), and the
+    A baseline b that does not depend on the completion lowers the variance without changing the
+    expectation. Advantages are the reward-to-go minus b (`rlhf_pg.advantages.estimators`), and the
     loss is `rlhf_pg.losses.vanilla`:
 
         r_t = -beta (log pi_old(y_t) - log pi_ref(y_t)) + [t is the last token] R
@@ -85,23 +85,23 @@ class ReinforceTrainer(PolicyGradientTrainer):
         loss_t = -A_t log pi(y_t)
 
     By default b is the mean score of the other completions of the batch (unbiased);
-    `returns_minus_mean` counts the own score too, which shrinks the gradient by 1 - 1/N; `returns`
-    has none.
+    `returns_minus_mean` includes a completion's own score, which shrinks the gradient by 1 - 1/N;
+    `returns` has no baseline.
     """
 
     config_type = ReinforceConfig
 
 
 class PPOTrainer(PolicyGradientTrainer):
-    """Proximal Policy Optimization (Schulman et al. 2017), as language models are trained by it
+    """Proximal Policy Optimization (Schulman et al. 2017) as used for language models
     (Ziegler et al. 2019; Stiennon et al. 2020): a critic values every prefix.
 
         PPOTrainer(model=..., reward_funcs=..., args=PPOConfig(...), value_model=None, ...)
 
     Args:
-        value_model: what the critic starts from, a path, a Hub id or an object. Of a `transformers`
-            model (like the policy, or a reward model) the trunk is taken, with a head that begins
-            at 0; any other module gives the values itself (see `rlhf_pg.models.Critic`). By default
+        value_model: what the critic starts from: a path, a Hub id or an object. A `transformers`
+            model (like the policy, or a reward model) lends its trunk, and the head starts at 0;
+            any other module gives the values itself (see `rlhf_pg.models.Critic`). By default
             `args.value_model_name_or_path`, or else a copy of the policy.
 
     Advantages are those of generalised advantage estimation (Schulman et al. 2016, Eq. 16;
@@ -111,15 +111,15 @@ class PPOTrainer(PolicyGradientTrainer):
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t     = delta_t + gamma lam A_{t+1}
 
-    s_t is the score of the step that ends at token t; that of a whole completion is paid at its
-    last token. V_t is the value of the prefix before token t. After the last token it is 0, or the
-    critic's own if the completion was cut off and `bootstrap_truncated` is set. The A_t in the loss
-    are whitened (`normalize_advantages`). Other estimators with a critic are `n_step` (A2C) and
-    `returns_minus_values` (VPG).
+    s_t is the score of the step that ends at token t; the score of a whole completion is paid at
+    its last token. V_t is the value of the prefix before token t. After the last token it is 0, or
+    the critic's value if the completion was truncated and `bootstrap_truncated` is set. The A_t in
+    the loss are whitened (`normalize_advantages`). Other estimators with a critic are `n_step`
+    (A2C) and `returns_minus_values` (VPG).
 
     Elsewhere: those papers whiten advantages over a minibatch; here it is the whole step on all
-    processes. The score is paid at the last token that the policy chose, an EOS or not, and nothing
-    is scored or learnt after it.
+    processes. The score is paid at the last token that the policy chose, whether or not it is EOS,
+    and no token after it is scored or trained on.
     """
 
     config_type = PPOConfig
@@ -140,9 +140,8 @@ class PPOTrainer(PolicyGradientTrainer):
 
             R_t = A_t + V_t
 
-        That is the lambda-return, the n-step target or the reward-to-go, as the estimator has it.
-        With `value_lam` it is the lambda-return of that lam, whatever the policy's (VAPO; Yue et
-        al. 2025: 1 for the critic).
+        This is the lambda-return, the n-step target or the reward-to-go, depending on the
+        estimator. `value_lam` sets a lambda for the critic alone (VAPO; Yue et al. 2025: 1).
         """
         args = self.args
         assert inputs.values is not None
@@ -158,12 +157,12 @@ class PPOTrainer(PolicyGradientTrainer):
         loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
                   + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
 
-        With `normalize_values` V_t is what the critic says, before the step and now, and R_t the
-        return less the running mean of all returns, over their deviation, this step's among them.
-        When these move, the critic is left as it is, and its values move with them.
+        With `normalize_values` V_t is the critic's raw output, before the step and now, and R_t the
+        return minus the running mean of all returns, over their deviation, this step included.
+        When these change, the critic is not adjusted, so its values change with them.
 
-        Elsewhere: skrl takes the old V_t in the units after the move and the new one in those
-        before it: a clip then holds back a critic that has not moved yet.
+        Elsewhere: skrl takes the old V_t in the units after the change and the new one in those
+        before it: the clip then restrains a critic that has not changed yet.
         """
         assert new.values is not None
         assert batch.values is not None
@@ -194,16 +193,16 @@ class PPOTrainer(PolicyGradientTrainer):
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the targets in the critic's units; the moments take in this step first."""
+        """Return the targets in the critic's units; the moments include this step."""
         returns, mask, moments = self.returns(inputs, advantages), inputs.mask, self.value_moments
         assert inputs.values is not None
         mean, var = self.runtime.mean_and_var(returns, mask)
         _, unexplained = self.runtime.mean_and_var(returns - inputs.values, mask)
-        # 1 for a perfect critic, 0 for one that knows no more than a mean.
+        # 1 for a perfect critic, 0 for one no better than the mean.
         metrics = {"explained_variance": (1 - unexplained / var).item()}
         if moments is None:
             return returns, metrics
-        if var.isfinite():  # else the updates that have these returns are skipped
+        if var.isfinite():  # else the updates with these returns are skipped
             count = float(self.runtime.all_reduce_sum(mask.sum()))
             moments.update(count, float(mean), float(var))
         return torch.where(mask, moments.normalize(returns), 0.0), metrics
@@ -236,7 +235,7 @@ class PPOTrainer(PolicyGradientTrainer):
         )
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):
             raise ValueError(
-                "normalize_values is for a critic whose head begins at 0, and value_model brings "
-                "values in units of its own: leave one of them out"
+                "normalize_values needs a critic whose head starts at 0, and value_model brings "
+                "values in its own units: leave one of them out"
             )
         return critic

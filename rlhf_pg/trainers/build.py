@@ -1,4 +1,4 @@
-"""A trainer is built: its parts, in the order in which one needs the other."""
+"""Build the parts of a trainer, in the order in which they need each other."""
 
 import dataclasses
 import logging
@@ -76,14 +76,14 @@ def build(
         given_kind = quoted(f"{type(args).__module__}.{type(args).__name__}")
         raise ValueError(f"args must be rlhf_pg's {kind.__name__}, got {given_kind}")
 
-    # What the run is given, in Python or by the config, which never changes from here on.
+    # The run's inputs, from Python or the config, which never change from here on.
     args = args.located()
     check_precision(args.dtype)
     for callback in callbacks or ():
         if not isinstance(callback, Callback):
             raise ValueError(
-                f"callbacks must be objects of rlhf_pg.Callback, got {shown(callback)}: make an "
-                "object of a class; write a transformers callback's on_step_end as "
+                f"callbacks must be objects of rlhf_pg.Callback, got {shown(callback)}: "
+                "instantiate a class; write a transformers callback's on_step_end as "
                 "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
             )
     trainer.callbacks = list(callbacks or ())
@@ -92,7 +92,7 @@ def build(
     if trainer.trains:
         arguments |= {"peft_config": peft_config, "optimizers": optimizers}
         arguments["value_model"] = trainer.value_model
-    else:  # of what only training takes nothing is left to give
+    else:  # arguments that only training takes do not have to be given again
         kept = tuple(name for name in args.given_in_python if name in arguments)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
     again = given_again(args, arguments)
@@ -174,7 +174,7 @@ def build(
         own, rows = train_dataset is None, args.prompts_per_step
         train_dataset = environments.prompted(train_dataset, rows)
         if own and train_dataset is not None and args.max_steps < 0:
-            raise ValueError("without a train_dataset, max_steps has to say how long to train")
+            raise ValueError("without a train_dataset, set max_steps to the length of the run")
         eval_datasets = {
             name: environments.prompted(data, rows) for name, data in eval_datasets.items()
         }
@@ -186,15 +186,15 @@ def build(
     wanted = args.dataset_fingerprint
     if trainer.trains and wanted not in (None, prompts.fingerprint):
         raise ValueError(
-            f"the training data have the fingerprint {prompts.fingerprint}, and "
-            f"dataset_fingerprint is {wanted}: they are not the data of that run, or its "
-            "tokenizer or prompt keys have changed; leave dataset_fingerprint out to train on them"
+            f"the training data have the fingerprint {prompts.fingerprint}, but "
+            f"dataset_fingerprint is {wanted}: the data, the tokenizer or prompt keys differ from "
+            "that run's; leave dataset_fingerprint out to train on these data"
         )
     trainer.train_prompts, trainer.total_steps = prompts, args.total_steps(len(prompts))
     longest_prompt = max(one.longest for one in (prompts, *eval_sets.values()))
     longest_row = longest_prompt + args.max_completion_length
 
-    # The method: what the config names, and what changes during the run.
+    # The method: functions that the config names, and state that changes during the run.
     trainer.estimator = bound(ADVANTAGES[args.advantage_estimator], args)
     trainer.policy_loss = bound(POLICY_LOSSES[args.policy_loss], args)
     trainer.controllers = Controllers(args)
@@ -206,14 +206,14 @@ def build(
     trainer.critic = trainer.new_critic()
 
     # The learner: policy, critic and reference, optimizer, and how many tokens fit.
-    chosen = choose_engine(args, trainer.model, runtime)  # by a class that sharding renames
+    chosen = choose_engine(args, trainer.model, runtime)  # before sharding renames the class
     limits = [models.max_positions(trainer.model)]
-    if args.micro_batch_tokens != "auto":  # what auto finds must not change the samples
+    if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
         limits.append(args.token_budget)
     limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
     longest = max(longest_row, limit or 0) if environments else longest_row
     for module in filter(None, (trainer.model, trainer.critic)):
-        models.settle_positions(module, longest)  # one set for rows of all lengths
+        models.settle_positions(module, longest)  # the same for rows of all lengths
     if not trainer.trains:
         tokens = most(runtime.device.type, longest_row)
     elif args.micro_batch_tokens == "auto":
@@ -240,7 +240,7 @@ def build(
         trainer.state,
     )
 
-    # The sampler and its engine; a prompt that is not the dataset's must leave room.
+    # The sampler and its engine; a prompt from an environment must leave room for a completion.
     runner = trainer.episode_runner
     if runner is not None:
         room = None if limit is None else limit - args.max_completion_length
@@ -268,7 +268,7 @@ def build(
         episode_runner=runner,
     )
 
-    # What a run leaves behind.
+    # Checkpoints and the record of each step.
     trainer.checkpointer = Checkpointer(
         directory=Path(args.output_dir) / "checkpoints",
         parts=trainer.learner.parts,
@@ -291,8 +291,8 @@ def build(
 
 
 def given_again(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the arguments that are given, which no key of a config can stand for;
-    ValueError if one is missing that the run of a recorded config was given.
+    """Return the names of given arguments that no config key can replace; ValueError if one is
+    missing that the run of a recorded config had.
     """
     given = tuple(
         name

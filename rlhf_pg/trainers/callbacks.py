@@ -11,22 +11,22 @@ class Callback:
     """
 
     def on_start(self, trainer: Any) -> None:
-        """Called before the first step, also of a resumed run."""
+        """Called before the first step, also when the run was resumed."""
 
     def on_step_begin(self, trainer: Any) -> None:
         """Called before each step."""
 
     def on_step_end(self, trainer: Any) -> None:
-        """Called when a step is taken, before anything is evaluated."""
+        """Called after each step, before an evaluation."""
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, Any]) -> None:
         """Called after an evaluation that is part of the run; `metrics` are those of the step."""
 
     def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Called after each step; `metrics` is the line of metrics.jsonl, and may be added to."""
+        """Called after each step; `metrics`, its line in metrics.jsonl, may be added to."""
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Called when trackers get the line of a step."""
+        """Called after a step's metrics were sent to the trackers."""
 
     def on_save(self, trainer: Any, path: Path) -> None:
         """Called after a checkpoint has been written."""

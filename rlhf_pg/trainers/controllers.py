@@ -1,8 +1,8 @@
 """Coefficients that follow a measurement of the run, one update at a time.
 
 Each controller is a dataclass of plain floats, so that `vars(controller)` is its state in a
-checkpoint. A measurement must be one of all processes together, or they would part. One that is NaN
-changes nothing. The controllers of a KL are in `rlhf_pg.kl`.
+checkpoint. Measurements must be reduced over all processes, or their coefficients would diverge. A
+NaN changes nothing. The KL controllers are in `rlhf_pg.kl`.
 """
 
 import math
@@ -38,7 +38,7 @@ class EntropyController:
         self.coef = min(max(self.coef + step, self.minimum), self.maximum)
 
 
-# The metric that each one follows.
+# The metric that each controller follows.
 MEASURED = {
     "beta": "kl/completion",
     "old_kl_coef": "approx_kl/after",
@@ -51,7 +51,7 @@ class Controllers:
     """The current beta, old_kl_coef and entropy_coef, and the scale of the learning rate.
 
     Attributes:
-        controllers: the controllers of those that move, by name; checkpoints hold their state.
+        controllers: a controller for each adaptive coefficient; checkpoints hold their state.
     """
 
     def __init__(self, args: PolicyGradientConfig) -> None:
@@ -77,12 +77,12 @@ class Controllers:
             self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
 
     def __getitem__(self, key: str) -> float:
-        """Return the coefficient of this name; a scale that nothing moves is 1."""
+        """Return the coefficient of this name; an uncontrolled scale is 1."""
         mover = self.controllers.get(key)
         return float(getattr(self.args, key, 1.0) if mover is None else mover.coef)
 
     def metrics(self) -> dict[str, float]:
-        """Return entropy_coef and the coefficients that move, as the next step will use them."""
+        """Return entropy_coef and the adaptive coefficients, as the next step will use them."""
         moving = {name: controller.coef for name, controller in self.controllers.items()}
         return {"entropy_coef": self["entropy_coef"]} | moving
 
@@ -90,7 +90,7 @@ class Controllers:
         """Update the controllers by the metrics of a step, which all processes share."""
         for name, controller in self.controllers.items():
             measured = metrics[MEASURED[name]]
-            # A step without a token of the policy's own, or without an update.
+            # NaN for a step without policy tokens or without an update.
             if not math.isfinite(measured):
                 continue
             if isinstance(controller, AdaptiveKLController):

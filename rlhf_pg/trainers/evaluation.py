@@ -1,4 +1,4 @@
-"""Evaluation without training: a model, prompts, rewards and an engine, and nothing that learns."""
+"""Evaluation without training: a model, prompts, rewards and an engine."""
 
 from typing import Any, NoReturn
 
@@ -9,13 +9,13 @@ from rlhf_pg.trainers.step import PolicyGradientTrainer
 class Evaluation(PolicyGradientTrainer):
     """A trainer that only evaluates: it has no optimizer, no reference and no critic in memory.
 
-    `evaluate` gives the numbers of a trainer's. Under FSDP or ZeRO-3 the weights are sharded as a
-    reference is.
+    `evaluate` gives the same numbers as a trainer's. FSDP and ZeRO-3 shard the weights like a
+    reference model's.
 
     Args:
-        args: a config of any algorithm; keys of training are not used, and no adapter is added.
-        eval_dataset: see `PolicyGradientTrainer`; by default what the config holds out, or else all
-            that it names. The other arguments are those of the trainer, too.
+        args: a config of any algorithm; training keys are not used, and no adapter is added.
+        eval_dataset: see `PolicyGradientTrainer`; by default the config's held-out split, or else
+            all of its data. The other arguments are the same as the trainer's.
 
     Raises:
         ValueError: there is no model, or there are no data or no rewards.
@@ -44,4 +44,4 @@ class Evaluation(PolicyGradientTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> NoReturn:
         """Refuse to train (ValueError)."""
-        raise ValueError("an Evaluation trains nothing: make the trainer of an algorithm")
+        raise ValueError("an Evaluation cannot train: use the trainer of an algorithm")

@@ -1,4 +1,4 @@
-"""Evaluation: completions of held-out prompts are sampled and scored."""
+"""Evaluation: sample and score completions of held-out prompts."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -35,7 +35,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Sample completions of every prompt and score them.
 
-    There are `num_generations_eval` per prompt, all on one process, or one at temperature 0.
+    A prompt has `num_generations_eval` completions, all on one process, or one at temperature 0.
 
     Args:
         answer: extracts the answer of a completion, for the majority vote.
@@ -50,7 +50,7 @@ def evaluate(
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
     sampler.judged = []
-    # Every process goes through the same batches, even with an empty share: no rank deadlocks.
+    # Every process goes through the same batches, even with an empty share, to avoid deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for start in range(0, len(prompts), at_once):
         mine = list(range(len(prompts))[start : start + at_once][runtime.rank :: runtime.world])
@@ -65,8 +65,8 @@ def evaluate(
         lengths.append(scored.lengths())
         parts.append(scored)
         if n > 1:
-            # Without penalties, clipping and scaling. `scored` takes a completion whose rewards
-            # failed out of the mask.
+            # Without penalties, clipping and scaling. `scored` has masked the completions whose
+            # rewards failed.
             weights = sampler.rewards.weights.to(raw.device)
             paid = (sum_step_scores(raw)[:, : len(weights)] * weights).nansum(dim=1)
             lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
@@ -113,13 +113,13 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
 
 
 def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
-    """Return (P,2) float64: the right completions of each prompt, and the majority's reward.
+    """Return (P,2) float64: the number of correct completions, and the majority's reward.
 
     Both are NaN for a prompt with a completion that could not be scored.
 
     Args:
         paid: (P,n); NaN for such a completion.
-        completions: P n of them, in the order prompt * n + sample.
+        completions: P * n, in the order prompt * n + sample.
     """
     n = paid.shape[1]
     # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
@@ -129,8 +129,8 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
     for given in answers:
         if not isinstance(given, Hashable):
             raise ValueError(
-                f"{getattr(answer, '__name__', answer)} must return answers that can be counted, "
-                f"such as strings or numbers, got {shown(given)}"
+                f"{getattr(answer, '__name__', answer)} must return hashable answers, such as "
+                f"strings or numbers, got {shown(given)}"
             )
     votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
     judged = torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)

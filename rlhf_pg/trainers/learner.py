@@ -1,4 +1,4 @@
-"""The part of a step that runs the models: scoring a rollout, and the updates made from it.
+"""The part of a step that runs the models: scoring a rollout, and updating on it.
 
 Shapes: B rows on this rank, T completion width.
 """
@@ -29,7 +29,7 @@ from rlhf_pg.trainers.optimizer import group_of
 
 logger = logging.getLogger(__name__)
 
-Columns = dict[str, Tensor]  # of a batch, by name
+Columns = dict[str, Tensor]  # columns of a batch, by name
 
 
 class Learner:
@@ -37,15 +37,15 @@ class Learner:
 
     Args:
         models: the models, not yet sharded.
-        optimizer, scheduler: of all trained parameters; None where nothing is trained, as in an
-            evaluation. The policy is then placed as a reference is.
+        optimizer, scheduler: for all trained parameters; None where nothing is trained, as in an
+            evaluation. The policy is then placed like a reference model.
         loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
-        state: the counters of the run, among them steps in a row without an update.
+        state: the counters of the run, including consecutive steps without an update.
 
     Attributes:
-        full_policy: the model that samples and is saved; it can be gathered.
-        updates_begun: updates of the step that have reached the weights, or were about to.
+        full_policy: the model that samples and is saved; sharded weights can be gathered.
+        updates_begun: the step's updates that have reached the weights, or are about to.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Learner:
         }
         self.full_policy = self.parts["model"]
         if runtime.splits:
-            _ = self.fingerprints  # which are kept
+            _ = self.fingerprints  # cached
         if optimizer is None:
             runtime.place(self.policy)
             self.trained = cast(Any, partial(runtime.output, self.policy))
@@ -152,11 +152,11 @@ class Learner:
         return batch.with_columns(**columns)
 
     def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
-        """Make every optimizer update on the batch of a step; a failed one leaves nothing behind.
+        """Make every optimizer update on the batch of a step; if one fails, gradients are cleared.
 
         Raises:
             FloatingPointError: more than `max_skipped_steps` steps in a row made no update. Steps
-                count, not updates, since one bad batch may spoil every pass over it.
+                are counted, not updates: one bad batch may spoil every pass over it.
         """
         self.updates_begun = 0
         self.module.train()
@@ -171,9 +171,9 @@ class Learner:
         self.state.skipped_in_a_row = 0 if metrics["num_updates"] else before + 1
         if self.state.skipped_in_a_row > self.args.max_skipped_steps:
             raise FloatingPointError(
-                f"step {step + 1}: the gradient is not finite in any update, like those of "
-                f"{before} steps right before it (max_skipped_steps); the weights are as before "
-                "these. Lower learning_rate or max_grad_norm, or use dtype float32"
+                f"step {step + 1}: the gradient is not finite in any update, as in the "
+                f"{before} steps before it (max_skipped_steps); none of them changed the weights. "
+                "Lower learning_rate or max_grad_norm, or use dtype float32"
             )
         if self.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
@@ -185,22 +185,22 @@ class Learner:
         norms, skipped, drifted = list[float](), 0, False
         rates = {name: group["lr"] for name, group in self._rates.items()}
         for number, (iteration, minibatch) in enumerate(self._minibatches(batch, step)):
-            is_extra = iteration >= args.num_iterations  # in which the critic alone learns
+            is_extra = iteration >= args.num_iterations  # trains the critic alone
             if drifted and not is_extra:
                 continue
             seen = Meter()
             self.accumulate(minibatch, seen)
-            if number == 0:  # nothing is trained on what another policy sampled
+            if number == 0:  # never train on the samples of another policy
                 agreement = self.agreement.settle(batch.blank_row())
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
-                # After the exchange, in which DDP waits for every gradient, and before the norm
-                # is taken: the frozen policy's gradient enters neither that nor Adam's moments.
+                # After the all-reduce, since DDP waits for every gradient, and before clipping: the
+                # frozen policy's gradient enters neither the norm nor Adam's moments.
                 self.trained.zero_grad_of(self.policy)
             elif (
-                norms  # the first update is always made: its policy is the old one
-                and args.target_kl is not None  # the factor: Spinning Up and Stable-Baselines3
+                norms  # the first update is always made: the policy is still the old one
+                and args.target_kl is not None  # the factor of Spinning Up and Stable-Baselines3
                 and seen.means(everyone(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
             ):
                 drifted = True
@@ -213,11 +213,11 @@ class Learner:
             if math.isfinite(norm):
                 norms += [] if is_extra else [norm]
                 continue
-            self.updates_begun -= 1  # all processes skip together, by the norm of all
+            self.updates_begun -= 1  # all processes skip together, since they share the norm
             skipped += not is_extra
             if self.runtime.is_main:
                 logger.warning(
-                    "step %d, update %d: the gradient is not finite (norm %s), and the update is "
+                    "step %d, update %d: the gradient is not finite (norm %s), so the update is "
                     "skipped; rlhf-pg replay shows the step's completions",
                     *(step + 1, number, norm),
                 )
@@ -237,7 +237,7 @@ class Learner:
         """Move the reference towards the policy after every `ref_model_sync_steps` steps."""
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
-            assert self.reference is not None  # the config asks for a beta
+            assert self.reference is not None  # the config requires beta > 0
             self.reference.follow(self.policy, args.ref_model_mixup_alpha, gathered)
 
     def next_rate(self, scale: float) -> None:
@@ -247,7 +247,7 @@ class Learner:
             group["lr"] *= scale
 
     def _minibatches(self, batch: Batch, step: int) -> Iterator[tuple[int, Batch]]:
-        """Yield the minibatches of all passes: prompt i is always in i mod num_mini_batches."""
+        """Yield the minibatches of all passes; prompt i is always in i mod num_mini_batches."""
         args = self.args
         for iteration in range(self.passes):
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
@@ -259,7 +259,7 @@ class Learner:
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
-        One more forward pass: what the updates themselves saw is the policy before each of them.
+        This takes one more forward pass: the updates saw only the policy before each of them.
         """
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None
@@ -269,15 +269,15 @@ class Learner:
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
         args, everyone = self.args, self.runtime.all_reduce_sum
-        # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
+        # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         count = everyone(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self.micro_batches(minibatch))
         share = 1 / (self.runtime.world * len(micro_batches))
         balance = self.policy.balance
         chosen: Any = None
         if balance is not None:
-            # Its gradient in the first micro-batch depends on the experts chosen in the last: one
-            # more pass counts them.
+            # The balancing loss of the first micro-batch depends on the experts chosen in the
+            # last: one more pass counts them.
             with torch.no_grad():
                 parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
             chosen = everyone(torch.stack(parts).sum(0))
@@ -301,18 +301,18 @@ class Learner:
                 )
                 loss = (per_token * weights).sum()
                 if balance is not None:
-                    assert new.routed is not None  # a policy that is balanced says so
+                    assert new.routed is not None  # a balanced policy returns it
                     aux_loss = balance.loss(chosen, new.routed.probability)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
                 if right is not None:
-                    assert batch.positive is not None  # as the minibatch has it
+                    assert batch.positive is not None  # the minibatch has it
                     nll = positive_nll(new.logprobs, batch.action_mask, batch.positive, right)
                     loss = loss + args.positive_nll_coef * nll
                     meter.add("positive_nll", nll, share)
                 failpoint("backward")
-                # The factor is 1 for a finite loss. For any other it makes the whole gradient NaN,
-                # so that every process sees a norm that is not finite and skips the update.
+                # The factor is 1 for a finite loss. Otherwise it makes the whole gradient NaN, so
+                # that every process sees a norm that is not finite and skips the update.
                 self.trained.backward(loss * (1 + (loss - loss).detach()))
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
@@ -320,7 +320,7 @@ class Learner:
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:
-        """Apply `score` to every micro-batch and put the results together."""
+        """Apply `score` to every micro-batch and merge the results."""
         whole = Columns()
         for indices, part in self.micro_batches(batch):
             rows = None if indices is None else to_device(indices, batch.groups.device)
@@ -334,17 +334,17 @@ class Learner:
         return whole
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
-        """Yield row indices and rows within the token budget, equally many on every process.
+        """Yield micro-batches within the token budget, equally many on every process.
 
-        A process with fewer adds blank rows (indices None), so that no rank deadlocks. If no
-        process has a row, one blank row still gives every parameter a gradient.
+        A process with fewer yields blank rows (indices None) to avoid deadlocks. If no process has
+        a row, one blank row still gives every parameter a gradient.
         """
         window = self.policy.window
-        if self.critic is not None:  # what one of them pads must fit
+        if self.critic is not None:  # a row that either model pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
         chunks = batch.micro_batches(self.token_budget, window)
-        # Asked before the first: a forward pass may itself wait for the other processes.
+        # Reduced before the first pass, which may itself wait for the other processes.
         count = max(1, self.runtime.all_reduce_max(len(chunks)))
         for rows in chunks:
             yield rows, batch.select(rows)

@@ -1,6 +1,6 @@
 """The loop around the steps of a run: evaluate, save, resume, end.
 
-It knows no algorithm, only a `step` and an `evaluate`.
+It does not depend on the algorithm, only on `step` and `evaluate`.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLoop(ABC):
-    """Steps until the last one, and everything that happens between them.
+    """Runs the steps of a run, and everything that happens between them.
 
     A subclass sets the attributes and implements the abstract methods.
     """
@@ -54,13 +54,13 @@ class TrainingLoop(ABC):
     rewards: Rewards
     learner: Learner
     sampler: Sampler
-    engine_name: str  # of the rollout engine, and why it is this one
-    why_engine: str
+    engine_name: str  # the rollout engine
+    why_engine: str  # the reason why it was chosen
     make_engine: Callable[[str], RolloutEngine]
     checkpointer: Checkpointer
     recorder: Recorder
     described: Sequence[str]  # a line for each reward
-    recorded: Mapping[str, Any]  # keys of config.yaml that were found
+    recorded: Mapping[str, Any]  # keys to add to config.yaml: data, rewards
     trackers: Trackers
     termination: Termination
     callbacks: Sequence[Callback]
@@ -77,16 +77,16 @@ class TrainingLoop(ABC):
 
     @broadcasts_failure
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
-        """Train to the last step, and leave the run directory with `final/` behind.
+        """Train to the last step, and write `final/` to the run directory.
 
         Args:
             resume_from_checkpoint: a checkpoint directory, or True or "latest" for the newest one
                 in `output_dir`; by default `args.resume_from_checkpoint`.
 
         Raises:
-            ValueError: no such checkpoint, none that is whole, or one beyond the last step;
-                `output_dir` holds those of another run, is in use by one or cannot be written to;
-                or a tracker cannot start.
+            ValueError: the checkpoint is missing, incomplete or beyond the last step; `output_dir`
+                holds another run's checkpoints, is in use by a run or cannot be written to; or a
+                tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, 129 after
                 SIGHUP, or 130 after SIGINT (Ctrl-C): the step has been finished, and a checkpoint
                 saved. After any other error the last finished step is saved, unless the run has
@@ -102,9 +102,9 @@ class TrainingLoop(ABC):
         saved = self.checkpointer.resume(choice, self.runtime)
         if self.state.step > self.total_steps:
             raise ValueError(
-                f"the checkpoint is of step {self.state.step}, and the run is to have "
-                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
-                "as a model"
+                f"the checkpoint is from step {self.state.step}, but the run has only "
+                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load "
+                "the checkpoint as a model"
             )
         self.on_resume(saved)
         directory = Path(self.args.output_dir)
@@ -123,9 +123,9 @@ class TrainingLoop(ABC):
             self._tell("on_start")
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
-            # Before the trackers are closed, which may wait for a network.
+            # Before closing the trackers, which may wait for a network.
             export.save_final(self.checkpointer, self.runtime, directory / "final")
-            if number := self.termination.agreed():  # whoever called is to end as well
+            if number := self.termination.agreed():  # the caller has to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
         uploads = args.push_to_hub and self.runtime.is_main
@@ -134,19 +134,19 @@ class TrainingLoop(ABC):
         self._tell("on_end")
 
     def stop(self) -> None:
-        """End the run after the step that it is in, with a checkpoint and `final/`.
+        """End the run after the current step, with a checkpoint and `final/`.
 
-        One process may ask for all. The run can be resumed.
+        A call on one process stops all. The run can be resumed.
         """
         self.termination.stop()
 
     def _take_step(self, journal: Journal) -> None:
-        """Take one step, and do what is due after it."""
+        """Take one step, then evaluate, log and save if due."""
         self._tell("on_step_begin")
         rng, numbers = rng_tensors(), self.checkpointer.numbers()
         try:
             metrics = self.step()
-        except BaseException:  # weights that it has updated stay
+        except BaseException:  # updates that reached the weights are not undone
             restore_rng(rng)
             self.checkpointer.put_back(numbers)
             raise
@@ -158,14 +158,14 @@ class TrainingLoop(ABC):
             if due(step, args.eval_steps):
                 metrics |= self.evaluate()
                 reward, best = metrics["eval_reward"], self.state.best_reward
-                # NaN, where no source applied, is above nothing, and nothing is above it.
+                # NaN (no source applied) would never be exceeded as the best reward.
                 if not math.isnan(reward) and (best is None or reward > best):
                     self.state.best_reward = reward
                     if args.save_best:
                         self.checkpointer.save(self.runtime, Path(args.output_dir) / "best")
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
-        finally:  # a step that was taken has its line, whatever fails after it
+        finally:  # log the step even if something fails after it
             journal.step(metrics)
             reported = reported or "eval_reward" in metrics
             if reported:
@@ -181,11 +181,11 @@ class TrainingLoop(ABC):
         if number:
             self._end_by_signal(number, journal)
         if self.termination.stopping:
-            journal.say(f"stopped at step {step}; it can go on from there")
+            journal.say(f"stopped at step {step}; the run can be resumed from there")
             self._latest_checkpoint()
 
     def _record(self, batch: Batch) -> None:
-        """Record a step that was taken and not yet counted; collective."""
+        """Record a step that is not yet counted in `state`; collective."""
         assert self.journal is not None
         step, args = self.state.step + 1, self.args
         logged = due(step, args.log_completions_steps)
@@ -195,45 +195,45 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------------- resume and leave
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Settle open keys as the resumed run did, whose config is `saved`.
+        """Take over what the resumed run, with config `saved`, found for open keys.
 
         Raises:
-            ValueError: its engine cannot be had here.
+            ValueError: its engine is not available here.
         """
         found = {key for key in self.open_keys if saved.get(key, "auto") != "auto"}
-        if "micro_batch_tokens" in found:  # sums in another order round otherwise
+        if "micro_batch_tokens" in found:  # another order of sums rounds differently
             self.learner.token_budget = saved["micro_batch_tokens"]
-        if "rollout_engine" in found:  # another engine samples otherwise
+        if "rollout_engine" in found:  # another engine samples differently
             engine, here = saved["rollout_engine"], self.engine_name
             if (engine, here) == ("native", "vllm"):
                 self.engine_name = "native"
                 self.sampler.engine = self.make_engine("native")
             elif engine != here:
                 raise ValueError(
-                    f"the run that is resumed samples with rollout_engine {engine}, and auto takes "
+                    f"the resumed run samples with rollout_engine {engine}, but auto chooses "
                     f"{here} here ({self.why_engine}): set rollout_engine to {engine} and provide "
                     "what it needs, or start a new run from its weights"
                 )
-            self.why_engine = "auto: as before it was resumed"
+            self.why_engine = "auto: as in the resumed run"
         self.checkpointer.config = self.saved_config()
 
     def _end_by_signal(self, number: int, journal: Journal) -> None:
         name = signal.Signals(number).name
-        journal.say(f"{name}: the run goes on from {self._latest_checkpoint()}")
+        journal.say(f"{name}: resume from {self._latest_checkpoint()}")
         raise Terminated(number)
 
     @contextmanager
     def _saved_on_leaving(self) -> Iterator[None]:
-        """Save the last finished step when an error ends the run, and say so in a note.
+        """Save the last finished step when an error ends the run, and add a note to the error.
 
         With several processes this happens only if all raise it together: an error of one alone
         leaves the others in a collective. A failure to save is logged, and the original error
-        raised. Nothing is saved of a run that has diverged or was interrupted twice, and no older
-        checkpoint is removed: weights of half a step do not replace those of a whole one.
+        raised. A run that has diverged or was interrupted twice is not saved. Older checkpoints
+        are never removed: weights of half a step do not replace those of a whole one.
         """
         try:
             yield
-        except FloatingPointError:  # older checkpoints are from before it diverged, or closer to it
+        except FloatingPointError:  # it diverged: older checkpoints are better
             raise
         except BaseException as error:
             step, begun, saver = self.state.step, self.learner.updates_begun, self.checkpointer
@@ -249,16 +249,16 @@ class TrainingLoop(ABC):
                             *(saver.path(), begun, step + 1),
                         )
             except Exception as another:
-                logger.warning("what was trained since the last checkpoint is lost: %s", another)
+                logger.warning("training since the last checkpoint is lost: %s", another)
             if saver.saved == step:
-                note = f"The run goes on from {saver.path()} (--resume_from_checkpoint latest)."
+                note = f"Resume from {saver.path()} (--resume_from_checkpoint latest)."
                 error.add_note(note)
             raise
 
     # ------------------------------------------------------------------------------------- save
 
     def _latest_checkpoint(self) -> Path:
-        """Return the checkpoint of the last finished step, and save it unless it is there."""
+        """Return the checkpoint of the last finished step; save it if there is none yet."""
         saved = self.checkpointer.saved == self.state.step
         return self.checkpointer.path() if saved else self.save_checkpoint()
 
@@ -270,7 +270,7 @@ class TrainingLoop(ABC):
             prunes: remove older checkpoints beyond `save_total_limit`.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
-        if self.journal is not None and not self.learner.updates_begun:  # else they are of no step
+        if self.journal is not None and not self.learner.updates_begun:  # else of half a step
             self.journal.trace(
                 {"step": self.state.step, "weights": self.recorder.fingerprints(trained=True)}
             )
@@ -281,19 +281,19 @@ class TrainingLoop(ABC):
     def save_model(self, path: str | Path) -> None:
         """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
 
-        A critic goes to `critic/` in it, and with `save_merged` the model without an adapter, the
-        same function of its input, to `merged/`.
+        A critic is saved in the subdirectory `critic/`, and with `save_merged` the model with its
+        adapter merged in `merged/`.
 
         Raises:
-            OSError: on all processes, it could not be written.
+            OSError: on all processes, the files could not be written.
         """
         save = atomic.Save(self.runtime, Path(path))
         self.checkpointer.save_models(save, save.path, final=True)
 
-    # ------------------------------------------------------------------- what a run says of itself
+    # ------------------------------------------------------------------------------- description
 
     def describe(self) -> str:
-        """Describe in one line what is trained and how, and in one each where rewards come from."""
+        """Describe the run in one line, and each source of reward in another."""
         trained = (
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
@@ -302,7 +302,7 @@ class TrainingLoop(ABC):
         return "\n".join([trained, *self.described])
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with what was found: data, rewards, engine, token budget."""
+        """Return the config with the data, rewards, engine and token budget that were found."""
         found: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
@@ -321,7 +321,7 @@ class TrainingLoop(ABC):
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprints of what a resumed run has to be given again."""
+        """Fingerprints of the tokenizer and data, which a resumed run must be given again."""
         return {
             "tokenizer": vocabulary_fingerprint(self.sampler.tokenizer),
             "train_dataset": self.train_prompts.fingerprint,
@@ -329,12 +329,12 @@ class TrainingLoop(ABC):
 
     @property
     def open_keys(self) -> set[str]:
-        """Keys that the config leaves open; a resumed run takes what was found before."""
+        """Keys set to "auto"; a resumed run takes the values found before."""
         keys = ("micro_batch_tokens", "rollout_engine")
         return {key for key in keys if getattr(self.args, key) == "auto"}
 
     def progress(self) -> TrainerState:
-        """Return the progress of the run, which reward functions may ask for."""
+        """Return the progress of the run, for reward functions that take it."""
         return TrainerState(
             epoch=self.state.prompt_index / len(self.train_prompts),
             global_step=self.state.step,
@@ -354,7 +354,7 @@ class TrainingLoop(ABC):
             weights=self.recorder.fingerprints(),
         )
 
-    # ------------------------------------------------------------------------------------- tell
+    # -------------------------------------------------------------------------------- callbacks
 
     def _tell(self, moment: str, *arguments: Any) -> None:
         """Call a method of every callback."""
@@ -364,5 +364,5 @@ class TrainingLoop(ABC):
 
 
 def due(step: int, every: int) -> bool:
-    """Tell whether something that happens every so many steps (0: never) is due."""
+    """Return whether something that happens every `every` steps (0: never) is due."""
     return every > 0 and step % every == 0

@@ -25,18 +25,18 @@ def optimizer_and_schedule(
     """Make the optimizer and the learning-rate schedule of a run.
 
     Args:
-        total_steps: of the whole run.
-        given: what the user has made, instead of AdamW and the config's schedule.
+        total_steps: the steps of the whole run.
+        given: the user's own, instead of AdamW and the config's schedule.
 
     Raises:
-        ValueError: the user's lacks a parameter, or the config has keys that it cannot follow.
+        ValueError: the user's optimizer lacks a parameter, or does not fit the config.
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
     if given != (None, None) and args.policy_frozen_until > 0:
         raise ValueError(
-            "value_pretraining_steps is for the optimizer and the schedule that the trainer makes: "
-            "leave it out, or optimizers"
+            "value_pretraining_steps needs the trainer's own optimizer and schedule: leave it or "
+            "optimizers out"
         )
     optimizer = given[0] or _adamw(policy, critic, args)
     _check_complete(optimizer, policy, critic)
@@ -63,7 +63,7 @@ def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig)
     for module, rate in modules:
         trained = [p for p in module.parameters() if p.requires_grad]
         for decay, is_wide in ((args.weight_decay, True), (0.0, False)):
-            if own := [p for p in trained if (p.ndim >= 2) == is_wide]:  # no empty one: DeepSpeed
+            if own := [p for p in trained if (p.ndim >= 2) == is_wide]:  # DeepSpeed: none empty
                 groups.append({"params": own, "weight_decay": decay, "lr": rate})
     betas = (args.adam_beta1, args.adam_beta2)
     rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
@@ -113,7 +113,7 @@ def _check_complete(optimizer: Optimizer, policy: nn.Module, critic: Critic | No
     for name, parameter in [*policy.named_parameters(), *critics]:
         if parameter.requires_grad and id(parameter) not in has:
             raise ValueError(
-                f"optimizers: yours does not have the trained parameter {name}. A critic, or an "
-                "adapter that use_peft or peft_config makes, is not there yet when you make it: "
-                "leave optimizers out, or give a model with its adapter"
+                f"optimizers: yours does not have the trained parameter {name}. The trainer makes "
+                "a critic, and the adapter of use_peft or peft_config, only later: leave "
+                "optimizers out, or give a model with its adapter"
             )

@@ -1,4 +1,4 @@
-"""The record of a step, from which it can be looked at, compared and made again.
+"""The record of a step, from which it can be inspected, compared and replayed.
 
 Shapes: B rows on this rank, N on all ranks, T completion width, M tokens of all completions, K
 sources of reward.
@@ -26,11 +26,11 @@ from rlhf_pg.runtime import Runtime
 
 @dataclass(frozen=True)
 class Recorder:
-    """A recorder of steps, all of whose methods are collective.
+    """Records steps; all methods are collective.
 
     Attributes:
-        names: of the sources of reward.
-        parameters: of the models, by name.
+        names: the names of the sources of reward.
+        parameters: the models' parameters by name.
     """
 
     runtime: Runtime
@@ -39,9 +39,9 @@ class Recorder:
     parameters: Callable[[], Mapping[str, Tensor]]
 
     def fingerprints(self, trained: bool = False) -> dict[str, str]:
-        """Hash the tensors of the models, or those that are trained, by name.
+        """Hash the models' tensors by name, or only the trained ones.
 
-        Of a tensor that is sharded, the hashes of all shards are added.
+        The hash of a sharded tensor is the sum of the hashes of its shards.
         """
         own = {n: p for n, p in self.parameters().items() if p.requires_grad or not trained}
         numbers = torch.tensor([_hash(tensor) for tensor in own.values()], dtype=torch.int64)
@@ -51,11 +51,11 @@ class Recorder:
         return dict(zip(own, texts, strict=True))
 
     def record(self, step: int, batch: Batch, shown: int | None) -> StepRecord:
-        """Record a step that was taken.
+        """Record a step.
 
         Args:
-            shown: prompts whose first completion the console shows; None for a step that is not
-                logged, which has neither texts nor completions.
+            shown: the number of prompts whose first completion the console shows; None for a step
+                that is not logged, whose record has neither texts nor completions.
         """
         trace = {
             "step": step,
@@ -88,13 +88,13 @@ class Recorder:
         )
 
     def _completions(self, batch: Batch) -> list[dict[str, Any]]:
-        """Return a record of each completion for readers, with its total scores."""
+        """Return a readable record of each completion, with its total scores."""
         assert batch.scores is not None
         total = sum_step_scores(batch.scores).tolist()
         assert batch.advantages is not None
         groups, truncated, mask = batch.groups.tolist(), batch.truncated.tolist(), batch.action_mask
         sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
-        means = (sums / mask.sum(1)).tolist()  # NaN for a row without tokens of the policy
+        means = (sums / mask.sum(1)).tolist()  # NaN for a row without policy tokens
         records = []
         for i, sample in enumerate(sample_numbers(groups)):
             record = {
@@ -143,7 +143,7 @@ class Recorder:
         tokens = np.concatenate([tokens[:0], *(parts[i] for i in order)])
         prompts = np.split(prompt_ids, rows[:, 4].cumsum())
         rows = rows[order]
-        own: list[Any] = []  # the prompts that are not those of the row before
+        own: list[Any] = []  # each prompt once per run of equal ones
         lengths = []
         for i, place in enumerate(order):
             new = i == 0 or not np.array_equal(prompts[place], prompts[order[i - 1]])
@@ -174,7 +174,7 @@ class Recorder:
 
 
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
-    """Return the numbers (B,T) of tokens by name; in logged steps those of the token view too."""
+    """Return numbers per token (B,T) by name; logged steps add those of the token view."""
     sampled, old = batch.sampler_logprobs, batch.old_logprobs
     assert batch.advantages is not None
     numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
@@ -192,7 +192,7 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
 
 
 def _hash(tensor: Tensor) -> int:
-    """Hash what this process has of a tensor, as an int64."""
+    """Hash this process's part of a tensor, as an int64."""
     local = (
         tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
     )
@@ -201,23 +201,23 @@ def _hash(tensor: Tensor) -> int:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return a text for each token, which together are what the ids decode to.
+    """Return a text for each token; together they are the decoded ids.
 
-    Special tokens are shown. A token that ends within a character has an empty text, and the one
-    that completes the character has it. Bytes that are not text are shown as U+FFFD, with some
-    tokenizers other ones than where all ids are decoded at once.
+    Special tokens are shown. A token that ends within a character has an empty text, and the token
+    that completes the character has it. Invalid bytes are shown as U+FFFD; with some tokenizers
+    these differ from those of decoding all ids at once.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return [tokenizer.decode([token]) for token in ids]
     stream = DecodeStream(skip_special_tokens=False)
     texts: list[str] = []
-    silent: list[int] = []  # tokens whose text is still to come
+    silent: list[int] = []  # tokens that wait for the rest of their character
     for token in ids:
         silent.append(token)
         try:
             text = stream.step(fast, token)
-        except Exception:  # bytes that are not text have changed what was read before them
+        except Exception:  # invalid bytes have changed the text before them
             text = fast.decode(silent, skip_special_tokens=False)
             stream = DecodeStream(skip_special_tokens=False)
         texts.append(text or "")

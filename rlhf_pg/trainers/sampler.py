@@ -1,4 +1,4 @@
-"""The first half of a step: prompts are sampled and their completions scored.
+"""The first half of a step: sample completions of prompts and score them.
 
 Shapes: B rows on this rank, T completion width, K sources of reward.
 """
@@ -36,22 +36,22 @@ TAKEN = "log_metric: the run itself has a metric {}: rename it"
 
 @dataclass
 class Sampler:
-    """Sample completions of prompts and have them scored."""
+    """Samples completions of prompts and scores them."""
 
     engine: RolloutEngine
-    prompts: Prompts  # to train on
-    order: PromptSampler  # in which they come
+    prompts: Prompts  # the training prompts
+    order: PromptSampler  # their order
     rewards: Rewards
     shaping: Shaping
     runtime: Runtime
     args: PolicyGradientConfig
-    policy: FullWeights  # which the engine takes over
+    policy: FullWeights  # the engine samples with these weights
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]  # tokens that end a completion
-    progress: Callable[[], TrainerState]  # for reward functions that ask how far the run is
+    progress: Callable[[], TrainerState]  # for reward functions that take it
     episode_runner: "EpisodeRunner | None" = None  # for a run with an environment or tools
-    judged: list[Judgement] = field(default_factory=list)  # since `settle` was called
-    # Calls of rewards that have begun, by group, and the batch that they are about.
+    judged: list[Judgement] = field(default_factory=list)  # since the last `settle`
+    # Reward calls under way, by group, each with the batch that it scores.
     begun: dict[int, PendingCalls] = field(default_factory=dict)
     about: Batch | None = None
 
@@ -65,7 +65,7 @@ class Sampler:
 
         Raises:
             RolloutError, ValueError: on all processes, the engine or a reward function failed, or
-                all episodes or all calls of reward functions.
+                every episode or every call of a reward function.
         """
         args = self.args
         self.judged = []
@@ -91,16 +91,16 @@ class Sampler:
             return self.scored(batch)
 
     def roll_out(self, indices: range) -> Batch:
-        """Sample this rank's share of the prompts, whole groups each.
+        """Sample this rank's share of the prompts, in whole groups.
 
-        Every minibatch is shared as evenly as its number of prompts allows.
+        Every minibatch is split as evenly as its number of prompts allows.
         """
         args, runtime = self.args, self.runtime
         minibatches = [
             [index for index in indices if index % args.num_mini_batches == m]
             for m in range(args.num_mini_batches)
         ]
-        # The first share, which may be one larger, goes to another rank in each minibatch.
+        # The first share may be one larger; it goes to a different rank in each minibatch.
         mine = sorted(
             index
             for m, minibatch in enumerate(minibatches)
@@ -119,12 +119,12 @@ class Sampler:
         n: int,
         temperature: float,
     ) -> Batch:
-        """Sample `n` completions, or play `n` episodes, of each of some dataset rows.
+        """Sample `n` completions, or play `n` episodes, of each of the dataset rows.
 
-        Rewards that run elsewhere are asked about a prompt as soon as its completions are there.
+        Asynchronous rewards of a prompt begin as soon as all its completions are sampled.
 
         Args:
-            prompt_indices: one number per row, which keys its noise and names its group.
+            prompt_indices: one number per row; it seeds the noise and names the group.
         """
         args, runner, device = self.args, self.episode_runner, self.runtime.device
         params = SamplingParams(
@@ -136,7 +136,7 @@ class Sampler:
             stop=args.stop,
         )
         tokens = [prompts.tokens[row] for row in rows]
-        give_up(self.begun.values())  # about completions that nobody has had scored
+        give_up(self.begun.values())  # of completions that were never scored
         self.begun, self.about = {}, None
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
@@ -155,7 +155,7 @@ class Sampler:
                         groups[i][place % n] = completion
                         if self.rewards.run_beside and len(groups[i]) == n:
                             index, own = prompt_indices[i], [groups[i][k] for k in range(n)]
-                            # On the CPU: no GPU is waited for between two tokens of others.
+                            # On the CPU, so that sampling the others does not wait for the GPU.
                             one = self._batch(prompts, [rows[i]], [index], own, torch.device("cpu"))
                             self.begun[index] = self.rewards.begin(self._inputs(one))
             except BaseException:
@@ -167,12 +167,12 @@ class Sampler:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Hand the weights to the engine once for all calls of `sample` inside.
+        """Give the engine the weights once for all calls of `sample` inside.
 
         Sharded weights are gathered first.
         """
         with ExitStack() as weights:
-            # No process samples before all are here: one may speak for all to a server.
+            # No process samples before all are here: one may update the server for all.
             with self.runtime.raise_together(RolloutError):
                 weights.enter_context(self.policy.gathered(self.runtime.device))
                 weights.enter_context(self.engine.weights_synced())
@@ -186,7 +186,7 @@ class Sampler:
         said: Sequence[Any],  # completions of one turn, or episodes
         device: torch.device,
     ) -> Batch:
-        """Return completions, equally many of each row, as a batch."""
+        """Return completions, the same number for each row, as a batch."""
         n = len(said) // max(1, len(rows))
         repeated = [row for row in rows for _ in range(n)]
         tokens, columns = [prompts.tokens[row] for row in repeated], prompts.rows[repeated]
@@ -226,10 +226,10 @@ class Sampler:
     # -------------------------------------------------------------------------------------- rewards
 
     def scored(self, batch: Batch) -> Batch:
-        """Return completions with their raw scores (B,T,K) and what reward functions logged.
+        """Add raw scores (B,T,K), and log the metrics of reward functions.
 
-        Scores stand at the tokens that end what they judge; NaN stands elsewhere. A completion
-        for which functions failed, and that no other has scored, leaves the losses.
+        A score is at the last token of the text that it judges, with NaN elsewhere. A completion
+        that no function scored, because some failed, is masked out of the losses.
 
         Raises:
             ValueError: on all processes, a reward function failed.
@@ -245,7 +245,7 @@ class Sampler:
                 self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
             )
             for name in judgement.metrics:
-                if name in KEYS or name.startswith("eval_"):  # before the batch is trained on
+                if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
                     raise ValueError(TAKEN.format(shown(name)))
             self.judged.append(judgement)
         if judgement.lost.any():
@@ -278,12 +278,12 @@ class Sampler:
     def settle(
         self, errors: Sequence[str | None] = ()
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return metrics of failed calls, and means of what reward functions logged; collective.
+        """Return metrics of failed calls, and means of metrics that functions logged; collective.
 
         `rewards/{name}/failed` is the share of completions on which a function failed.
 
         Args:
-            errors: one for each episode, None if it was played to its end.
+            errors: one for each episode, None if it did not fail.
 
         Raises:
             ValueError: on all processes, every call failed, or every episode.
@@ -317,7 +317,7 @@ class Sampler:
         return failed, means
 
     def _means(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-        """Return means over all processes, which may have other names, from sums and counts."""
+        """Return means over all processes from sums and counts; names may differ between them."""
         totals: dict[str, list[float]] = {}
         for own in self.runtime.gather_objects(dict(sums)):
             for name, pair in own.items():
@@ -325,7 +325,7 @@ class Sampler:
         return {name: total / max(count, 1) for name, (total, count) in sorted(totals.items())}
 
     def episode_metrics(self, parts: Sequence[Batch]) -> dict[str, float]:
-        """Compute metrics of episodes over all processes; none without an environment or tools."""
+        """Compute metrics of episodes over all processes; empty without environment or tools."""
         if self.episode_runner is None:
             return {}
         episodes = [episode for part in parts for episode in part.episodes]
@@ -336,9 +336,9 @@ class Sampler:
     def _with_spread(self, first: int, meter: Meter) -> Batch:
         """Sample until enough groups have scores that differ (DAPO; Yu et al. 2025, section 3.2).
 
-        A group is set aside if the reward functions give all its completions one total score
-        (Eq. 11). Penalties do not count: length alone makes no answer right. As many new prompts
-        are sampled, for at most `dynamic_sampling_rounds` rounds. If groups are still missing, the
+        A group is set aside if the reward functions give all its completions the same total score
+        (Eq. 11), before penalties: length alone makes no answer right. It is replaced by a new
+        prompt, for at most `dynamic_sampling_rounds` rounds. If groups are still missing, the
         earliest of those set aside are used, so every step has the same number. The groups are
         renumbered from the first index of the step, which keeps minibatches equally large.
         """
@@ -372,19 +372,19 @@ class Sampler:
         )
 
     def _constant_groups(self, part: Batch) -> set[int]:
-        """Find the groups, of all ranks, whose completions share one score before penalties."""
+        """Find the groups of all ranks whose completions share one score before penalties."""
         assert part.scores is not None
         said = sum_step_scores(self.shaping.judged(part.scores))
         paid, _ = self.runtime.gather(said)
         groups, _ = self.runtime.gather(part.groups)
-        # On the CPU, where sums have one order: processes that disagreed would deadlock.
+        # On the CPU, where sums are deterministic: if processes disagreed, they would deadlock.
         paid, groups = paid.cpu(), groups.cpu()
         scores = total_scores(paid, groups)
         constant = group_stats(scores, ~scores.isnan(), groups).constant
         return set(groups[constant].tolist())
 
     def _with_greedy(self, batch: Batch, meter: Meter) -> Batch:
-        """Add a scored greedy completion of every prompt, from which a baseline is made."""
+        """Add the score of a greedy completion of every prompt, for the baseline."""
         groups = batch.groups.tolist()
         firsts = [i for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group]
         rows, indices = ([x[i] for i in firsts] for x in (batch.dataset_rows, groups))
@@ -399,7 +399,7 @@ class Sampler:
 def prompt_and_completion(
     prompt: Any, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, Any]:
-    """Return a prompt with its completion of one turn, both as text or both as messages."""
+    """Return a prompt and its single-turn completion, both as text or both as messages."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     if isinstance(prompt, str):
         return prompt, text
@@ -407,8 +407,8 @@ def prompt_and_completion(
 
 
 def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
-    """Return the run's own metrics with those that reward functions logged; ValueError if both
-    have a name.
+    """Merge the run's metrics with those that reward functions logged; ValueError if a name is in
+    both.
     """
     for name in logged:
         if name in metrics:

@@ -1,6 +1,6 @@
-"""One training step, from prompts to updated weights, told from top to bottom.
+"""One training step, from prompts to updated weights; it reads from top to bottom.
 
-An algorithm is a subclass with its equations. Shapes: B rows on this rank, N on all ranks, T
+Each algorithm is a subclass with its equations. Shapes: B rows on this rank, N on all ranks, T
 completion width, K sources of reward; a row is one completion.
 """
 
@@ -52,39 +52,38 @@ class PolicyGradientTrainer(TrainingLoop):
     Args:
         model: a path, a Hub id or a loaded model (trained in place, cast to `args.dtype`); by
             default `args.model_name_or_path`.
-        reward_funcs: one callable `(prompts, completions, completion_ids, **columns)` returning a
-            list of floats (or None where it does not apply), plain or async; or a reward model (a
-            sequence classifier with one output: path, Hub id or loaded); or several of these. In
+        reward_funcs: a callable `(prompts, completions, completion_ids, **columns)` returning a
+            list of floats (or None where it does not apply), sync or async; or a reward model (a
+            sequence classifier with one output: path, Hub id or loaded); or a list of these. In
             place of a float, a list with one float or None per token scores steps.
-        args: the config; by default that of the algorithm.
-        train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
-            columns go to the reward functions, repeated for every completion. A `Dataset` or a
-            list of dicts; by default what the config names.
+        args: the config; by default the algorithm's defaults.
+        train_dataset: a `Dataset` or a list of dicts with a column `prompt` (strings or lists of
+            chat messages). The other columns go to the reward functions, repeated for every
+            completion. By default the dataset that the config names.
         eval_dataset: likewise, for `evaluate`; several by name in a dict.
         processing_class: the tokenizer; by default the one saved with the model.
         reward_processing_classes: tokenizers of the reward models: one, or a list with one entry
             per reward function (None for a plain function, or for the one saved with the model).
-        peft_config: of `peft`, to train an adapter on frozen weights; `args.use_peft` makes one. A
-            model that comes with an adapter goes on with that one, and its copy is the reference.
+        peft_config: a `peft` config, to train an adapter on frozen weights; `args.use_peft` makes
+            one. A model's existing adapter is trained on, and a copy of it is the reference.
         callbacks: see `Callback`.
         quantization_config: a `BitsAndBytesConfig` in 4 bits, for QLoRA; `args.load_in_4bit` makes
             one.
-        optimizers: an optimizer (of everything that is trained) and a learning-rate scheduler of
-            your own, or None for AdamW and `args.lr_scheduler_type`. The scheduler advances once
-            per step.
-        tools: functions with type hints and docstrings, plain or async, that the policy may call in
-            a chat, as its chat template has it.
+        optimizers: your own optimizer (of all trained parameters) and learning-rate scheduler, or
+            None for AdamW and `args.lr_scheduler_type`. The scheduler advances once per step.
+        tools: functions with type hints and docstrings, sync or async, that the policy may call
+            through its chat template.
         environment_factory: makes the `Environment` of one episode, which answers the policy's
-            turns. What it pays is the source of reward "environment", behind the reward functions,
-            of which there may then be none. Those of TRL's kind go into
+            turns. Its rewards are the source "environment", after the reward functions, which may
+            then be empty. Wrap TRL's environments in
             `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
 
     Raises:
-        ValueError: whatever is wrong with the input, by name, before anything is computed.
+        ValueError: an input is wrong; the message names it. Nothing has been computed yet.
     """
 
-    trains: ClassVar[bool] = True  # an evaluation does not
-    value_model: Any = None  # an argument of PPO's
+    trains: ClassVar[bool] = True  # False for an evaluation
+    value_model: Any = None  # an argument of PPOTrainer
     shaping: Shaping
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
@@ -96,7 +95,7 @@ class PolicyGradientTrainer(TrainingLoop):
     policy_loss: partial[Loss]
     controllers: Controllers
     moving_average: MovingAverage | None
-    running: dict[str, Any]  # records that change during the run and are saved with it, by name
+    running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
     critic: Critic | None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -143,7 +142,7 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.learn(batch, meter)
 
     def learn(self, batch: Batch, meter: Meter) -> dict[str, Any]:
-        """Take the second half of a step, on completions with their scores."""
+        """Take the second half of a step, on scored completions."""
         with meter.time("score"):
             batch = self.learner.score(batch)  # log-probabilities and values (B,T)
             batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
@@ -154,7 +153,7 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
-        """Turn scores into rewards per token and these into advantages; collective.
+        """Turn scores into per-token rewards, and these into advantages; collective.
 
         Returns:
             The batch with these columns, and metrics over all ranks.
@@ -163,7 +162,7 @@ class PolicyGradientTrainer(TrainingLoop):
         scores, mask = batch.scores, batch.action_mask
         assert scores is not None
 
-        # Scores are shaped, and placed where their steps end; running statistics go first.
+        # Shape the scores and place each at the end of its step, after updating the statistics.
         if (measured := shaping.measured(scores)) is not None:
             shaping.observe(runtime.gather(measured)[0])
         shaped = shaping(scores, batch)
@@ -177,19 +176,19 @@ class PolicyGradientTrainer(TrainingLoop):
             meter.add_masked("kl", kl, mask)
             minus_kl = -self.controllers["beta"] * kl
         rewards = minus_kl + step_scores
-        if args.whiten_rewards:  # divided by their standard deviation over the step
+        if args.whiten_rewards:  # divide by their standard deviation over the step
             stats = runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
 
         # Baselines compare the completions of all ranks.
-        # A row without a token of its own has no score, and no KL either.
+        # A row without policy tokens has neither a score nor a KL.
         kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
         per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
         everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
         raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
         groups, _ = runtime.gather(batch.groups)
         greedy_scores = None
-        if batch.greedy is not None:  # (B,K) of each row's prompt; 0 for the KL
+        if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
             assert batch.greedy.scores is not None
             paid = sum_step_scores(shaping(batch.greedy.scores, batch.greedy))
             _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
@@ -240,8 +239,8 @@ class PolicyGradientTrainer(TrainingLoop):
             advantages=advantages,
             returns=returns,
             positive=positive,
-            # With one update per rollout they are taken from that update's own forward pass, so the
-            # ratio is exactly 1. They are kept only where the KL after the update is measured.
+            # A single update takes them from its own forward pass, so that the ratio is exactly 1;
+            # they are kept only if the KL after the update is measured.
             old_logprobs=batch.old_logprobs if self.learner.compares_with_old else None,
         )
         return batch, metrics
@@ -249,7 +248,7 @@ class PolicyGradientTrainer(TrainingLoop):
     def without_truncated(self, batch: Batch) -> Batch:
         """Leave truncated completions out of the losses (`mask_truncated_completions`).
 
-        They count in every statistic, and models may still attend to them.
+        They stay in all statistics, and models may still attend to them.
         """
         if not self.args.mask_truncated_completions:
             return batch
@@ -258,9 +257,9 @@ class PolicyGradientTrainer(TrainingLoop):
     def update(self, batch: Batch, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on the batch of a step; return metrics of this process.
 
-        An override counts in `learner.updates_begun` the updates that have reached the weights, or
-        are about to. A checkpoint that is saved because the step failed then says that it has them.
-        The agreement check is made in `Learner.update`: a step of an override has none.
+        An override must count in `learner.updates_begun` the updates that have reached the weights,
+        or are about to, so that a checkpoint saved when the step fails says that it has them.
+        `Learner.update` makes the agreement check; an override goes without.
         """
         return self.learner.update(batch, self.state.step, meter)
 
@@ -276,7 +275,7 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics |= batch.metrics
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
-        if not policy_frozen:  # its metrics say nothing about the coefficients
+        if not policy_frozen:  # else its metrics say nothing about the coefficients
             self.controllers.update(metrics, args.prompts_per_step * args.num_generations)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
@@ -290,7 +289,7 @@ class PolicyGradientTrainer(TrainingLoop):
 
     @cached_property
     def correction(self) -> str:
-        """The `sampler_correction` for the engine that samples."""
+        """The `sampler_correction` for the chosen engine."""
         return self.args.correction_of(self.engine_name)
 
     # -------------------------------------------------------------- what makes it an algorithm
@@ -300,7 +299,7 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.estimator(inputs)
 
     def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute the loss of every token (B,T), and (B,T) numbers to average for the log."""
+        """Compute the loss per token (B,T), and metrics (B,T) to average for the log."""
         surrogate, metrics = self.surrogate(new, batch)
         regularizer, more = self.regularizer(new, batch)
         return surrogate + regularizer, metrics | more
@@ -316,7 +315,7 @@ class PolicyGradientTrainer(TrainingLoop):
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """Compute the targets (B,T) of a critic, in its own units, and metrics of them.
+        """Compute the critic's targets (B,T), in its own units, and metrics of them.
 
         Args:
             advantages: (B,T), not yet whitened.
@@ -327,7 +326,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         assert batch.advantages is not None
         options = {}
-        if "old_kl_coef" in self.policy_loss.keywords:  # all others stay as they are bound
+        if "old_kl_coef" in self.policy_loss.keywords:  # the others stay bound
             options["old_kl_coef"] = self.controllers["old_kl_coef"]
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
@@ -368,7 +367,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """Return the prompts of a dataset.
 
         Raises:
-            ValueError: a prompt cannot be used; `name` and the row are named.
+            ValueError: a prompt cannot be used; the message has `name` and the row.
         """
         return fitting_prompts(
             dataset,
@@ -400,27 +399,27 @@ class PolicyGradientTrainer(TrainingLoop):
         There is one completion per prompt, or `args.num_generations_eval` if they are sampled.
 
         Args:
-            eval_dataset: a dataset, or several by name; by default what the trainer was given.
-            temperature: 0 is greedy. By default both are used: that of training, and greedy under
-                `eval_greedy_`.
+            eval_dataset: a dataset, or several by name; by default the trainer's.
+            temperature: 0 is greedy. By default both are evaluated: the training temperature, and
+                greedy under `eval_greedy_`.
             answer: extracts the answer (a string or a number) from a completion, for the majority
-                vote. By default it is the whole text, stripped.
+                vote. By default the whole text, stripped.
 
         Returns:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
             and `eval_greedy_reward` and so on, over all processes. With several completions per
             prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
-            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. Of sets by name each has
-            its name behind the prefix (`eval_{name}_reward`), and `eval_reward` is their mean.
+            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. With several datasets, the
+            name follows the prefix (`eval_{name}_reward`), and `eval_reward` is their mean.
 
         Raises:
-            ValueError: there is no evaluation dataset, a reward function failed, or there is an
-                `answer` and one completion.
+            ValueError: there is no evaluation dataset, a reward function failed, or `answer` is
+                given for a single completion.
         """
         if answer is not None and self.args.num_generations_eval == 1:
             raise ValueError(
-                "answer is for the vote among several completions: set num_generations_eval to "
-                "how many, or leave it out"
+                "answer is for the vote among several completions: set num_generations_eval above "
+                "1, or leave it out"
             )
         sets = self.eval_sets
         if eval_dataset is not None:

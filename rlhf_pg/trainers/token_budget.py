@@ -1,7 +1,7 @@
-"""The number of tokens that one process forwards at a time, if the config leaves it open.
+"""The number of tokens in a micro-batch for `micro_batch_tokens: auto`.
 
-It follows from the bytes that a process keeps, by the way of sharding, and from those that one
-forward and backward pass takes, which is run on tensors that have shapes and no data.
+It follows from the bytes that a process keeps, which depend on the sharding, and from those that
+one forward and backward pass takes, measured on tensors that have shapes but no data.
 """
 
 import copy
@@ -27,19 +27,19 @@ from rlhf_pg.runtime import Runtime
 logger = logging.getLogger(__name__)
 
 # More tokens at a time are hardly faster, since the kernels are busy. (6M parameters on a CPU: 512
-# tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
+# tokens take 20 % longer than 2048, 1024 take 4 % longer, and 16384 are as fast.)
 MOST = {"cuda": 65536, "cpu": 1024}
-# At least so many rows of the greatest length: with fewer, a prompt is computed more often.
+# At least this many rows of the greatest length: with fewer, a prompt is computed more often.
 ROWS = 4
 # A model with fewer parameters takes less than a gigabyte for these tokens.
 SMALL = 1_000_000
-# Share of a GPU's free memory; the rest is lost between blocks and to the kernels' work space. For
-# a CPU a share of all its memory, so that every run finds the same number and sums the same rows.
+# Share of a GPU's free memory; the rest is lost to fragmentation and the kernels' workspace. On a
+# CPU a share of all its memory, so that every run finds the same number and sums the same rows.
 SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
 class Sharding(NamedTuple):
-    """A way of sharding: what is split among the processes; the rest is whole on each."""
+    """Which parts a backend splits among the processes; the rest is whole on each."""
 
     name: str
     weights: bool
@@ -62,7 +62,7 @@ def settled_budget(
 ) -> int:
     """Return `micro_batch_tokens`, for "auto" as many as fit beside the module; collective.
 
-    The module is not sharded yet. One row at a time is computed where no pass can be measured.
+    The module is not sharded yet. If no pass can be measured, the budget is one row.
     """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
@@ -76,7 +76,7 @@ def settled_budget(
         except Exception as error:  # a kernel or a value model that reads data
             tokens = row
             logger.warning(
-                "micro_batch_tokens: the model cannot be measured without data (%s), so one row is "
+                "micro_batch_tokens: the model's memory cannot be measured (%s), so one row is "
                 "computed at a time: set a number, which is faster",
                 error,
             )
@@ -89,7 +89,7 @@ def most(kind: str, row: int) -> int:
 
 
 def chunk_size(runtime: Runtime) -> int:
-    """Return how many logits may be in memory at a time, the same on all processes; collective."""
+    """Return the largest number of logits in memory, the same on all processes; collective."""
     on_gpu = runtime.device.type == "cuda"
     memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
     return -runtime.all_reduce_max(-chunk_size_for(memory))
@@ -105,9 +105,9 @@ def memory_by_part(
     rollout: bool = False,
     optim: str = "",
 ) -> dict[str, float]:
-    """Return the bytes by part that a process keeps of parameters, as it updates or samples.
+    """Return the bytes that a process keeps for parameters, by part, to update or sample.
 
-    Frozen parameters have weights alone.
+    Frozen parameters have only weights.
     """
     total: dict[str, float] = {}
     for parameter in {id(p): p for p in parameters}.values():
@@ -116,13 +116,13 @@ def memory_by_part(
         if rollout:
             each["copy to sample from"] = b if layout.weights else 0
         if parameter.requires_grad:
-            # In torch's AdamW moments have the dtype that it updates: of masters for 16 bits.
+            # The moments of torch's AdamW have the dtype of the updated weights (16 bits: masters).
             moments = 8 if layout.deepspeed else 2 * max(b, 4)
             moments = 2 if optim == "adamw_8bit" else moments
-            # In float32 ZeRO-3 updates its share of the weights; ZeRO-1 and ZeRO-2 copy it first.
+            # In float32 ZeRO-3 updates its shard of the weights; ZeRO-1 and ZeRO-2 copy it first.
             masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
             each["optimizer"] = (moments + masters) / (processes if layout.moments else 1)
-            kept = not rollout or layout.name == "ZeRO-3"  # it never gives back their memory
+            kept = not rollout or layout.name == "ZeRO-3"  # ZeRO-3 never frees them
             each["gradients"] = kept * b / (processes if layout.gradients else 1)
             if layout.name == "DDP" and processes > 1:
                 each["gradients"] += b  # its buckets
@@ -153,7 +153,7 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     awake = args.rollout_engine == "vllm" and not args.vllm_enable_sleep_mode
     engine = args.vllm_gpu_memory_utilization * total if awake else 0.0
-    # What training will yet keep on the device.
+    # Memory that training has not allocated yet but will keep.
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
     due = memory_by_part(module.parameters(), layout, runtime.world, optim=args.optim)
     if not runtime.splits:
@@ -166,14 +166,14 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
 
 
 class Growth(NamedTuple):
-    """The most bytes that are alive in a micro-batch, and their growth with each more token."""
+    """The peak memory of a micro-batch in bytes, and its growth with each more token."""
 
     tokens: float
     bytes: float
     each: float
 
     def at(self, tokens: float) -> float:
-        """Return the bytes of so many tokens."""
+        """Return the bytes for this many tokens."""
         return self.bytes + (tokens - self.tokens) * self.each
 
     def tokens_within(self, room: float) -> int:
@@ -198,9 +198,9 @@ def _policy_of(module: nn.Module) -> Policy:
 
 
 def footprint(module: nn.Module, batch: Batch) -> int:
-    """Return the most bytes alive at a time in the forward or backward pass of one micro-batch.
+    """Return the peak memory in bytes of a forward and backward pass of one micro-batch.
 
-    Weights and their gradients, which exist already, do not count.
+    Weights and their gradients, which exist already, are not counted.
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -215,7 +215,7 @@ def footprint(module: nn.Module, batch: Batch) -> int:
 def probe(
     groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """Make groups of `rows` rows each, with prompts and completions of one length."""
+    """Make groups of `rows` rows each, with prompts and completions of the given lengths."""
     count = groups * rows
     return Batch.from_tokens(
         prompts=[[0] * prompt] * count,
@@ -229,7 +229,7 @@ def probe(
 
 
 def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Copy a module with tensors that seem to be on a device, of which only shapes are computed."""
+    """Copy a module with fake tensors, which have a device and shapes but no data."""
     # Integer inputs stay real, since masks and lengths are read.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -246,7 +246,7 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that counts the bytes of storages made inside it and still alive, on one device."""
+    """Counts the bytes of storages that were made inside it and are alive, on one device."""
 
     supports_higher_order_operators = True  # FlexAttention is one
 

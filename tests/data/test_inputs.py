@@ -84,7 +84,7 @@ def test_changed_data_are_refused_by_a_recorded_config(model_path, tmp_path):
     with (tmp_path / "problems.jsonl").open("a") as file:
         file.write('{"question": "1+1=", "answer": "2"}\n')
     config = tmp_path / "run" / "config.yaml"
-    with pytest.raises(ValueError, match="are not the data of that run"):
+    with pytest.raises(ValueError, match="dataset_fingerprint is"):
         made(config)
     trainer = made(config, "--dataset_name", str(tmp_path / "problems.jsonl"))
     assert len(trainer.train_prompts) == 13
@@ -157,9 +157,7 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
     assert load(TOTAL) is total
     assert name_of(of_script) == "python:of_script"
     args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
-    with pytest.raises(
-        ValueError, match="a reward that was given in Python and that no name finds"
-    ):
+    with pytest.raises(ValueError, match="a reward that was given in Python"):
         settle_rewards((), args)
 
 

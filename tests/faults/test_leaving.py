@@ -82,7 +82,7 @@ def test_interrupted_run_keeps_all_finished_steps(make, tmp_path, end) -> None:
     )  # no code of users ends a run
     with pytest.raises(kind) as left:
         trainer.train()
-    assert "goes on from" in "".join(left.value.__notes__)
+    assert "Resume from" in "".join(left.value.__notes__)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert (saved.name, verified(saved)) == ("step-00000002", None)
     make(max_steps=4, **HURT).train("latest")

@@ -170,7 +170,7 @@ def test_interrupted_step_restarts_with_same_random_state(make, tmp_path) -> Non
         return step()
 
     trainer.step = second
-    with pytest.raises(ValueError, match=r"(?s)not today.*goes on from .*step-00000001 "):
+    with pytest.raises(ValueError, match=r"(?s)not today.*Resume from .*step-00000001 "):
         trainer.train()
     broken.clear()
     make(**options).train("latest")
@@ -194,6 +194,6 @@ def test_reward_error_after_save_reuses_checkpoint(make, tmp_path) -> None:
             seen.append(saved())
 
     seen = []
-    with pytest.raises(ValueError, match=r"(?s)not today.*goes on from .*step-00000001 "):
+    with pytest.raises(ValueError, match=r"(?s)not today.*Resume from .*step-00000001 "):
         make(reward_funcs=reward, save_steps=1, callbacks=[Look()]).train()
     assert seen == [saved()]

@@ -308,7 +308,7 @@ def test_mismatched_adapter_raises_with_both_names(shape, message, adapter_path,
 
 def test_adapter_without_base_name_raises(adapter_path, tmp_path):
     path = on_another_base(adapter_path, tmp_path, None)
-    with pytest.raises(ValueError, match=r"moved does not say what its base model is"):
+    with pytest.raises(ValueError, match=r"moved does not name its base model"):
         load_model(path, torch.float32)
 
 

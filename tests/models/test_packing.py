@@ -257,7 +257,7 @@ def test_bf16_attention_gradient_is_rounded_once():
 
 def test_non_causal_attention_is_not_replaced():
     model = tiny_model("bert-generation", intermediate_size=48)
-    assert "what comes later" in attention_support(model.base_model).unsupported_reason
+    assert "later tokens" in attention_support(model.base_model).unsupported_reason
     decoder = tiny_model("bert-generation", intermediate_size=48, is_decoder=True)
     assert attention_support(decoder.base_model).unsupported_reason is None
 

@@ -228,7 +228,7 @@ def test_wrong_number_of_logged_values_is_failure():
 def test_column_that_cannot_be_sent_is_failure():
     made = rewards(faults.Judge(0.0))
     assert totals(made, columns={"odd": [lambda: 0] * 6}) == [LENGTHS]  # it is not asked for
-    with pytest.raises(ValueError, match="sees was given what cannot be sent to a worker"):
+    with pytest.raises(ValueError, match="sees has arguments that cannot be sent to a worker"):
         totals(
             rewards(faults.sees),
             columns={"answer": [lambda: 0] * 6},

@@ -80,7 +80,7 @@ def test_failing_reward_keeps_finished_steps(make, tmp_path) -> None:
             raise RuntimeError("out of luck")
         return [float(len(c)) for c in completions]
 
-    with pytest.raises(ValueError, match=r"(?s)out of luck.*goes on from .*step-00000002"):
+    with pytest.raises(ValueError, match=r"(?s)out of luck.*Resume from .*step-00000002"):
         make(reward_funcs=late).train()
     resumed = make(reward_funcs=late)
     resumed.train(resume_from_checkpoint=True)

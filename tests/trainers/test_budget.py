@@ -97,7 +97,7 @@ def test_model_that_reads_its_weights_computes_one_row_at_a_time(make, caplog) -
     trainer.model.lm_head.register_forward_pre_hook(looks)
     learner = measured(make, 4e6, model=trainer.model)
     assert learner.token_budget == 12  # 6 of the prompt and 6 of the completion
-    assert "micro_batch_tokens: the model cannot be measured" in caplog.text
+    assert "micro_batch_tokens: the model's memory cannot be measured" in caplog.text
 
 
 def test_head_blocks_are_measured_once_without_data(make) -> None:

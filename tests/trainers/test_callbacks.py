@@ -76,7 +76,7 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Callback, "make an object of a class"),
+        (Callback, "instantiate a class"),
         (PrinterCallback(), r"trainer\.stop\(\)"),
         (digits, "rlhf_pg.Callback"),
         (None, "got None"),

@@ -210,7 +210,7 @@ def test_failing_reward_in_later_round_keeps_finished_steps(trainer_of, tmp_path
         return spread(**inputs)
 
     options = {"max_steps": 2, "output_dir": str(tmp_path / "part")}
-    with pytest.raises(ValueError, match=r"(?s)not today.*\nThe run goes on from .*step-00000001 "):
+    with pytest.raises(ValueError, match=r"(?s)not today.*\nResume from .*step-00000001 "):
         trainer_of(1, reward_funcs=fails, **options).train()
     assert calls == [2] * 12
     assert [line["step"] for line in read(tmp_path / "part" / "metrics.jsonl")] == [1]

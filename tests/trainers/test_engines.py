@@ -159,7 +159,7 @@ def test_resumed_run_keeps_vllm(make, vllm, capsys):
     again = make(max_steps=2)
     again.train(resume_from_checkpoint=True)
     assert type(again.sampler.engine) is vllm
-    assert "rollout_engine vllm (auto: as before it was resumed)" in capsys.readouterr().out
+    assert "rollout_engine vllm (auto: as in the resumed run)" in capsys.readouterr().out
 
 
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
@@ -178,7 +178,7 @@ def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monk
 def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
     monkeypatch.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
-    said = r"rollout_engine vllm, and auto takes native here \(auto: vLLM is not installed\): set"
+    said = r"rollout_engine vllm, but auto chooses native here \(auto: vLLM is not installed\): set"
     with pytest.raises(ValueError, match=said):
         make(max_steps=2).train(resume_from_checkpoint=True)
 

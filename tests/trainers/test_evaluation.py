@@ -225,7 +225,7 @@ def test_uncountable_answer_is_refused(make) -> None:
         return list(completion)
 
     trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
-    with pytest.raises(ValueError, match=r"letters must return answers that can be counted"):
+    with pytest.raises(ValueError, match=r"letters must return hashable answers"):
         trainer.evaluate(answer=letters)
 
 

@@ -278,7 +278,7 @@ def test_value_model_key_and_argument_give_same_critic(make, deeper_path):
 def test_policy_as_value_model_is_refused(make, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     tokenizer = arithmetic().new_model()[1]
-    with pytest.raises(ValueError, match="value_model is the policy, or shares weights"):
+    with pytest.raises(ValueError, match="value_model is the policy"):
         make(PPOTrainer, **LORA, model=model, value_model=model, processing_class=tokenizer)
 
 

@@ -46,7 +46,7 @@ def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sample
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
     reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
     speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
-    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*goes on from .*step-00000002"):
+    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*Resume from .*step-00000002"):
         trainer.train()
     del speaking.answers["/collective_rpc"]
     again = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
@@ -61,5 +61,5 @@ def test_server_death_while_sampling_saves_checkpoint(speaking, make, any_sample
         return (500, b"dead") if trainer.state.step == 1 else None
 
     speaking.answers[COMPLETIONS] = die_in_the_second_step
-    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*goes on from .*step-00000001"):
+    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*Resume from .*step-00000001"):
         trainer.train()

@@ -130,7 +130,7 @@ def test_environment_may_bring_all_prompts(make) -> None:
             {"environment_factory": {"a": Paid}, "train_dataset": None},
             "train_dataset",
         ),
-        ({"train_dataset": None, "max_steps": -1}, "max_steps has to say how long to train"),
+        ({"train_dataset": None, "max_steps": -1}, "set max_steps"),
         ({"environment_factory": {"a": Paid}}, "train_dataset: row 0: its column 'environment'"),
         ({"environment_factory": Bell}, "reward_funcs is empty"),
     ],

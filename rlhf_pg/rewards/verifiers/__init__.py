@@ -1,6 +1,6 @@
 """Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
-Each is a function that scores one completion. It takes what its signature names: `text` (the whole
+Each is a function that scores one completion. It may take the arguments `text` (the whole
 completion), `answer` (see `texts.answer_of`), `truth` (the entry of the dataset's column `column`,
 which may be a list of right answers), `ids` (its tokens) and `opened` (see `Verifier`). Its
 keyword-only arguments are its options.
@@ -34,8 +34,8 @@ class Verifier:
 
     name: str
     options: Mapping[str, Any]
-    # The prompt ends with `<think>`, as some chat templates have it, or with another tag: a
-    # completion that was cut off before `</think>` is still thinking.
+    # Whether the prompt ends with `<think>` (as in some chat templates) or another tag: then a
+    # completion that was truncated before `</think>` has no answer.
     opened: bool = False
     is_ready_made: ClassVar[bool] = True
 
@@ -50,15 +50,15 @@ class Verifier:
         completion_ids: Sequence[Sequence[int]] = (),
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """Return one score per completion; None where the truth is None, or with a warning where it
-        cannot be read. ValueError if there is no column with the truth.
+        """Return one score per completion: None where the truth is None, and with a warning where
+        it is unreadable. ValueError if there is no column with the truth.
         """
         column: Any = self.options.get("column")
         if column is not None and column not in columns:
             raise ValueError(
-                f"reward {self.name} finds no column {column!r} in the dataset (there: "
-                f"{', '.join(map(repr, columns)) or 'none'}): name the one with the truth by the "
-                "option `column`"
+                f"reward {self.name} finds no column {column!r} in the dataset (it has: "
+                f"{', '.join(map(repr, columns)) or 'none'}): set the option `column` to the one "
+                "with the truth"
             )
 
         def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
@@ -71,12 +71,12 @@ class Verifier:
 
         blank: Any = [""] * len(completions)
         rows = (completions, completion_ids or blank, columns.get(column, blank))
-        # Mathematics and programs wait for processes of their own, and all cores should be busy.
+        # Mathematics and programs run in their own processes, which should keep all cores busy.
         with ThreadPoolExecutor(texts.cores_of_process()) as threads:
             return list(threads.map(apply, *rows))
 
     def score(self, text: str, ids: Sequence[int] = (), truth: Any = "") -> float:
-        """Score one completion; `Unreadable` if the truth says nothing."""
+        """Score one completion; raise `Unreadable` if the truth cannot be used."""
         answer = texts.answer_of("<think>" * self.opened + text)
         given = {"text": text, "answer": answer, "ids": ids, "truth": truth, "opened": self.opened}
         function = VERIFIERS[self.name]
@@ -99,7 +99,7 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
     opened = bool(own.pop("opened", False))
     try:
         made = Verifier(name, checked_options(VERIFIERS[name], own), opened)
-        with suppress(texts.Unreadable):  # what is wrong with the options together, a blank finds
+        with suppress(texts.Unreadable):  # scoring a blank finds options that do not fit together
             made.score("")
     except ValueError as error:
         raise ValueError(f"reward {name}: {quoted(str(error))}") from error

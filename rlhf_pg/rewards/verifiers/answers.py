@@ -31,7 +31,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
-    """Reward an answer that is the truth, letter by letter but for blanks, with 1, else with 0."""
+    """Reward an answer that equals the truth, except for whitespace, with 1, else 0."""
 
     def normalize(text: str) -> str:
         text = " ".join(unicodedata.normalize("NFC", text).split())
@@ -45,7 +45,7 @@ def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "
 _BLANKS = "\u00a0\u2009\u202f"
 _DIGITS = rf"(?:\d{{1,3}}(?:[,{_BLANKS}]\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _UNSIGNED = rf"[$€£¥]?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}}(?!\w))?"
-# A sign behind a word or a bracket is an operation, or the hyphen of a range.
+# A sign after a word or a bracket is an operator, or the hyphen of a range.
 _NUMBER = re.compile(
     rf"(?<![\w.])((?:(?<![\w)])[-+])?{_UNSIGNED})(?:\s*/\s*([-+]?{_UNSIGNED}))?", re.ASCII
 )
@@ -57,8 +57,8 @@ _IGNORED = re.compile(rf"[,$€£¥\s{_BLANKS}]")
 def number_in(text: str) -> Decimal | None:
     r"""Return the number that a text gives as its answer; None if there is none.
 
-    That is the first one behind the last `####` (GSM8K), else the last one in the last `\boxed{}`,
-    else the last one of all. Thousands may be separated, and a fraction is one number.
+    It is the first number after the last `####` (GSM8K), else the last one in the last `\boxed{}`,
+    else the last one of the text. Thousands may be separated, and a fraction is one number.
     """
     text = text.translate(_SPELLINGS).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
     text = _FRACTION.sub(r"\1/\2", text)
@@ -79,7 +79,7 @@ def number_in(text: str) -> Decimal | None:
 def numeric(
     answer: str, truth: Any, *, abs_tol: NotNegative = 1e-6, column: str = "answer"
 ) -> float:
-    """Reward an answer whose number is that of the truth with 1, else with 0; see `number_in`."""
+    """Reward an answer with the same number as the truth with 1, else 0; see `number_in`."""
     right = [found for one in as_list(truth) if (found := number_in(str(one))) is not None]
     if not right:
         raise Unreadable("there is no number in it")
@@ -89,19 +89,19 @@ def numeric(
 
 # ---------------------------------------------------------------------------------- mathematics
 
-LONGEST = 10_000  # characters at a completion's end that are looked at
-MEMORY = 4 << 30  # bytes of a process
+LONGEST = 10_000  # characters that are read at a completion's end
+MEMORY = 4 << 30  # memory limit of a process in bytes
 LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$[^$]+\$")
 
 
 @cache
 def workers() -> Pool:
-    """Return the processes that compare answers."""
+    """Return the pool of processes that compare answers."""
     return Pool(cores_of_process(), MEMORY, _get_ready)
 
 
 def _get_ready() -> None:
-    """Import in a new process what takes a second, before the time of a comparison begins."""
+    """Import the slow package in a new process, before the timeout of a comparison starts."""
     import math_verify  # noqa: F401
 
     logging.disable(logging.CRITICAL)
@@ -110,14 +110,14 @@ def _get_ready() -> None:
 def math(
     answer: str, truth: Any, *, boxed: bool = False, timeout: Seconds = 5.0, column: str = "answer"
 ) -> float:
-    r"""Reward an answer that is mathematically the truth with 1, else with 0, by math-verify.
+    r"""Reward an answer that is mathematically equal to the truth with 1, else 0, by math-verify.
 
-    `\boxed{}` counts before all else; several boxes are one set.
+    `\boxed{}` takes precedence; several boxes are one set.
 
     Args:
-        boxed: nothing but `\boxed{}` counts; otherwise any formula or number that can be found.
-        timeout: seconds that one comparison may take; one that takes longer gives 0.
-        column: with the truth: an expression, or a solution with its answer boxed or behind `####`.
+        boxed: only `\boxed{}` counts; otherwise any formula or number in the answer.
+        timeout: seconds for one comparison; one that takes longer gives 0.
+        column: with the truth: an expression, or a solution with its answer boxed or after `####`.
     """
     require("math_verify", "math")
     golds, score = [text for one in as_list(truth) if (text := str(one)).strip()], None
@@ -127,7 +127,7 @@ def math(
             score = workers().schedule(compare, *asked, timeout=timeout).result()
     except NotStarted:
         raise
-    except CallFailed:  # it was late, or ended its process
+    except CallFailed:  # timed out, or the process died
         return 0.0
     if score is None:
         raise Unreadable("it cannot be parsed")
@@ -135,9 +135,9 @@ def math(
 
 
 def compare(golds: list[str], answer: str, boxed: bool) -> float | None:
-    """Return 1 if an answer is one of the golds, else 0; None if none of these can be parsed.
+    """Return 1 if an answer is one of the golds, else 0; None if no gold can be parsed.
 
-    SymPy may compute for ages, and in C, where no exception reaches it.
+    SymPy may take very long, in C code that no exception interrupts.
     """
     from math_verify import verify
 
@@ -153,7 +153,7 @@ def compare(golds: list[str], answer: str, boxed: bool) -> float | None:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> list[Any]:
-    """Parse a truth: an expression alone, a solution with its answer boxed, or behind `####`."""
+    """Parse a truth: an expression alone, or a solution with its answer boxed or after `####`."""
     gold = gold.rpartition("####")[2].strip().replace("\u2212", "-")
     try:
         parsed = _parse(gold, False) if LATEX.search(gold) else []
@@ -163,7 +163,7 @@ def _parse_gold(gold: str) -> list[Any]:
 
 
 def _parse(text: str, boxed: bool) -> list[Any]:
-    """Return what math-verify finds in a text, `\\boxed{}` before all else; or only in that."""
+    """Parse a text by math-verify; `\\boxed{}` takes precedence, or with `boxed` alone counts."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     if boxed and "\\boxed{" not in text:
@@ -175,13 +175,13 @@ def _parse(text: str, boxed: bool) -> list[Any]:
 
 # ------------------------------------------------------------------------------- patterns and JSON
 
-SECONDS = 1.0  # that a search may take, in whatever thread: it may backtrack for ages
+SECONDS = 1.0  # time limit of a search, which may backtrack for very long
 FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = False) -> float:
-    """Reward a completion in which a pattern is found, or that it `whole` fits, with 1, else 0."""
-    import regex as package  # which has Python's syntax, and a time limit
+    """Reward a completion in which a pattern is found (`whole`: that it matches) with 1, else 0."""
+    import regex as package  # Python's syntax with a time limit
 
     find = package.fullmatch if whole else package.search
     flags = package.IGNORECASE if ignore_case else 0
@@ -200,10 +200,9 @@ def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = F
 
 
 def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
-    """Reward an answer that is JSON and that a JSON schema allows with 1, else with 0.
+    """Reward an answer that is JSON and valid by a JSON schema with 1, else 0.
 
-    The answer is the JSON alone, or stands in a fenced block, the last of which counts. Nothing is
-    fetched from references in the schema.
+    The answer is JSON alone, or the last fenced block. References in the schema are not fetched.
     """
     require("jsonschema", "json")
     validator = schema_validator(json.dumps(schema, default=str))
@@ -215,13 +214,13 @@ def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
     try:
         value = json.loads(blocks[-1] if blocks else answer, parse_constant=refuse)
         return float(validator.is_valid(value))
-    except (ValueError, RecursionError):  # as a model may bring a reader to raise them
+    except (ValueError, RecursionError):  # including too deep nesting
         return 0.0
 
 
 @cache
 def schema_validator(text: str) -> Any:
-    """Return what checks values by a schema, which is checked itself (ValueError)."""
+    """Return the validator of a schema; ValueError if the schema itself is invalid."""
     import jsonschema
     import referencing
 
@@ -238,9 +237,9 @@ def schema_validator(text: str) -> Any:
 
 
 def format(text: str, opened: bool, *, tags: tuple[str, ...] = ("think", "answer")) -> float:
-    """Reward a completion that consists of tagged parts, each once, in order, with 1, else with 0.
+    """Reward a completion that consists of tagged parts, each once and in order, with 1, else 0.
 
-    Only blanks may stand between and around them.
+    Only whitespace may be between and around them.
     """
     if not tags or not all(tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags must be different names, got {tags}")
@@ -263,12 +262,12 @@ def length(
     longest: Count | None = None,
     slack: NotNegative = 0.0,
 ) -> float:
-    """Reward a completion as long as it should be with 1, and down to 0 for others.
+    """Reward a completion with a length within limits with 1, falling to 0 outside them.
 
         score = max(0, 1 - d / slack), d the distance of the length from [shortest, longest]
 
-    The limits are in tokens with the last one, EOS; one of them suffices. A slack of 0 leaves no
-    reward beyond them.
+    The limits are in tokens, including EOS; one of them is enough. With a slack of 0 the reward
+    outside them is 0.
     """
     if not shortest and longest is None:
         raise ValueError("give limits: shortest, longest or both")
@@ -285,8 +284,8 @@ def repetition(
 
         score = max_penalty * (1 - distinct n-grams / n-grams)
 
-    Words stand between blanks, and capitals are small letters. It is 0 for a completion shorter
-    than one n-gram, and approaches `max_penalty` where all n-grams are the same.
+    Words are separated by whitespace, and case is ignored. The score is 0 for a completion shorter
+    than one n-gram, and approaches `max_penalty` if all n-grams are the same.
     """
     words = text.lower().split()
     grams = [tuple(words[i : i + ngram_size]) for i in range(len(words) - ngram_size + 1)]

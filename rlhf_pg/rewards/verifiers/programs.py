@@ -1,4 +1,4 @@
-"""A reward for programs that pass tests, each run in a bubblewrap sandbox of its own."""
+"""A reward for programs that pass tests; each test runs in its own bubblewrap sandbox."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from typing import Any
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.rewards.verifiers.texts import Seconds, Unreadable
 
-# A block that is never closed reaches to the end.
+# A block that is not closed extends to the end.
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-# Says that the tests were reached and passed: a program that ends before them exits with 0 too.
+# Prints a token after the tests, since a program that exits before them has exit status 0 too.
 REACHED = "\n\nimport os, sys\nsys.stdout.flush()\nos.write(1, b{token!r})\n"
 
 LONGEST = 100_000  # bytes of a program
-# Of each process 1 GB of memory; of what it prints, and of any file, 1 MB; of all files 64 MB.
+# Limits: 1 GB of memory per process; 1 MB for its output and any file; 64 MB for all files.
 LIMITS = f"--as={1 << 30} --fsize={1 << 20} --nofile=64 --core=0"
 CLEAN = "env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/tmp PYTHONHASHSEED=0 OMP_NUM_THREADS=1"
 SYSTEM = "/usr /bin /lib /lib32 /lib64 /sbin /etc/alternatives /etc/ld.so.cache /etc/localtime"
-# The first process cannot be killed from inside, and ends all others.
+# The first process cannot be killed from inside; when it ends, all others do.
 ISOLATED = f"""--unshare-all --unshare-user --disable-userns --cap-drop ALL --uid 65534 --gid 65534
     --hostname sandbox --die-with-parent --new-session --as-pid-1 --proc /proc --dev /dev
     --size {32 << 20} --tmpfs /dev/shm --size {32 << 20} --tmpfs /tmp"""
@@ -45,16 +45,16 @@ def code(
     timeout: Seconds = 5.0,
     total_timeout: Seconds = 60.0,
 ) -> float:
-    """Reward a Python program that passes all tests of its row with 1, else with 0.
+    """Reward a Python program that passes all tests of its row with 1, else 0.
 
     The program is the last fenced block of the answer, or all of it. The tests in the column are
     Python statements, as text or as a list, or inputs and outputs: a list of objects
     {"input", "output"}, or {"inputs": [...], "outputs": [...]}; either may be JSON text.
 
     Args:
-        partial: the share of tests passed is the reward.
-        timeout, total_timeout: seconds for each test, and for all tests of a completion; those that
-            are left count as failed.
+        partial: reward the share of tests passed.
+        timeout, total_timeout: seconds for each test, and for all tests of a completion; remaining
+            tests count as failed.
     """
     check_sandbox()
     cases, program = cases_in(truth), program_in(answer)
@@ -68,7 +68,7 @@ def code(
 
 
 def cases_in(truth: Any) -> list[str | tuple[str, str]]:
-    """Return the tests that a column's entry describes: statements, or an input and its output."""
+    """Return the tests of a column's entry: statements, or pairs of input and output."""
     try:
         truth = json.loads(truth) if isinstance(truth, str) else truth
     except ValueError:
@@ -103,18 +103,18 @@ def passes(program: str, case: str | tuple[str, str], timeout: float) -> bool:
         status, output = run_in_sandbox(program, timeout=timeout)
         return status == 0 and token in output
     status, output = run_in_sandbox(program, case[0], timeout)
-    # Blanks at the ends of lines, and empty lines at the end, do not count.
+    # Ignore whitespace at the ends of lines, and empty lines at the end.
     printed, wanted = ([*map(str.rstrip, x.rstrip().split("\n"))] for x in (output, case[1]))
     return status == 0 and printed == wanted
 
 
 def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tuple[int, str]:
-    """Run a Python program on a standard input; return its exit status, 137 if late, and output."""
+    """Run a Python program with an input; return exit status (137: timed out) and output."""
     source = program.encode(errors="replace")
     if b"\0" in source or len(source) > LONGEST or timeout <= 0:
         return 1, ""
     command = [*sandbox_command(timeout), sys.executable, "-P", "-s", "-c", source.decode()]
-    with tempfile.TemporaryFile() as output:  # whose size is limited, unlike that of a pipe
+    with tempfile.TemporaryFile() as output:  # its size is limited, unlike a pipe's
         sent = given.encode(errors="replace")
         ended = run(command, input=sent, stdout=output, stderr=PIPE, cwd="/")
         if ended.stderr:
@@ -125,15 +125,15 @@ def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tupl
 
 @cache
 def check_sandbox() -> None:
-    """Make sure that programs can be run in a sandbox on this machine (ValueError)."""
+    """Check that programs can run in a sandbox on this machine (else ValueError)."""
     if run_in_sandbox("print(6 * 7)") != (0, "42\n"):
         raise no_sandbox("bwrap failed")
 
 
 def no_sandbox(why: str) -> ValueError:
-    """Return the error for a machine on which no sandbox can be made."""
+    """Return the error for a machine that cannot make a sandbox."""
     return ValueError(
-        f"no sandbox can be made here ({quoted(why)}): it takes bubblewrap 0.8 or newer (apt "
+        f"no sandbox can be made here ({quoted(why)}): it needs bubblewrap 0.8 or newer (apt "
         "install bubblewrap), user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns,"
         " user.max_user_namespaces, a container with them); root needs setpriv too (util-linux)"
     )
@@ -143,20 +143,20 @@ def sandbox_command(timeout: float) -> list[str]:
     """Return the command that runs another in a sandbox, where only /tmp and /dev/shm are writable.
 
     It shows the system's programs, and Python with its packages. The kernel does not count root's
-    processes, so root becomes nobody first, inside a bubblewrap that shows what root alone may
-    reach, as a Python below /root.
+    processes, so root becomes nobody first, inside another bubblewrap, where nobody may reach
+    root's files, such as a Python below /root.
     """
     if (bwrap := shutil.which("bwrap")) is None:
         raise no_sandbox("there is no `bwrap`")
     visible, python = [], str(Path(sys.executable).resolve().parents[1])
     for name in dict.fromkeys((*SYSTEM.split(), sys.prefix, sys.base_prefix, python)):
-        for folder in reversed(Path(name).parents[:-1]):  # open to everybody
+        for folder in reversed(Path(name).parents[:-1]):  # readable by everybody
             visible += ["--dir", str(folder)]
         visible += ["--ro-bind-try", name, name]
     watched = f"timeout --signal=KILL {timeout} prlimit {LIMITS}"
     if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14):
-        watched += " --nproc=18"  # which older kernels count over all that the user runs
-    # What a program complains of is not what a sandbox that does not start complains of.
+        watched += " --nproc=18"  # older kernels count all of the user's
+    # Keep the program's stderr apart from that of a sandbox that does not start.
     quiet = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
     inside = [bwrap, *ISOLATED.split(), *visible, *SEALED.split(), *watched.split(), *quiet]
     if os.geteuid() == 0:

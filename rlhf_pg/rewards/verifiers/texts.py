@@ -1,4 +1,4 @@
-"""The parts that ready-made rewards share: texts, answers in them, optional packages."""
+"""Helpers of ready-made rewards: texts, answers in them, optional packages."""
 
 import importlib.util
 import logging
@@ -19,35 +19,35 @@ BOXED = "\\boxed{"
 
 
 class Unreadable(ValueError):
-    """An error for a truth that a reward cannot use, which says what it lacks."""
+    """A reward cannot use the truth; the message says why."""
 
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """Log a warning, the first time only."""
+    """Log a warning once."""
     logger.warning("%s", text)
 
 
 @cache
 def require(module: str, extra: str) -> None:
-    """Refuse to go on without an optional package, which is not imported yet (ValueError)."""
+    """Check that an optional package is installed, without importing it (else ValueError)."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f'it needs {module}: pip install "rlhf-pg[{extra}]"')
 
 
 def as_list(truth: Any) -> list[Any]:
-    """Return right answers as a list, since a truth may be one or a list of them."""
+    """Return right answers as a list; a truth may be one or a list."""
     return list(truth) if isinstance(truth, list | tuple) else [truth]
 
 
 def cores_of_process() -> int:
-    """Return how many cores this process may keep busy beside the others of its run."""
+    """Return this process's share of the cores of the machine."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion, of a chat what the assistant said last."""
+    """Return the text of a completion; for a chat, the assistant's last message."""
     if isinstance(completion, str):
         return completion
     turns = [message for message in completion if message.get("role") == "assistant"]
@@ -55,9 +55,9 @@ def text_of(completion: Any) -> str:
 
 
 def answer_of(text: str) -> str:
-    """Return what is not thinking: behind the last `</think>`, inside the last `<answer>`.
+    """Return the text after the last `</think>`, inside the last `<answer>`.
 
-    Thinking that was begun and not ended has no answer yet.
+    Thinking that is not closed has no answer.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     _, opened, inside = text.rpartition("<answer>")
@@ -65,7 +65,7 @@ def answer_of(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{}` holds; None if there is none, or if it is left open."""
+    r"""Return the content of the last `\boxed{}`; None if there is none, or it is not closed."""
     start = text.rfind(BOXED)
     if start < 0:
         return None

@@ -1,1 +1,1 @@
-"""Episodes: completions of several turns that an environment or tools answer."""
+"""Episodes: multi-turn completions that an environment or tools answer."""

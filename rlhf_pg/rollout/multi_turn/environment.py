@@ -1,4 +1,4 @@
-"""The environment of an episode of several turns, which answers every turn and may reward it."""
+"""The environment of a multi-turn episode, which answers every turn and may reward it."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -12,31 +12,31 @@ Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 class Observation(NamedTuple):
     """An environment's answer to a turn; a plain tuple of the three fields will do."""
 
-    # What precedes the next turn: text if the prompt is text, messages if it is chat, where text
-    # stands for one message of the user. Ignored when `done`.
+    # The text before the next turn if the prompt is text. If it is chat, messages, or text for a
+    # single user message. Ignored when `done`.
     messages: Messages = ""
     reward: float | None = None  # of this turn
     done: bool = False  # the episode is over
 
 
 class Environment(Protocol):
-    """The surroundings of one episode; both methods may be `async`.
+    """The environment of one episode; both methods may be `async`.
 
-    An episode ends with a recorded error if a method raises, returns something else or takes longer
-    than `environment_timeout`. Such an episode enters no loss and no statistic of rewards.
+    If a method raises, returns something else or takes longer than `environment_timeout`, the
+    episode ends, its error is recorded, and it is left out of losses and reward statistics.
     """
 
     def reset(self, example: dict[str, Any]) -> Messages | Awaitable[Messages]:
-        """Begin the episode of a dataset row, and return its prompt: that of the row or another.
+        """Begin the episode of a dataset row, and return its prompt: the row's or another.
 
-        Where the row has a chat, text stands for a user's message behind the row's system prompt.
+        If the row has a chat, returned text is a user message after the row's system prompt.
         """
         ...
 
     def step(self, completion: str) -> Observation | Awaitable[Observation]:
         """Answer a turn, which is text without special tokens.
 
-        A turn that a limit on tokens cut off may be rewarded, and nothing follows it.
+        A turn that a token limit cut off may be rewarded; the episode then ends.
         """
         ...
 
@@ -45,22 +45,22 @@ EnvironmentFactory: TypeAlias = Callable[[], Environment]
 
 
 class SettlingEnvironment:
-    """The base class of environments that are told when their episode is over, however it ended."""
+    """The base class of environments that are notified when their episode ends."""
 
     def settle(self) -> float | Awaitable[float | None] | None:
         """Return the reward of the whole episode, or None; not called if the episode failed.
 
-        It is paid at the last turn, in place of what that turn was paid so far.
+        It replaces the last turn's own reward.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give up what is still under way; called after every episode, failed ones included."""
+        """Abort work still under way; called after every episode, even a failed one."""
 
 
 def check_prompt(prompt: Any, given: Messages) -> Messages:
-    """Return the result of `reset` as a prompt, like the one `given` by the dataset's row;
-    ValueError if it is neither text nor chat messages.
+    """Return the result of `reset` as a prompt of the same kind as the row's, `given`; ValueError
+    if it is neither text nor chat messages.
     """
     if isinstance(prompt, str):
         if isinstance(given, str):
@@ -73,8 +73,8 @@ def check_prompt(prompt: Any, given: Messages) -> Messages:
 
 
 def check_observation(answer: Any, prompt: Messages) -> Observation:
-    """Return the result of `step` as an `Observation`; ValueError if there are not three entries,
-    messages of another kind than the prompt, or a reward that is not a finite number.
+    """Return the result of `step` as an `Observation`; ValueError if it does not have three
+    entries, the messages do not fit the prompt, or the reward is not a finite number.
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Concurrent episodes of several turns, each of which continues as soon as it is answered."""
+"""Concurrent multi-turn episodes; each continues as soon as its turn is answered."""
 
 import copy
 import logging
@@ -38,27 +38,27 @@ class Episode:
     """One row: a prompt, the turns of the policy and the answers to them."""
 
     example: Mapping[str, Any]  # the dataset's row
-    prompt_index: int  # keys its noise, together with the sample
+    prompt_index: int  # seeds the noise, together with the sample
     sample: int
-    prompt: Messages  # that it began with, or the dataset's if there was no turn
+    prompt: Messages  # the episode's, or the dataset's if there was no turn
     prompt_ids: Sequence[int]
-    tokens: list[int] = field(default_factory=list)  # all later ones, as sampled or encoded
+    tokens: list[int] = field(default_factory=list)  # all after the prompt, as sampled or encoded
     logprobs: list[float] = field(default_factory=list)  # one per token, 0 in an answer
     actions: list[bool] = field(default_factory=list)  # which tokens the policy chose
     rewards: list[float] = field(default_factory=list)  # at the last token of a turn; else NaN
     messages: list[Mapping[str, Any]] = field(default_factory=list)  # after the prompt, if chat
-    turns: int = 0  # of the policy
+    turns: int = 0  # turns of the policy
     truncated: bool = False  # by a limit on tokens or turns
-    error: str | None = None  # of its environment, which ended it
+    error: str | None = None  # the environment's error that ended the episode
     environment: Environment | None = None
 
     @property
     def trained(self) -> list[bool]:
-        """The tokens that a loss or a statistic may use: none if the episode failed."""
+        """Mask of the tokens that losses and statistics use: empty if the episode failed."""
         return self.actions if self.error is None else [False] * len(self.actions)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append a turn of the policy, or without log-probabilities an answer to it."""
+        """Append a turn of the policy, or (without log-probabilities) an answer to it."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
         self.actions += [logprobs is not None] * len(tokens)
@@ -69,12 +69,12 @@ class Episode:
 class EpisodeRunner:
     """Plays episodes with the settings of a run."""
 
-    environment_factory: EnvironmentFactory  # of one episode
+    environment_factory: EnvironmentFactory  # makes the environment of one episode
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]  # each of them ends a turn
     max_turns: int | None = None  # None: as many as the tokens allow
-    timeout: float | None = 60.0  # seconds for a `reset` or `step`; None leaves it to them
-    tools: Tools = ()  # schemas for the chat template; or a function that has those of a row
+    timeout: float | None = 60.0  # seconds for a `reset` or `step`; None: no limit
+    tools: Tools = ()  # schemas for the chat template, or a function from a row to schemas
     longest_prompt: int | None = None  # in tokens
 
     def play(
@@ -91,9 +91,9 @@ class EpisodeRunner:
 
         Args:
             examples: dataset rows, with their `prompt`; `tokens` are those of the prompts.
-            prompt_indices: the noise of a token depends only on (seed, prompt index, sample, its
-                place after the prompt).
-            params: `max_tokens` is for all turns and answers of an episode together.
+            prompt_indices: the noise of a token depends only on (seed, prompt index, sample,
+                position after the prompt).
+            params: `max_tokens` limits all turns and answers of an episode together.
         """
         episodes = [
             Episode(
@@ -120,22 +120,22 @@ class EpisodeRunner:
         return episodes
 
     def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
-        """Begin all episodes, then play each as soon as it has what it waits for."""
+        """Begin all episodes, then continue each as soon as its call or completion is done."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
 
         def send(key: tuple[int, int], value: Any) -> Any:
-            """Send an episode what it has waited for; return its next move, or None at its end."""
+            """Resume an episode with a result; return its next request, or None at its end."""
             episode, moves = played[key]
             try:
                 return moves.send(value)
             except StopIteration:
                 pass
-            except Exception as error:  # the environment may answer anything
+            except Exception as error:  # the environment may return anything
                 episode.error = told(error)
             return None
 
         def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:
-            """Request the next turn of episodes that all have these tokens."""
+            """Request the next turn of episodes that share these tokens."""
             position = len(alike[0].tokens)
             request = Request(
                 tokens=tokens,
@@ -150,7 +150,7 @@ class EpisodeRunner:
                 for episode in alike:
                     episode.error = f"ValueError: the episode {error}"
 
-        groups: dict[Any, list[Episode]] = defaultdict(list)  # which share their prompt
+        groups: dict[Any, list[Episode]] = defaultdict(list)  # by shared prompt
         resets = {key: send(key, None) for key in played}
         for key, reset in resets.items():
             if reset is not None and (tokens := send(key, reset)) is not None:
@@ -158,7 +158,7 @@ class EpisodeRunner:
         for (_, tokens), alike in groups.items():
             sample(tokens, alike)
 
-        calls: dict[Future[Any], tuple[int, int]] = {}  # of environments, under way
+        calls: dict[Future[Any], tuple[int, int]] = {}  # calls of environments under way
         while calls or not session.idle:
             arrived: list[tuple[tuple[int, int], Any]] = []
             if session.idle:
@@ -179,8 +179,8 @@ class EpisodeRunner:
         """Play one episode.
 
         Yields:
-            What it waits for: a call of its environment, which it is sent once it is done; or the
-            tokens that the policy continues, for which it is sent a `Completion`.
+            A call of its environment, which is sent back once it is done; or the tokens for the
+            policy to continue, in return for which a `Completion` is sent.
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
@@ -208,7 +208,7 @@ class EpisodeRunner:
                 episode.rewards[-1] = reward
             if done or completion.finish_reason == "length" or episode.turns == self.max_turns:
                 break
-            room = max_tokens - len(episode.tokens) - 1  # with one token after the answer
+            room = max_tokens - len(episode.tokens) - 1  # leaves one token after the answer
             ids = encode_answer(messages, self.tokenizer, prompt, stop_id, tools)
             if len(ids) > room:
                 break
@@ -217,7 +217,7 @@ class EpisodeRunner:
                 episode.messages += [dict(message) for message in messages]
         episode.truncated = completion.finish_reason == "length" or not done
         if episode.truncated and all(map(math.isnan, episode.rewards)):
-            # "Does not apply" would spare it the comparison with episodes that were completed.
+            # NaN would exempt it from the comparison with episodes that were completed.
             episode.rewards[-1] = 0.0
         if isinstance(environment, SettlingEnvironment):
             end = yield call_beside(self.timeout, environment.settle)
@@ -228,7 +228,7 @@ class EpisodeRunner:
     def rewards(self, episodes: Sequence[Episode]) -> Tensor:
         """Return the environments' rewards, (B,T) float64, at the last token of each turn.
 
-        They are NaN elsewhere, and in all of an episode that failed.
+        They are NaN elsewhere, and for a whole episode that failed.
         """
         width = max((len(episode.tokens) for episode in episodes), default=0) or 1
         rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Tools, which the policy calls through its chat template, and the sources of environments."""
+"""Tools that the policy calls through its chat template, and the sources of environments."""
 
 import json
 import re
@@ -24,7 +24,7 @@ TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy asks for, or the reason why it cannot be read."""
+    """A tool call in a turn, or the reason why it cannot be parsed."""
 
     name: str = ""
     arguments: Mapping[str, Any] = {}
@@ -33,11 +33,11 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Toolbox:
-    """Tools that the policy is shown; ValueError if its chat template cannot show them."""
+    """The tools of the policy; ValueError if its chat template cannot show them."""
 
     schemas: Schemas
-    tokenizer: PreTrainedTokenizerBase  # of the policy
-    functions: Mapping[str, Tool] = field(default_factory=dict)  # by name; none: called elsewhere
+    tokenizer: PreTrainedTokenizerBase  # the policy's
+    functions: Mapping[str, Tool] = field(default_factory=dict)  # empty: environments call tools
     timeout: float | None = None  # seconds for a call of a function
 
     def __post_init__(self) -> None:
@@ -49,29 +49,29 @@ class Toolbox:
                 "tools: the chat template of the tokenizer does not show them to the model: give a "
                 "processing_class with one that does"
             )
-        result = {"role": "tool", "name": "tool", "content": "!"}  # it must fit as well
+        result = {"role": "tool", "name": "tool", "content": "!"}  # the template must take it too
         encode_answer([result], self.tokenizer, chat, None, self.schemas)
 
     @classmethod
     def of(
         cls, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, timeout: float
     ) -> "Toolbox":
-        """Collect functions with type hints and a docstring in Google's style (else ValueError)."""
+        """Collect functions with type hints and Google-style docstrings (else ValueError)."""
         try:
             schemas = [get_json_schema(tool) for tool in tools]
-        except Exception as error:  # it may raise anything
-            raise ValueError(f"tools: one cannot be described to the model: {error}") from error
+        except Exception as error:  # transformers may raise anything
+            raise ValueError(f"tools: a function has no usable schema: {error}") from error
         names = [schema["function"]["name"] for schema in schemas]
         functions = dict(zip(names, tools, strict=True))
         if len(functions) < len(tools):
-            raise ValueError(f"tools: two have one name; there are {', '.join(functions)}")
+            raise ValueError(f"tools: two have the same name, among {', '.join(functions)}")
         return cls(schemas=schemas, tokenizer=tokenizer, functions=functions, timeout=timeout)
 
     def parse(self, completion: str, prompt: Any) -> list[ToolCall]:
         """Return the calls in a turn.
 
-        They are read by the tokenizer's `response_template` if it has one, or else between
-        <tool_call> and </tool_call>, in the JSON of Hermes and Qwen.
+        The tokenizer's `response_template` parses them if it has one. Otherwise they are JSON
+        between <tool_call> and </tool_call>, as Hermes and Qwen write them.
         """
         if not reads_calls(self.tokenizer):
             # After the last closing tag, the regex would search from each opening tag to the end.
@@ -94,15 +94,15 @@ class Toolbox:
 
 
 class ToolEnvironment:
-    """The environment of one episode with tools, which goes on until a turn calls none."""
+    """The environment of one episode with tools, which ends with a turn that calls none."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox, self.functions = toolbox, toolbox.functions
-        self.calls = self.failures = 0  # failed: not read, not made, raised or late
+        self.calls = self.failures = 0  # failed: unreadable, unknown tool, raised or timed out
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
-        """Return the prompt as the dataset has it."""
+        """Return the dataset's prompt."""
         self.prompt = example["prompt"]
         return example["prompt"]  # type: ignore[no-any-return]
 
@@ -118,7 +118,7 @@ class ToolEnvironment:
         return Observation(messages, done=not calls)
 
     def _begin(self, call: ToolCall) -> Future[Any] | str:
-        """Begin a call; return the error if that is not possible."""
+        """Begin a call, or return the error that prevents it."""
         if call.error is not None:
             return call.error
         if call.name not in self.functions:
@@ -126,13 +126,13 @@ class ToolEnvironment:
         return call_beside(self.toolbox.timeout, self.functions[call.name], **call.arguments)
 
     def _content(self, result: Future[Any] | str) -> str:
-        """Return what a call has returned, as text, or its error."""
+        """Return the result of a call as text, or its error."""
         if isinstance(result, Future):
             try:
                 value = result.result()
                 if not isinstance(value, str):
                     value = json.dumps(value, default=str, ensure_ascii=False)
-                return value.encode(errors="replace").decode()  # half a surrogate has no token
+                return value.encode(errors="replace").decode()  # half a surrogate pair has no token
             except Exception as error:
                 result = told(error)
         self.failures += 1
@@ -140,13 +140,13 @@ class ToolEnvironment:
 
 
 class EnvironmentSource:
-    """The source of a run's environments, each made by `factory` for one episode.
+    """The source of a run's environments; `factory` makes one for each episode.
 
-    Where there are `schemas`, of tools that the environments call themselves, the factory is given
-    the `Toolbox` that reads the policy's calls.
+    `schemas` describe tools that the environments call themselves. If there are any, the factory is
+    given the `Toolbox` that parses the policy's calls.
     """
 
-    pays = True  # whether "environment" is a source of reward
+    pays = True  # whether its environments give rewards
 
     def __init__(self, factory: Callable[..., Any], schemas: Schemas = ()) -> None:
         self.factory, self.schemas = factory, schemas
@@ -154,12 +154,12 @@ class EnvironmentSource:
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return options of an `EpisodeRunner`; ValueError if there are tools beside environments
-        that cannot have them. The `timeout` is in seconds, for a call.
+        """Return options of an `EpisodeRunner`; `timeout` is in seconds for a call. ValueError for
+        tools that the environments cannot take.
         """
         if tools:
             raise ValueError(
-                "give tools or environment_factory, not both: an environment can call what it likes"
+                "give tools or environment_factory, not both: an environment can call tools itself"
             )
         factory = self.factory
         if self.schemas:
@@ -167,32 +167,32 @@ class EnvironmentSource:
         return {"environment_factory": factory, "timeout": timeout, "tools": self.schemas}
 
     def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
-        """Return the dataset with a column `prompt`, if environments bring the prompts themselves;
-        `rows` rows stand for a dataset that is missing.
+        """Return the dataset with a column `prompt`, if the environments bring the prompts; a
+        missing dataset becomes one of `rows` rows.
         """
         return dataset
 
 
 def source_of(factory: Any) -> EnvironmentSource:
-    """Return the source of a run's environments; ValueError if the factory can make none."""
+    """Return the source of a run's environments; ValueError if the factory makes none."""
     if isinstance(factory, EnvironmentSource):
         return factory
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "step")):
         raise ValueError(
             "environment_factory must make environments with reset(example) and step(completion), "
-            f"got {shown(factory)}; those of TRL's kind go into "
+            f"got {shown(factory)}; wrap TRL's environments in "
             "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
         )
     return EnvironmentSource(factory)
 
 
 def reads_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself parses calls, including their special tokens."""
+    """Return whether the tokenizer itself parses calls, which may have special tokens."""
     return getattr(tokenizer, "response_template", None) is not None
 
 
 def _read_call(call: Any) -> ToolCall:
-    """Read the name and the arguments of a call, either of which may be text in JSON."""
+    """Parse the name and arguments of a call; the call or its arguments may be JSON text."""
     try:
         call = json.loads(call) if isinstance(call, str) else call
         name, arguments = call["name"], call.get("arguments", {})

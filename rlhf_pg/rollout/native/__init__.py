@@ -1,1 +1,1 @@
-"""The native engine, where the policy samples and computes each prompt once for its group."""
+"""The native engine: the policy itself samples, and computes each prompt once for its group."""

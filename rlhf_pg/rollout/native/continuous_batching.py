@@ -1,7 +1,7 @@
-"""Continuous batching, where waiting prompts enter as soon as finished rows make room.
+"""Continuous batching: waiting prompts enter as soon as finished rows make room.
 
-Shapes: R rows being sampled, of G prompts, M rows of the prompt with the most; V ids. Rows and
-prompts fill the first slots of their stores: the last one takes the place of one that leaves.
+Shapes: R rows being sampled, of G prompts, at most M rows per prompt; V ids. Rows and prompts fill
+the first slots of their stores: when one leaves, the last one moves to its slot.
 """
 
 from collections import deque
@@ -18,19 +18,19 @@ from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, 
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 MAX_ROWS = 256
-PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
+PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A request, and the part of it that is still to be sampled."""
+    """A request and its progress."""
 
     request: Request
     limit: int  # tokens of a completion
     waiting: deque[int]  # samples without a row
     rows: int = 0  # samples with a row
-    slot: int | None = None  # in the store, once it has been computed
-    logits: Tensor | None = None  # (V,) of the first new token, while samples wait
+    slot: int | None = None  # in the store, once the prompt is computed
+    logits: Tensor | None = None  # (V,) for the first new token, while samples wait
 
     @property
     def length(self) -> int:
@@ -43,7 +43,7 @@ class Row:
 
     prompt: Prompt
     sample: int
-    key: int  # of its noise
+    key: int  # seed of the row's noise
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
@@ -64,21 +64,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Places:
-    """The assignment of rows to prompts, the same until one enters or leaves."""
+    """The assignment of rows to prompts, unchanged until one enters or leaves."""
 
     members: Tensor  # (G,M), see `Decode`
     places: Tensor  # (R,)
     prompt_bias: Tensor  # (G,P)
     prompt_lengths: Tensor  # (R,)
-    first: Tensor  # (R,) place of the first new token in its row
-    keys: Tensor  # (R,) of the noise
+    first: Tensor  # (R,) position of each row's first new token
+    keys: Tensor  # (R,) seeds of the rows' noise
 
 
 class BatchingSession:
     """A `Session` on a model whose attention can be replaced.
 
     Args:
-        cache_tokens: most tokens whose keys and values are kept at a time.
+        cache_tokens: the most tokens whose keys and values are kept at a time.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class BatchingSession:
     # ----------------------------------------------------------------------------- entering
 
     def _admit(self) -> bool:
-        """Give waiting samples rows and their first tokens, if that is worth a pass."""
+        """Give waiting samples rows and first tokens, if enough can enter to be worth a pass."""
         waiting = sum(len(prompt.waiting) for prompt in self.queue)
         if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
             return False
@@ -142,7 +142,7 @@ class BatchingSession:
         return True
 
     def _room(self, prompt: Prompt, entering: int) -> int:
-        """Return how many samples of a prompt may enter, with room for their full length."""
+        """Return how many samples of a prompt may enter with room for their full length."""
         lengths = [other.length for other in self.prompts]
         if prompt.slot is None:
             lengths.append(prompt.length)
@@ -152,7 +152,7 @@ class BatchingSession:
         return room if rows else max(room, 1)  # a single row may always enter
 
     def _prefill(self, fresh: list[Prompt]) -> None:
-        """Compute the keys and values of new prompts, and the logits of the token after each."""
+        """Compute the keys and values of new prompts, and the logits after each."""
         if not fresh:
             return
         self.prompt_cache.reserve(len(self.prompts), max(p.length for p in self.prompts))
@@ -242,11 +242,11 @@ class BatchingSession:
     def _forward(
         self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
     ) -> Tensor:
-        """Return logits (N,V) of N tokens in a packed row, or of those to `keep`."""
+        """Return logits (N,V) for N tokens in a packed row, or only for those in `keep`."""
         device = self.model.device
         output = self.model(
             input_ids=ids[None].to(device),
-            attention_mask=torch.ones_like(ids[None]).to(device),  # else some look for padding
+            attention_mask=torch.ones_like(ids[None]).to(device),  # or some infer padding
             position_ids=positions[None].to(device),
             use_cache=False,
             logits_to_keep=keep if isinstance(keep, int) else keep.to(device),
@@ -256,7 +256,7 @@ class BatchingSession:
         return logits
 
     def _draw(self, rows: Sequence[Row], logits: Tensor, noise: Tensor) -> None:
-        """Draw the next token of each row from (R,V)."""
+        """Draw the next token of each row from logits (R,V)."""
         ids, logprobs = sample(logits, self.params, noise.to(logits.device))
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
             row.append(token, logprob, self.stopping)

@@ -1,7 +1,7 @@
-"""Attention over keys and values in two parts: those of a prompt, stored once, and of each row.
+"""Attention over keys and values in two parts: a prompt's, stored once, and each row's own.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width; G prompts, R rows (one
-per completion being sampled), M rows of the prompt with the most.
+per completion being sampled), at most M rows per prompt.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from rlhf_pg.models.attention import fused_on_cpu
 
 
 class KeyValues:
-    """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows.
+    """Keys and values of every layer in slots, (slots, K, width, D) each, with growing capacity.
 
     Args:
-        spare: the most tokens of room beyond what is needed.
+        spare: the most tokens of spare capacity.
         longest: the most tokens that a slot may hold.
     """
 
@@ -29,10 +29,10 @@ class KeyValues:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, slots: int, width: int) -> None:
-        """Make room for this many slots of this many tokens, and keep what they hold.
+        """Make room for this many slots of this many tokens, and keep their contents.
 
-        Room is doubled while it is small, so that growing bit by bit copies each number only a few
-        times. When it grows in one dimension, spare room in the other is given back.
+        Capacity doubles while it is small, so that gradual growth copies each number only a few
+        times. When it grows in one dimension, spare capacity in the other is given back.
         """
         if slots <= self.slots and width <= self.width:
             return
@@ -46,7 +46,7 @@ class KeyValues:
             self._layers[layer] = (self._resized(keys), self._resized(values))
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stores of a layer, made to fit key and value (K,N,D) if they are new."""
+        """Return the stores of a layer; new ones are made to fit key and value (K,N,D)."""
         if layer not in self._layers:
             self._layers[layer] = (self._empty(key), self._empty(value))
         return self._layers[layer]
@@ -73,8 +73,8 @@ class Prefill:
 
     Args:
         store: receives their keys and values.
-        slots: of the prompts in the store.
-        lengths: of the prompts; neighbours of one length are computed together.
+        slots: the prompts' slots in the store.
+        lengths: the prompts' lengths; neighbours of equal length are computed together.
     """
 
     def __init__(self, store: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -117,11 +117,11 @@ class Decode:
 
     prompts: KeyValues
     own: KeyValues
-    columns: Tensor | int  # (R,) of each row's newest token in its slot, or one for all
-    members: Tensor  # (G,M) the rows of each prompt, filled up with any row
-    places: Tensor  # (R,) of each row in `members`, flattened
-    prompt_bias: Tensor  # (G,P) `bias` of the prompt's tokens, in the first P columns
-    own_bias: Tensor  # (R,T) `bias` of the tokens written so far, in the first T columns
+    columns: Tensor | int  # (R,) the column of each row's newest token, or one for all
+    members: Tensor  # (G,M) the rows of each prompt, padded with any row
+    places: Tensor  # (R,) the index of each row in flattened `members`
+    prompt_bias: Tensor  # (G,P) `bias` for the prompts' first P columns
+    own_bias: Tensor  # (R,T) `bias` for the rows' first T columns, tokens written so far
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         rows, heads = query.shape[1], key.shape[0]
@@ -149,14 +149,14 @@ class Decode:
 
 
 class PartialSoftmax(NamedTuple):
-    """One part of a softmax, to be joined with the other; shapes (..., queries, D or 1)."""
+    """Attention over one part of the keys, for `together`; shapes (..., queries, D or 1)."""
 
     values: Tensor  # weighted mean
     logsum: Tensor  # log of the sum of exp(score)
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what to add to scores: 0 where the mask is True, minus infinity elsewhere."""
+    """Return a mask as an additive bias: 0 where it is True, minus infinity elsewhere."""
     wide = torch.promote_types(dtype, torch.float32)
     return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
 
@@ -176,11 +176,11 @@ def _attend(
 
 
 def together(a: PartialSoftmax, b: PartialSoftmax) -> Tensor:
-    """Join both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
+    """Combine both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
     return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, summed and returned in at least float32; `b` is the stored tensor."""
+    """Return a @ b, summed in at least float32; `b` is the stored tensor."""
     wide = torch.promote_types(b.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)

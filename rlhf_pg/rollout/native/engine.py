@@ -1,7 +1,7 @@
 """The engine that samples in this process, from the policy's own weights.
 
-Models whose attention cannot be replaced are sampled by `generate` of `transformers`, which is
-slower: every sample computes its prompt again, and all wait for the longest.
+Models whose attention cannot be replaced use `transformers`' `generate`, which is slower: every
+sample computes its prompt again, and all wait for the longest.
 """
 
 import logging
@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine(RolloutEngine):
-    """An engine that generates with a `transformers` decoder in this process.
+    """Samples with a `transformers` decoder in this process.
 
     Each prompt is computed once for all its samples. A finished row leaves the batch, and a waiting
     one takes its place. Where the model's attention cannot be replaced (recurrent layers, a sliding
-    window shorter than a row, ...) it samples by `generate`, and logs that.
+    window shorter than a row, ...) the engine samples by `generate`, and logs a warning.
 
     Args:
-        model: a causal language model, whose weights are used in place. With an adapter, the
-            weights that it changes are copied and changed, unless they are quantized, or so coarse
-            that rounding would lose the adapter: then the adapter is computed beside them.
+        model: a causal language model, whose weights are used in place. An adapter is merged into
+            copies of the weights that it changes, unless these are quantized, or so coarse that
+            rounding would lose the adapter: then it is computed beside them.
         eos_token_ids: one id or several; each ends a row.
-        pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
+        pad_token_id: pads shorter prompts on the left in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
         cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
-            full length; other rows wait. None: what fits half of a GPU's free memory, or 4 GiB.
+            full length; other rows wait. None: at most half of a GPU's free memory, or 4 GiB.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class NativeEngine(RolloutEngine):
     def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
         """Open a session on the weights as they are now.
 
-        ValueError if `stop` is set without a tokenizer, or a request has no tokens, or more than
-        the model has positions for.
+        ValueError if `stop` is set without a tokenizer, or a request is empty or longer than the
+        model's positions allow.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
         with self.weights_synced(), evaluating(self.weights), torch.no_grad():
@@ -79,7 +79,7 @@ class NativeEngine(RolloutEngine):
             try:
                 yield session
             finally:
-                session.fast = session.plain = None  # keys and values go now, not with garbage
+                session.fast = session.plain = None  # free keys and values now
 
     @contextmanager
     def _load_weights(self) -> Iterator[None]:
@@ -92,9 +92,9 @@ class NativeEngine(RolloutEngine):
             self.weights = self.model
 
     def unsupported_reason(self, longest: int) -> str | None:
-        """Return why rows of this many tokens cannot be sampled in the fast way, or None."""
+        """Return why rows of this many tokens need `generate`, or None."""
         if self._window < longest:
-            return f"a row of {longest} tokens is longer than its window of {self._window}"
+            return f"a row of {longest} tokens exceeds the model's window of {self._window}"
         return self._attention_support.unsupported_reason
 
     @cached_property
@@ -106,18 +106,18 @@ class NativeEngine(RolloutEngine):
         return attention_support(self.weights)
 
     def room(self) -> int:
-        """Return how many tokens there is room for, with their keys and values."""
+        """Return the number of tokens whose keys and values fit in memory."""
         if self.cache_tokens is not None:
             return self.cache_tokens
         device, room = self.model.device, 4 * 2**30
-        if device.type == "cuda":  # memory that torch has reserved but does not use is free too
+        if device.type == "cuda":  # memory that torch has reserved but not allocated is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
         return int(room // self._attention_support.bytes_per_token)
 
 
 class _NativeSession:
-    """A session that checks requests, and samples each in the way that its length allows."""
+    """A session that checks requests, and uses `generate` for those that need it."""
 
     def __init__(
         self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
@@ -143,7 +143,7 @@ class _NativeSession:
             self.fast.add(request)
             return
         if self.plain is None:
-            logger.warning("the model is sampled by generate, which is slower: %s", reason)
+            logger.warning("sampling by transformers' generate, which is slower: %s", reason)
             self.plain = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
         self.plain.add(request)
 
@@ -171,7 +171,7 @@ class HFGenerateSession:
         pad_token_id: int,
         cache_tokens: int | None = None,
     ) -> None:
-        # Adapters work inside the base model; peft's `generate` would change the generation config.
+        # The base model includes the adapter; peft's `generate` would change the generation config.
         self.model = model.get_base_model() if isinstance(model, PeftModel) else model
         self.params, self.seed, self.stopping = params, seed, stopping
         self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
@@ -202,7 +202,7 @@ class HFGenerateSession:
         keys, positions = torch.tensor(numbers, device=device).T
 
         def draw(input_ids: Tensor, scores: Tensor) -> Tensor:
-            """Draw each token with its row's noise, and leave `generate` no other choice."""
+            """Draw each token with its row's noise, and mask all others for `generate`."""
             position = positions + input_ids.shape[1] - prompts.shape[1]
             ids, logprobs = sample(scores, self.params, uniform(keys, position))
             for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
@@ -215,8 +215,8 @@ class HFGenerateSession:
 
         tokens = [row.prompt.request.tokens for row in rows]
         prompts, mask = pad_rows(tokens, self.pad_token_id, left=True)
-        own = self.model.generation_config  # may ask for penalties, or another end
-        self.model.generation_config = GenerationConfig(pad_token_id=0)  # only follows an end
+        own = self.model.generation_config  # may have penalties, or another EOS
+        self.model.generation_config = GenerationConfig(pad_token_id=0)  # pads after the end only
         try:
             self.model.generate(
                 input_ids=prompts.to(device),

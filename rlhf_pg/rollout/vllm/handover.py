@@ -1,4 +1,4 @@
-"""The handover of the policy's weights to another engine, with adapters merged layer by layer."""
+"""Hand over the policy's weights to another engine, with adapters merged layer by layer."""
 
 import copy
 import re
@@ -18,12 +18,12 @@ from rlhf_pg import models
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model below its adapter, if it has one."""
+    """Return the base model of an adapter, or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def parts_tied_weights(model: PreTrainedModel) -> bool:
-    """Return whether an adapter gives one end of tied weights another value than the other end."""
+    """Return whether an adapter changes only one of two tied weights."""
     base = bare(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     saved = any(isinstance(end, ModulesToSaveWrapper) for end in ends)
@@ -31,13 +31,13 @@ def parts_tied_weights(model: PreTrainedModel) -> bool:
 
 
 def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield `merged_weights` under the names of checkpoints, which other engines know.
+    """Yield `merged_weights` under their names in checkpoints, which other engines know.
 
-    `transformers` keeps the experts of a layer in one tensor, and has other names for some parts.
-    The layers of such a model are copied one at a time.
+    `transformers` keeps the experts of a layer in one tensor, and renames some parts. The layers of
+    such a model are copied one at a time.
     """
     names = copy.copy(bare(model))
-    # These names come from the loaded checkpoint, perhaps with the prefix of a larger model.
+    # These conversions come from the loaded checkpoint, perhaps with a larger model's prefix.
     vars(names).pop("_weight_conversions", None)
     weights = merged_weights(model)
     if not get_model_conversion_mapping(names, add_legacy=False):
@@ -55,8 +55,8 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and weights of `models.merged(model)` without a second copy of the model.
 
-    Buffers that are saved with the weights are included. The layers that the adapter changes are
-    copied one at a time; the others are the policy's own tensors, tied ones once.
+    Persistent buffers are included. The layers that the adapter changes are copied one at a time;
+    the rest are the policy's own tensors, tied ones once.
     """
     yield from _weights(bare(model), "", {id(p): False for p in model.parameters()})
 
@@ -64,9 +64,9 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _weights(
     module: nn.Module, prefix: str, given: dict[int, bool]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a module, skipping those of the policy that were given already.
+    """Yield the weights of a module, except those of the policy that were already yielded.
 
-    `given` has only the policy's own: a copy may get the id of one that is gone.
+    `given` has only the policy's own tensors, since a copy may reuse the id of a freed one.
     """
     if hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer"):
         module = _merged(module)

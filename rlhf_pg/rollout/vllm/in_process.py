@@ -1,4 +1,4 @@
-"""The engine that samples with vLLM in this process, on its own copy of the policy's weights."""
+"""The engine that samples with vLLM in this process, on a copy of the policy's weights."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 logger = logging.getLogger(__name__)
 
-NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over within the process
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over in this process
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's default is a share of all memory
@@ -40,20 +40,20 @@ DEFAULTS = {
 
 
 class VllmEngine(RolloutEngine):
-    """An engine that samples with vLLM, and gets the merged weights at each `weights_synced`.
+    """Samples with vLLM, which gets the merged weights at each `weights_synced`.
 
     With several processes, each has its own engine.
 
     Args:
         model: only its config is read here.
         eos_token_ids: each ends a completion.
-        tokenizer: of the model, for stop strings.
-        max_model_length: longest prompt and completion; None: as many tokens as there are
-            positions, and memory for them.
+        tokenizer: the model's, for stop strings.
+        max_model_length: the most tokens of a prompt with its completion; None: as many as the
+            model's positions and the memory allow.
         memory: share of the GPU's memory that vLLM takes, weights included.
         sleeps: give that memory back between two `weights_synced`.
-        seed: of the process, which vLLM resets.
-        longest: tokens of the longest prompt and completion of the run.
+        seed: the seed of the process, which vLLM resets.
+        longest: tokens of the run's longest prompt with its completion.
 
     Raises:
         ValueError: vLLM is not installed, has an unsupported version, cannot take the weights, or
@@ -82,8 +82,8 @@ class VllmEngine(RolloutEngine):
         check_version(vllm.__version__, "the installed vLLM")
         if (lack := lacking(model)) is not None:
             raise ValueError(
-                f"{lack}, and would change the class that is trained: set rollout_engine to native "
-                "or vllm_server"
+                f"{lack}, and would patch the trained class: set rollout_engine to native or "
+                "vllm_server"
             )
         if getattr(model, "is_quantized", False):
             raise ValueError(
@@ -92,35 +92,35 @@ class VllmEngine(RolloutEngine):
             )
         if not torch.cuda.is_available() and has_experts(model):
             raise ValueError(
-                "rollout_engine vllm runs on a CPU here, where vLLM does not replace the weights "
-                "of experts: set rollout_engine to native"
+                "rollout_engine vllm cannot replace the weights of experts on a CPU: set "
+                "rollout_engine to native"
             )
         if parts_tied_weights(model):
             raise ValueError(
-                "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
-                "one: leave it out of lora_target_modules and modules_to_save, or set "
+                "rollout_engine vllm keeps tied weights equal, but the adapter changes one of "
+                "them: leave it out of lora_target_modules and modules_to_save, or set "
                 "rollout_engine to native"
             )
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
-        self.numbers = itertools.count()  # of vLLM's requests
+        self.numbers = itertools.count()  # ids of vLLM's requests
         self._has_warned = False
         with TemporaryDirectory() as directory:
             config = copy.deepcopy(bare(model).config)
-            config.architectures = [type(bare(model)).__name__]  # by which vLLM finds its own
+            config.architectures = [type(bare(model)).__name__]  # vLLM's class has this name
             config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-            # Several processes exist already, and each is to have its own engine.
+            # With several processes, each has its own engine.
             several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
             self.llm: Any = vllm.LLM(
                 model=directory,
                 # vLLM has no float64.
                 dtype=str(model.dtype).removeprefix("torch.").replace("float64", "float32"),
-                max_model_len=max_model_length or -1,  # -1: as long as there is room for
+                max_model_len=max_model_length or -1,  # -1: as long as memory allows
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,
                 enforce_eager=not torch.cuda.is_available(),
                 seed=seed % 2**32,
-                model_impl="vllm",  # that of transformers would change the trained class
+                model_impl="vllm",  # vLLM's transformers backend would patch the trained class
                 load_format="dummy",
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
@@ -128,20 +128,20 @@ class VllmEngine(RolloutEngine):
                 **({"distributed_executor_backend": "external_launcher"} if several else {}),
             )
         core = self.llm.llm_engine.engine_core
-        # Its finalizer would destroy the process groups, which training and other engines use.
+        # The finalizer would destroy the process groups, which training and other engines use.
         core._finalizer.detach()
         weakref.finalize(self, _free, core.engine_core)
         self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
         if longest > self.max_model_length:
             raise ValueError(
-                f"vLLM has room for {self.max_model_length} tokens, and the longest prompt and "
+                f"vLLM has room for {self.max_model_length} tokens, but the longest prompt and "
                 f"completion may have {longest}: raise vllm_gpu_memory_utilization or "
                 "vllm_max_model_length, or set rollout_engine to native"
             )
         self._sleep()
 
     def session(self, params: SamplingParams, seed: int) -> closing["_InProcessSession"]:
-        """Open a session on vLLM, which raises RolloutError if vLLM gives a request up."""
+        """Open a session on vLLM, which raises RolloutError if vLLM aborts a request."""
         return closing(_InProcessSession(self, params, seed))
 
     @contextmanager
@@ -162,7 +162,7 @@ class VllmEngine(RolloutEngine):
         if not self._has_warned and (lost := lost_in_merge(policy)) > MOST_LOST:
             self._has_warned = True
             logger.warning(
-                "rollout_engine vllm merges the adapter, of which rounding to %s takes %.0f %%: "
+                "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of it: "
                 "native and vllm_server sample with it unmerged",
                 policy.dtype,
                 100 * lost,
@@ -171,7 +171,7 @@ class VllmEngine(RolloutEngine):
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
+            raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
 
     def _sleep(self) -> None:
         if self.sleeps:
@@ -179,7 +179,7 @@ class VllmEngine(RolloutEngine):
 
 
 class _InProcessSession:
-    """A session in which every sample is a separate request of vLLM with its own seed."""
+    """A session in which every sample is a separate vLLM request with its own seed."""
 
     def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
         self._engine, self._params, self._seed = engine, params, seed
@@ -211,7 +211,7 @@ class _InProcessSession:
                 continue
             [one] = output.outputs
             if one.finish_reason not in ("stop", "length"):
-                raise RolloutError(f"vLLM gave a request up ({one.finish_reason}): see its log")
+                raise RolloutError(f"vLLM aborted a request ({one.finish_reason}): see its log")
             tokens = list(one.token_ids)
             logprobs = [at[token].logprob for token, at in zip(tokens, one.logprobs, strict=True)]
             completion = Completion(tokens, logprobs, one.finish_reason)
@@ -229,11 +229,11 @@ class _InProcessSession:
 
 
 def lacking(model: PreTrainedModel) -> str | None:
-    """Return why the installed vLLM cannot take the model, judging by its list of classes."""
+    """Return why the installed vLLM cannot run the model, by its list of classes; else None."""
     _prepare_environment()
     try:
         from vllm import ModelRegistry
-    except Exception as error:  # such as a missing library that it was compiled for
+    except Exception as error:  # for example a missing compiled library
         return f"vLLM cannot be imported ({error})"
     name = type(bare(model)).__name__
     known = ModelRegistry.models.get(name)
@@ -243,14 +243,14 @@ def lacking(model: PreTrainedModel) -> str | None:
 
 
 def _prepare_environment() -> None:
-    """Set what vLLM reads when it is imported, or when an engine is made."""
+    """Set the environment variables that vLLM reads on import and when an engine is made."""
     os.environ.update(NEEDED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def _free(core: Any) -> None:
-    """Free the memory, as the detached finalizer would have done."""
+    """Free the memory, in place of the detached finalizer."""
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()
@@ -258,7 +258,7 @@ def _free(core: Any) -> None:
 
 
 def _repack_head(model: nn.Module) -> None:
-    """Pack a tied head again, which vLLM forgets on a CPU, where it packs a copy of each matrix."""
+    """Repack a tied head: on a CPU vLLM packs a copy of each matrix, and does not update it."""
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

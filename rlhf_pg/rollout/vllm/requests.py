@@ -1,4 +1,4 @@
-"""The requests to vLLM, shared by both engines."""
+"""Requests to vLLM, shared by both engines."""
 
 import re
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, A
         "min_p": params.min_p,
         "repetition_penalty": 1.0,
         "stop": list(params.stop_strings),
-        # The model's own EOS is only one of ours, or none.
+        # The model's own EOS may be one of our stop tokens, or none.
         "ignore_eos": True,
         "stop_token_ids": list(eos_token_ids),
-        "skip_special_tokens": False,  # they may be in a stop string
-        "logprobs": 0,  # only that of the sampled token
+        "skip_special_tokens": False,  # a stop string may contain them
+        "logprobs": 0,  # of the sampled token only
     }
 
 
 def room(request: Request, params: SamplingParams, limit: int) -> int:
-    """Return how many tokens may be sampled; ValueError beyond the limit, where vLLM would cut."""
+    """Return how many tokens may be sampled; ValueError beyond the limit (vLLM would truncate)."""
     wanted = request.limit(params)
     if not len(request.tokens):
         raise ValueError("is empty: a model needs at least one token to continue")

@@ -1,4 +1,4 @@
-"""The engine that samples on a stock `vllm serve`, which is told the path of new weights."""
+"""The engine that samples on a stock `vllm serve`, which loads new weights from a path."""
 
 import hashlib
 import os
@@ -39,33 +39,33 @@ ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
 LEAST = -9999.0  # vLLM's number for minus infinity
 MOMENT = 0.05  # seconds that a step waits for an answer
-REMEDY = "look into its log, start it again, and resume"
+REMEDY = "check its log, restart it, and resume"
 
 
 class Refused(RolloutError):
-    """An error of a server that understood and refused."""
+    """The server answered, but refused the request."""
 
 
 class VllmServerEngine(RolloutEngine):
-    """An engine that samples on a server, which reads new weights from a directory.
+    """Samples on a server, which reads new weights from a directory.
 
-    The weights are handed over at each `weights_synced`. An adapter is loaded beside the server's
-    own model, which has to be its base, under a name made from its values: so every process knows
-    the name, and keys and values that the server has kept belong to these weights. Without an
+    The weights are handed over at each `weights_synced`. The server loads an adapter beside its own
+    model, which has to be the base, under a name made from the adapter's values: every process can
+    compute the name, and the server's cached keys and values belong to these weights. Without an
     adapter the server's own weights are replaced.
 
     Args:
         eos_token_ids: each ends a completion.
-        url: of the server, without a path.
-        directory: which the server sees under the same path; weights are put into a subdirectory
-            with a secret name, which is removed in the end.
+        url: the server's URL, without a path.
+        directory: a directory that the server sees under the same path; weights are put into a
+            subdirectory with a secret name, which is removed at exit.
         timeout: seconds for one answer.
-        is_main: whether this process hands over the weights; the others have to wait until it has.
+        is_main: whether this process hands over the weights; the others have to wait for it.
 
     Raises:
         ValueError: the server is not a vLLM of a supported version, or was started without a needed
             option.
-        RolloutError: there is no server.
+        RolloutError: the server does not answer.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class VllmServerEngine(RolloutEngine):
             None,
             lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
         )
-        self.name = self.served  # of the weights to sample from
+        self.name = self.served  # the name of the weights to sample from
         self._check_logprobs()
         if not isinstance(model, PeftModel):
             self._check_replaceable(model)
@@ -119,7 +119,7 @@ class VllmServerEngine(RolloutEngine):
             try:
                 self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
             except RolloutError as error:
-                # If its first answer was lost, it refuses the repeated request, which it has done.
+                # If the first answer was lost, the server refuses the retry of a completed load.
                 if not (isinstance(error, Refused) and name in self._models()):
                     raise RolloutError(
                         f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
@@ -127,14 +127,14 @@ class VllmServerEngine(RolloutEngine):
                         f"to see {place} (vllm_sync_directory)"
                     ) from error
         if self.name != self.served:
-            # Unloading only saves memory, and a server that has lost the old one need not.
+            # Unloading only saves memory; the server may have lost the old adapter already.
             with suppress(Refused):
                 self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
             shutil.rmtree(self._own / self.name, ignore_errors=True)
 
     @cached_property
     def _own(self) -> Path:
-        """The directory that is private to this run, whatever else is there, whoever made it."""
+        """The private directory of this run."""
         for place in [*reversed(self.directory.parents), self.directory]:
             place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
         own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
@@ -142,7 +142,7 @@ class VllmServerEngine(RolloutEngine):
         return own
 
     def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
-        """Save weights under a path for the server, and return it."""
+        """Save weights for the server, and return their path."""
         try:
             place = self._own / name
             model.save_pretrained(place)
@@ -164,15 +164,15 @@ class VllmServerEngine(RolloutEngine):
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
-                "is at work for others: it has to be for this run alone"
+                "has requests of other clients: give this run a server of its own"
             )
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
-        """Return the result of `begin`."""
+        """Call `begin` and wait for the result."""
         return self.begin(path, body, read).result()
 
     def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":
-        """Send a request (`http.Client.ask`); the future raises RolloutError without an answer."""
+        """Send a request (`http.Client.ask`); the future raises RolloutError if it fails."""
 
         async def asked() -> T:
             try:
@@ -182,13 +182,13 @@ class VllmServerEngine(RolloutEngine):
             except http.Unanswered as error:
                 raise RolloutError(f"{error}: {REMEDY}") from error
 
-        return begin(asked, loop="vllm")  # which no function of users holds up
+        return begin(asked, loop="vllm")  # a loop that user functions cannot block
 
     def _models(self) -> set[str]:
         return self.ask("/v1/models", None, lambda answer: {one["id"] for one in answer["data"]})  # type: ignore[no-any-return]
 
     def _check_logprobs(self) -> None:
-        """Refuse raw log-probabilities, which do not depend on the temperature (up to 2)."""
+        """Refuse raw log-probabilities, which do not change with the temperature."""
 
         def read(answer: Any) -> float:
             [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
@@ -202,8 +202,8 @@ class VllmServerEngine(RolloutEngine):
         )
         if abs(cold - hot) < 1e-3:
             raise ValueError(
-                f"the server at {self.client.url} gives raw log-probabilities, not those of the "
-                "distribution sampled from: start it with --logprobs-mode processed_logprobs"
+                f"the server at {self.client.url} returns raw log-probabilities, not those of the "
+                "sampled distribution: start it with --logprobs-mode processed_logprobs"
             )
 
     def _check_replaceable(self, model: PreTrainedModel) -> None:
@@ -221,7 +221,7 @@ class VllmServerEngine(RolloutEngine):
         if on_cpu and model.config.tie_word_embeddings:
             raise ValueError(
                 f"the server at {self.client.url} runs on a CPU, where vLLM does not replace a "
-                "head that is tied to the input: train an adapter (use_peft), or use "
+                "head that is tied to the embedding: train an adapter (use_peft), or use "
                 "rollout_engine vllm"
             )
         if on_cpu and has_experts(model):
@@ -276,7 +276,7 @@ class _ServerSession:
         return not self._asked
 
     def close(self) -> None:
-        """Cancel the requests under way; closing their connections tells vLLM."""
+        """Cancel the requests under way; vLLM aborts those whose connections close."""
         for future in self._asked:
             future.cancel()
 
@@ -284,9 +284,9 @@ class _ServerSession:
 def _completion(
     answer: Any, max_tokens: int, eos_token_ids: Sequence[int], by_string: bool
 ) -> Completion:
-    """Read the only choice of an answer, which with `by_string` may end with any token.
+    """Parse the only choice of an answer, which with `by_string` may end with any token.
 
-    ValueError, LookupError or TypeError if something is missing or impossible.
+    ValueError, LookupError or TypeError if a field is missing or impossible.
     """
     [choice] = answer["choices"]
     tokens, reason = choice["token_ids"], choice["finish_reason"]
@@ -297,7 +297,7 @@ def _completion(
         raise ValueError(f"{min(logprobs)} is not a log-probability of a sampled token")
     ended = [token in eos_token_ids for token in tokens]
     if any(ended[:-1]):
-        raise ValueError(f"tokens after EOS, which is the one at {ended.index(True)}")
+        raise ValueError(f"tokens after EOS, which is at {ended.index(True)}")
     if reason == "stop" and (ended[-1] or by_string):
         return Completion(tokens, logprobs, "stop")
     if reason == "length" and len(tokens) < max_tokens:

@@ -180,9 +180,9 @@ def test_tokenizer_with_response_template_parses_calls():
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        ([lambda x: x], "cannot be described to the model: .*<lambda>"),
-        (["add"], "cannot be described to the model"),
-        ([add, add], "two have one name; there are add"),
+        ([lambda x: x], "no usable schema: .*<lambda>"),
+        (["add"], "no usable schema"),
+        ([add, add], "two have the same name, among add"),
     ],
 )
 def test_invalid_tools_raise(tools, message):

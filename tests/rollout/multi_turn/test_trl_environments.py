@@ -219,5 +219,5 @@ class Mute:
 
 
 def test_method_without_docstring_is_named() -> None:
-    with pytest.raises(ValueError, match=r"cannot be described to the model: .*move"):
+    with pytest.raises(ValueError, match=r"no usable schema: .*move"):
         TrlEnvironments(Mute).runner_options(TOKENIZER, 1.0, [])

@@ -82,7 +82,7 @@ def test_bytes_per_token_match_stored_size(make):
     ("name", "config", "options", "reason"),
     [
         ("DiffLlamaForCausalLM", "DiffLlamaConfig", {}, "attends twice"),
-        ("DogeForCausalLM", "DogeConfig", {}, "a mask of its own"),
+        ("DogeForCausalLM", "DogeConfig", {}, "the model's own mask"),
     ],
 )
 def test_unsupported_attention_is_not_replaced(name, config, options, reason):

@@ -312,7 +312,7 @@ def test_transient_fault_is_retried_lasting_fault_is_one_error(fake, tmp_path, s
     with pytest.raises(RolloutError) as error:
         engine.generate([[5]], 1, PARAMS, seed=0)
     assert fake.count(COMPLETIONS) == before + 6
-    for part in (fake.url, said, "3 attempts", "start it again, and resume"):
+    for part in (fake.url, said, "3 attempts", "restart it, and resume"):
         assert part in str(error.value)
 
 

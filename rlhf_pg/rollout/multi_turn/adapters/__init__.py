@@ -14,11 +14,11 @@ VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
 
 
 class AdaptedTask(NamedTuple):
-    """The arguments of a trainer for a task, under the trainer's names."""
+    """A task as arguments of a trainer."""
 
     train_dataset: Dataset  # has a column `prompt`
     eval_dataset: Dataset | None
-    environment_factory: EnvironmentSource  # its environments pay, and may offer tools
+    environment_factory: EnvironmentSource  # its environments give rewards, and may have tools
 
 
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0) -> AdaptedTask:
@@ -27,7 +27,7 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     Args:
         name: `verifiers:ENV_ID`, an installed environment; or `openenv:URL`, a server's.
         options: arguments of the environment's `load_environment`, or of `of_openenv.load`.
-        seed: of what is drawn at random.
+        seed: the random seed of the task.
 
     Raises:
         ValueError: the library is unknown or not installed, or the task cannot be loaded.

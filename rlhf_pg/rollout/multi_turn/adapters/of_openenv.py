@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, each a session with a server that answers `reset` and `step`."""
+"""OpenEnv environments: each is a session with a server that answers `reset` and `step`."""
 
 import json
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
-PATIENCE = 10.0  # seconds that the server may take to describe its environment
-ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
+PATIENCE = 10.0  # timeout in seconds for the server to describe its environment
+ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not see
 
 
 def load(
     url: str,
     seed: int,
     /,
-    prompt: str = "",  # what the policy is told before the first observation
-    episodes: int = 1024,  # rows to train on, each a seed for `reset`
+    prompt: str = "",  # text before the first observation
+    episodes: int = 1024,  # training rows, each with a seed for `reset`
     eval_episodes: int = 64,
-    action_key: str | None = None,  # the field that takes a turn; None: the only text
-    observation_key: str | None = None,  # the field that is read; None: the only text, or all
+    action_key: str | None = None,  # the action's field for a turn; None: its only string
+    observation_key: str | None = None,  # the field to show; None: the only string, or all fields
 ) -> tuple[Any, Any, EnvironmentSource]:
-    """Load the environment behind a server's address; `seed` chooses the rows.
+    """Load the environment of the server at `url`; `seed` chooses the rows.
 
-    Every completion of a batch plays in a session of its own, and the server has to allow as many
-    at a time. Where actions are calls of tools (MCP), these are offered to the policy.
+    Every completion of a batch plays in its own session, so the server has to allow as many
+    concurrent sessions. If actions are tool calls (MCP), the tools are offered to the policy.
     """
     try:
         found = call_beside(PATIENCE, _look, url, action_key, observation_key)
@@ -70,16 +70,16 @@ async def _look(url: str, action_key: str | None, observation_key: str | None) -
 
 @dataclass
 class Session(SettlingEnvironment):
-    """One episode, a session with the server, whose rewards come turn by turn."""
+    """One episode: a session with the server, which rewards each turn."""
 
     url: str
-    observation_key: str | None  # the field that the policy reads; None: all of them
-    action_key: str | None  # the field that takes a turn; None: a turn calls tools
-    box: Any = None  # which parses the calls
+    observation_key: str | None  # the field that the policy sees; None: all of them
+    action_key: str | None  # the action's field for a turn; None: a turn calls tools
+    box: Any = None  # the toolbox that parses the calls
     client: Any = None
 
     async def reset(self, example: dict[str, Any]) -> Messages:
-        """Open the session, and return the row's prompt with the first observation behind it."""
+        """Open the session, and return the row's prompt followed by the first observation."""
         self.client = GenericEnvClient(base_url=self.url, mode="simulation")
         await self.client.connect()
         result = await self.client.reset(seed=example["seed"])
@@ -89,7 +89,7 @@ class Session(SettlingEnvironment):
         return self.prompt
 
     async def step(self, completion: str) -> Observation:
-        """Take a turn as an action, or make the calls in it, and return what the server says."""
+        """Send a turn as an action, or each call in it, and return the server's answer."""
         if self.action_key is not None:
             result = await self.client.step({self.action_key: completion})
             return Observation(self._text(result.observation), result.reward, bool(result.done))
@@ -111,7 +111,7 @@ class Session(SettlingEnvironment):
         await client.close()
 
     def close(self) -> None:
-        if self.client is not None:  # it failed: nobody waits for the server
+        if self.client is not None:  # the episode failed: do not wait for the server
             begin(self.settle)
 
     def _text(self, observation: Mapping[str, Any]) -> str:
@@ -127,7 +127,7 @@ def _only_text(fields: Mapping[str, Any]) -> str | None:
 
 
 def _result(observation: Mapping[str, Any]) -> str:
-    """Return the text of what a tool returned, or of its error."""
+    """Return a tool's result or error as text."""
     if error := observation.get("error"):
         return f"Error: {error['message']}"
     result = observation.get("result")

@@ -1,4 +1,4 @@
-"""Environments as TRL has them: objects whose public methods are tools that share their state."""
+"""TRL's environments: objects whose public methods are tools that share their state."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,16 @@ from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.rollout.multi_turn.environment import Messages, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
 
-COLUMN = "environment"  # names the factory of a row, where there are several
-PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt where an environment has its own
+COLUMN = "environment"  # the column with the name of a row's factory, if there are several
+PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt if `reset` brings its own
 
 
 class TrlEnvironments(EnvironmentSource):
-    """Environments of TRL's kind: their public methods but `reset` and `get_reward` are tools.
+    """Environments in TRL's style: public methods except `reset` and `get_reward` are tools.
 
     Args:
-        factory: makes an environment, a new one for every episode; or several factories, by the
-            name that a row has in its column `environment`.
+        factory: makes a new environment for every episode; or a dict of factories by name, and the
+            column `environment` has the name for each row.
     """
 
     def __init__(self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
@@ -34,7 +34,7 @@ class TrlEnvironments(EnvironmentSource):
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return the options of an `EpisodeRunner`, whose tools are methods and `tools`."""
+        """Return the options of an `EpisodeRunner`; its tools are the methods and `tools`."""
         boxes = {
             name: Toolbox.of([*tools, *_methods(sample).values()], tokenizer, timeout)
             for name, sample in self.samples.items()
@@ -43,19 +43,19 @@ class TrlEnvironments(EnvironmentSource):
         def schemas_of(row: Mapping[str, Any]) -> Schemas:
             if row.get(COLUMN) not in boxes:
                 raise ValueError(
-                    f"its column '{COLUMN}' says {shown(row.get(COLUMN))}, and "
+                    f"its column '{COLUMN}' has {shown(row.get(COLUMN))}, but "
                     f"environment_factory has {', '.join(map(str, boxes))}"
                 )
             return boxes[row[COLUMN]].schemas
 
         return {
             "environment_factory": lambda: TrlEnvironment(self.factories, boxes),
-            "timeout": None,  # each call has its own
+            "timeout": None,  # each call has its own timeout
             "tools": boxes[None].schemas if None in boxes else schemas_of,
         }
 
     def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
-        """Return the dataset with empty prompts, if it has none: `reset` then brings them."""
+        """Add empty prompts to a dataset without prompts: `reset` brings them."""
         if dataset is None and None in self.samples:
             return Dataset.from_dict({"prompt": [PLACEHOLDER] * rows})
         if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
@@ -64,9 +64,9 @@ class TrlEnvironments(EnvironmentSource):
 
 
 class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
-    """The environment of one episode, which has an instance of TRL's kind.
+    """The environment of one episode, which holds an instance of a TRL environment.
 
-    Factories and boxes of tools are given by name; the instance is made by `reset`.
+    Factories and toolboxes are given by name; `reset` makes the instance.
     """
 
     trl_instance: Any = None
@@ -76,7 +76,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         self.factories, self.boxes = factories, boxes
 
     def reset(self, example: dict[str, Any]) -> Messages:
-        """Reset an instance with the row, and append what it says to the last message."""
+        """Reset an instance with the row, and append its text to the last message."""
         row = dict(example)
         name = None if None in self.boxes else row.pop(COLUMN)
         self.trl_instance, self.toolbox = self.factories[name](), self.boxes[name]
@@ -96,7 +96,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         return self.prompt  # type: ignore[no-any-return]
 
     def settle(self) -> Any:
-        """Return what the instance pays for the episode, if it pays."""
+        """Return the instance's reward for the episode, if it has one."""
         if not hasattr(self.trl_instance, "get_reward"):
             return None
         return call_beside(self.toolbox.timeout, self.trl_instance.get_reward).result()

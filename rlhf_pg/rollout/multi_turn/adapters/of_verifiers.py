@@ -1,7 +1,7 @@
 """Environments of the library `verifiers`, which is imported with this module.
 
-Such an environment runs its rollout itself and asks a client for every turn of the model. Here the
-client waits for the policy's next turn, so whatever the environment does in between is its own.
+Such an environment runs its own rollout and asks a client for every turn of the model. Here the
+client waits for the policy's next turn, so the environment runs unchanged.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
 
 
 def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, EnvironmentSource]:
-    """Load an installed environment, whose arguments decide what is random; its rubric pays."""
+    """Load an installed environment with its arguments; its rubric gives the rewards."""
     try:
         environment = load_environment(name, **options)
         train, evaluation = environment.build_dataset(), environment.build_eval_dataset()
@@ -29,7 +29,7 @@ def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, Environment
         raise ValueError(f"environment {quoted(name)} cannot be loaded: {told(error)}") from error
     if environment.rubric.has_group_rewards:
         raise ValueError(
-            f"the rubric of {quoted(name)} compares completions: give each a reward of its own"
+            f"the rubric of {quoted(name)} compares completions: it has to score each by itself"
         )
     visible = {"name", "description", "parameters"}
     tools = [tool.model_dump(include=visible) for tool in environment.tool_defs or ()]
@@ -39,7 +39,7 @@ def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, Environment
 
 
 class VerifiersEnvironment(SettlingEnvironment):
-    """One episode, which is a rollout of the environment that waits for the policy's turns."""
+    """One episode: a rollout of the environment that waits for the policy's turns."""
 
     def __init__(self, environment: Any, box: Toolbox | None = None) -> None:
         self.environment, self.box, self.client = environment, box, PolicyClient()
@@ -55,7 +55,7 @@ class VerifiersEnvironment(SettlingEnvironment):
         return self.prompt
 
     async def step(self, completion: str) -> Observation:
-        """Hand a turn to the rollout, and return what it adds before the next, if there is one."""
+        """Give the rollout a turn, and return the messages that it adds before the next one."""
         asked = [
             ToolCall(
                 id=f"call_{i}", name=x.name or "unreadable", arguments=x.error or dumps(x.arguments)
@@ -79,7 +79,7 @@ class VerifiersEnvironment(SettlingEnvironment):
         return Observation(_plain(now[len(before) + 1 :]))
 
     async def settle(self) -> float:
-        """Return the reward of the rubric; a rollout that waits for a turn was cut off."""
+        """Return the rubric's reward; a rollout that still waits for a turn is ended first."""
         if not self.client.turn.done():
             self.client.turn.set_exception(OverlongPromptError("the episode was cut off"))
         assert self.rollout is not None
@@ -104,7 +104,7 @@ class VerifiersEnvironment(SettlingEnvironment):
 
 
 class PolicyClient(Client):  # type: ignore[misc]
-    """A client that hands every request to the episode, and waits for the policy's turn."""
+    """A client that passes every request to the episode, and waits for the policy's turn."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -121,7 +121,7 @@ class PolicyClient(Client):  # type: ignore[misc]
 
 
 def _plain(messages: Sequence[Any]) -> Messages:
-    """Return messages of the library as a chat, or as the text that they are."""
+    """Return messages of the library as a chat, or as text."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
     if plain and all(message["role"] == "text" for message in plain):
         return "".join(message["content"] for message in plain)
