@@ -1,4 +1,4 @@
-"""The files that a run leaves on disk: its directory, its checkpoints and its final model."""
+"""The files of a run: its directory, its checkpoints and its final model."""
 
 from rlhf_pg.checkpoint.checkpointer import Checkpointer as Checkpointer
 from rlhf_pg.checkpoint.checkpointer import TrainState as TrainState

@@ -1,4 +1,4 @@
-"""Directories that are whole or absent, whatever interrupts the process that writes them.
+"""Directories that are complete or absent, even if the writing process is interrupted.
 
 A directory is written beside its place as `partial-{name}`. Its `state.json`, written last, has the
 size and the SHA-256 of every other file. Everything is synced to disk before the directory gets its
@@ -31,18 +31,18 @@ class Save:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Take a step in a block; if that of any process fails, remove what was begun, and raise
-        OSError on all of them; collective.
+        """Run one step of the save in a block; if it fails on any process, remove the partial
+        directory, and raise OSError on all. Collective.
         """
         try:
             with self.runtime.raise_together(OSError):
                 try:
                     yield
-                except Exception as error:  # also the own classes of safetensors and tokenizers
+                except Exception as error:  # safetensors and tokenizers have their own classes
                     raise OSError(
                         f"{self.path} could not be saved ({told(error)}). Earlier checkpoints are "
-                        "whole: make sure that every process can write there and the disk has "
-                        "room, then go on with --resume_from_checkpoint latest"
+                        "intact: make sure that every process can write there and the disk has "
+                        "room, then resume with --resume_from_checkpoint latest"
                     ) from error
         except OSError:
             if self.runtime.is_main:
@@ -51,14 +51,14 @@ class Save:
             raise
 
     def main(self, call: Callable[[], Any]) -> None:
-        """Take a step on the main process; collective."""
+        """Run a step on the main process; collective."""
         with self.step():
             if self.runtime.is_main:
                 call()
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path where a directory is written or removed."""
+    """Return the path under which a directory is written or removed."""
     return path.with_name(PARTIAL + path.name)
 
 
@@ -70,7 +70,7 @@ def begin(path: Path) -> None:
 
 
 def publish(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write `state.json` with facts in JSON types, and give the directory its name."""
+    """Write `state.json` with `facts` in JSON types, and give the directory its name."""
     failpoint("save-state")
     partial = partial_of(path)
     entries = {
@@ -83,27 +83,27 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
         sync(written)
     failpoint("save-rename")
     _replace(path)
-    for directory in path.parents[:3]:  # the parent may be new, and its own too
+    for directory in path.parents[:3]:  # the parent and its parent may be new
         sync(directory)
     failpoint("save-renamed")
 
 
 def _replace(path: Path) -> None:
-    """Give `partial_of(path)` its name, and remove what had it."""
+    """Give `partial_of(path)` its name, and remove the directory that had it."""
     replaced = path.with_name(f"{PARTIAL}replaced-{path.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.is_symlink():
         path.unlink()
     elif path.exists():
         (path / STATE).unlink(missing_ok=True)  # from here on `recover` completes the replacement
-        path.rename(replaced)  # at once, whoever reads from it
+        path.rename(replaced)  # a rename works even while it is read
     failpoint("save-replace")
     partial_of(path).rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, its name first, so that half of it is never taken for the whole."""
+    """Remove a directory; renamed first, so that half of it is never taken as complete."""
     failpoint("prune")
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
@@ -114,7 +114,7 @@ def remove(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Remove what is partial, unless it is whole and what it replaces is not: that is completed."""
+    """Remove partial directories, but complete a replacement whose old directory is gone."""
     partial = partial_of(path)
     if verified(partial) is None and verified(path) is not None:
         _replace(path)
@@ -122,14 +122,14 @@ def recover(path: Path) -> None:
 
 
 def verified(path: Path, contents: bool = True) -> str | None:
-    """Return how a directory differs, in sizes or `contents`, from what was published, or None."""
+    """Describe how a directory differs from its published state (sizes, `contents`); else None."""
     try:
         for name, entry in json.loads((path / STATE).read_text())["files"].items():
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 return f"{quoted(name)} has {size} bytes, and had {entry['size']}"
             if contents and _sha256(path / name) != entry["sha256"]:
-                return f"{quoted(name)} has changed: its SHA-256 is another"
+                return f"{quoted(name)} has changed: its SHA-256 differs"
     except (OSError, ValueError, LookupError) as error:
         return told(error)
     return None
@@ -145,14 +145,14 @@ def state(path: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk."""
+    """Flush a file, or the names in a directory, to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:  # not every file system can sync a directory, nor may every user
+    except OSError as error:  # some file systems and users cannot sync directories
         if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
             raise
 

@@ -34,15 +34,15 @@ class TrainState:
     """The counters of a run."""
 
     step: int = 0  # rollout batches trained on
-    prompt_index: int = 0  # the next prompt's: the data cursor, and the key of its noise
+    prompt_index: int = 0  # index of the next prompt: the data cursor, and seed of its noise
     num_tokens: int = 0  # prompt and completion tokens so far
     best_reward: float | None = None  # highest eval_reward so far
-    skipped_in_a_row: int = 0  # latest steps in which every update was skipped
+    skipped_in_a_row: int = 0  # consecutive latest steps with every update skipped
 
 
 @dataclass
 class Checkpointer:
-    """Save and restore everything that a run needs to go on as if it had never stopped."""
+    """Saves and restores everything that a run needs to resume bit for bit."""
 
     directory: Path
     parts: Mapping[str, FullWeights]  # "model"; "critic" and "reference", if they exist
@@ -51,26 +51,26 @@ class Checkpointer:
     scheduler: LRScheduler
     state: TrainState
     config: dict[str, Any]
-    fingerprints: Callable[[], Mapping[str, str | None]]  # by part; they never change in a run
-    running: Mapping[str, Any] = field(default_factory=dict)  # records that change, by name
+    fingerprints: Callable[[], Mapping[str, str | None]]  # by part; constant during a run
+    running: Mapping[str, Any] = field(default_factory=dict)  # changing records, by name
     limit: int | None = None  # number of checkpoints to keep; None keeps all
-    found: Collection[str] = ()  # keys set to auto, whose values a resumed run takes over
+    found: Collection[str] = ()  # keys set to auto; a resumed run takes over their values
     saved: int | None = None  # the last step that this process saved
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name; names of the critic's begin with "critic."."""
+        """Every parameter by name; the critic's names begin with "critic."."""
         found: dict[str, Tensor] = dict(self.parts["model"].pieces.named_parameters())
         if "critic" in self.parts:
             found |= self.parts["critic"].pieces.named_parameters(prefix="critic")
         return found
 
     def path(self, step: int | None = None) -> Path:
-        """Return the place of the checkpoint of a step, by default of the latest step."""
+        """Return the path of the checkpoint of a step, by default of the latest step."""
         return self.directory / f"step-{self.state.step if step is None else step:08d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or not, in order."""
+        """Return the steps of all checkpoints, complete or not, in order."""
         found = self.directory.glob("step-" + "[0-9]" * 8)
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
@@ -80,8 +80,8 @@ class Checkpointer:
         If it `prunes`, older checkpoints beyond `limit` are removed.
 
         Raises:
-            OSError: on all processes, it could not be written. What was there before is unchanged,
-                unless all of the new one was written and only its name was missing.
+            OSError: on all processes, it could not be written. An earlier checkpoint in its place
+                is unchanged, unless the new one was complete except for its name.
         """
         path = path or self.path()
         save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
@@ -109,20 +109,20 @@ class Checkpointer:
             for step in older[: max(0, len(older) + 1 - limit)]:
                 atomic.remove(self.path(step))
         except OSError as error:
-            logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
+            logger.warning("older checkpoints cannot be removed (save_total_limit): %s", error)
 
     def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
-        """Yield name, weights and module of what is saved: no reference that never moves."""
+        """Yield name, weights and module of each saved part; a fixed reference is not saved."""
         for name, whole in self.parts.items():
             part: Any = whole.module
             if name != "reference" or (part.moves and not final):
                 yield name, whole, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
-        """Save what `from_pretrained` reads.
+        """Save the models as `from_pretrained` reads them.
 
-        This includes a reference that moves, unless it is `final`: then `save_merged` adds the
-        model with its adapter merged, in `merged/`.
+        This includes a moving reference, unless `final`: then `save_merged` adds the model with its
+        adapter merged, in `merged/`.
         """
         for name, whole, part in self._saved_parts(final):
             with whole.gathered(save.runtime.main_host, _saves_adapter(part)), save.step():
@@ -144,7 +144,7 @@ class Checkpointer:
                     self.tokenizer.save_pretrained(path / "merged")
 
     def numbers(self) -> dict[str, Any]:
-        """Return a copy of what changes during a run and is not a tensor."""
+        """Return a copy of all state that changes during a run, except tensors."""
         return {
             "counters": asdict(self.state),
             "running": {name: dict(vars(record)) for name, record in self.running.items()},
@@ -153,10 +153,10 @@ class Checkpointer:
         }
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
-        """Restore what `numbers` returned."""
+        """Restore the state from `numbers`."""
         peaks, rates = getattr(self.scheduler, "base_lrs", []), numbers["learning_rates"]
         self.scheduler.load_state_dict(numbers["scheduler"])
-        if isinstance(self.scheduler, LambdaLR):  # ours: peaks and length are this run's
+        if isinstance(self.scheduler, LambdaLR):  # ours: keep this run's peaks and length
             self.scheduler.base_lrs, step = peaks, self.scheduler.last_epoch
             scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
             of_step = zip(peaks, self.scheduler.lr_lambdas, strict=True)
@@ -170,8 +170,8 @@ class Checkpointer:
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
         """Restore a checkpoint directory, and return the config that was saved there; collective.
 
-        True and "latest" mean the newest whole one; None restores nothing. ValueError if there is
-        none, it is not whole, or a new run would mix with the checkpoints of another.
+        True and "latest" mean the newest complete one; None restores nothing. ValueError if there
+        is none, it is incomplete, or a new run would mix with the checkpoints of another.
         """
         run = self.directory.parent
         if runtime.is_main:
@@ -188,47 +188,47 @@ class Checkpointer:
             for path in paths:
                 if (reason := self._fault(path, runtime)) is None:
                     break
-                faults.append(f"{path} is not whole ({reason})")
+                faults.append(f"{path} is not complete ({reason})")
             else:
-                text = f"{self.directory if latest else choice} holds no whole checkpoint: "
+                text = f"{self.directory if latest else choice} has no complete checkpoint: "
                 text += "; ".join(faults) or "there is none"
                 if there and not latest:
                     text += f". {self.directory} has {self.path(newest).name}"
                 raise ValueError(text)
             if faults and runtime.is_main:
-                logger.warning("going on from %s: %s", path, "; ".join(faults))
+                logger.warning("resuming from %s: %s", path, "; ".join(faults))
             saved = self.restore(path, runtime.rank)
             if not latest and newest > self.state.step:
                 raise ValueError(
-                    f"{self.directory} holds checkpoints of later steps, up to "
+                    f"{self.directory} has checkpoints of later steps, up to "
                     f"{self.path(newest).name}: move them away, resume from the latest, or choose "
                     "another output_dir"
                 )
             return saved
         if there and self.state.step == 0:
             end = atomic.state(run / "final").get("step", -1) if runtime.is_main else -1
-            if runtime.all_reduce_max(end) < newest:  # it has not come to its end
+            if runtime.all_reduce_max(end) < newest:  # it has not finished
                 raise ValueError(
-                    f"{run} holds the checkpoints of an earlier run: go on with it "
+                    f"{run} has the checkpoints of an earlier run: resume it "
                     "(--resume_from_checkpoint latest), or choose another output_dir"
                 )
         return {}
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
-        """Return why not every process can resume from a checkpoint, or None; collective."""
+        """Return why some process cannot resume from a checkpoint, or None; collective."""
         reason = atomic.verified(path, contents=runtime.is_main)
         if reason is None and "counters" not in atomic.state(path):
-            reason = "it is a model alone, as final/ is, without optimizer and counters"
+            reason = "it is only a model, like final/, without optimizer and counters"
         return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
-        """Restore a saved state of this run (`compatibility.check`); return the config in it."""
+        """Restore a saved state of this run (`compatibility.check`); return its config."""
         state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
         counters, prints = asdict(self.state), self.fingerprints()
         altered = compatibility.check(path, state, config, prints, self.running, counters)
         if altered and rank == 0:
-            logger.warning("%s goes on with other settings: %s", path, altered)
+            logger.warning("%s is resumed with other settings: %s", path, altered)
         for name, whole, part in self._saved_parts():
             with whole.modified(_saves_adapter(part)):
                 if name == "model":
@@ -241,7 +241,7 @@ class Checkpointer:
         best = self.directory.parent.resolve() / "best"
         here = path.resolve().parent in (best.parent, self.directory.resolve())
         if self.config.get("save_best", True) and not (here and best.exists()):
-            self.state.best_reward = None  # the best checkpoint stayed in the other directory
+            self.state.best_reward = None  # the best checkpoint is in the other directory
         if (rng := _rng_file(path, rank)).exists():
             restore_rng(load_file(rng))
         return dict(state["config"])
@@ -250,7 +250,7 @@ class Checkpointer:
 def optimizer_tensors(
     trained: DDPBackend, names: Mapping[Tensor, str], keep: bool = True
 ) -> dict[str, Tensor]:
-    """Return `{parameter name}.{key}` -> tensor, on the CPU; without `keep` only help to gather."""
+    """Return `{parameter name}.{key}` -> tensor on the CPU; without `keep` only help gathering."""
     return {
         f"{names[parameter]}.{key}": value.cpu().contiguous()
         for parameter, key, value in trained.state()
@@ -259,7 +259,7 @@ def optimizer_tensors(
 
 
 def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
-    """Yield what `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
+    """Yield the saved `optimizer_tensors`, tensor by tensor."""
     with safe_open(path, framework="pt") as file:
         for full_name in file.keys():  # noqa: SIM118 (it is not a dict)
             name, key = full_name.rsplit(".", 1)
@@ -277,6 +277,6 @@ def _rng_file(path: Path, rank: int) -> Path:
 
 
 def _saves_adapter(module: nn.Module) -> bool:
-    """Return whether only the module's trained adapter is saved."""
+    """Return whether only an adapter is saved for the module."""
     adapted = [part for part in module.modules() if isinstance(part, PeftModel)]
     return any(p.requires_grad for part in adapted for p in part.parameters())

@@ -1,17 +1,17 @@
-"""The check that a checkpoint belongs to this run: what a resumed run may change, and what not."""
+"""The check that a checkpoint belongs to this run, and which settings a resumed run may change."""
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys of the training data, of which only the rows count, by their fingerprint.
+# Keys of the training data: only the rows matter, which have a fingerprint.
 OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
 }
-# Keys that a resumed run may change: length, intervals, places, failures, and whatever never
-# changes a result.
+# Keys that a resumed run may change: length, intervals, paths, failures, and keys that never change
+# a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
@@ -25,16 +25,16 @@ MAY_CHANGE = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
     *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
-    "given_in_python",  # the models and adapters of which have fingerprints
+    "given_in_python",  # given models and adapters have fingerprints
 }
-# Keys that may change with a warning: peaks of the schedule, the length of the run, by which the
-# rates of later steps change, and names of rewards, since new functions mend old ones.
+# Keys that may change with a warning: peaks of the schedule; the length of the run, which changes
+# later learning rates; and names of rewards, to allow fixed functions.
 WARNED = {
     *("learning_rate", "value_learning_rate", "max_steps", "num_train_epochs"),
     *("reward_funcs", "reward_options", "reward_model_name_or_path"),
 }
 
-# What must be as it was when the run began, and how to provide it.
+# Inputs that must be the same as in the resumed run, and how to provide them.
 REMEDIES = {
     "model": "the same base model and peft_config",
     "reference": "the model that training started from, and with the same beta",
@@ -52,29 +52,29 @@ def check(
     running: Iterable[str],
     counters: Iterable[str],
 ) -> str:
-    """Compare `saved`, of `state.json`, with this run's; return the changes to warn of.
+    """Compare `saved`, from `state.json`, with this run; return the changes to warn of.
 
-    ValueError if it is another run's; it names the change and the remedy.
+    ValueError if the runs do not match; the message has the change and the remedy.
     """
     if saved["counters"].keys() != set(counters):
         raise ValueError(
-            f"{path} was saved by another version of rlhf_pg, which counts "
+            f"{path} was saved by another version of rlhf_pg, with the counters "
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))
     fixed = saved["config"].keys() - MAY_CHANGE - WARNED
     if other := changed(saved["config"], now, fixed):
         raise ValueError(
-            f"{path} was saved by a run with another config: {other}. Resume with the same, or "
-            "start a new run from its weights"
+            f"{path} was saved with another config: {other}. Resume with the same config, or start "
+            "a new run from its weights"
         )
     for name, remedy in REMEDIES.items():
         if saved["fingerprints"][name] != fingerprints[name]:
             raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
     theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved["running"], running))
-    if theirs != ours:  # they have the names of reward functions, among others
+    if theirs != ours:  # their names include those of reward functions
         raise ValueError(
-            f"{path} was saved with running statistics of {theirs}, and this run has them of "
+            f"{path} was saved with running statistics of {theirs}, but this run has them of "
             f"{ours}: resume with the same reward functions"
         )
     return changed(saved["config"], now, WARNED)

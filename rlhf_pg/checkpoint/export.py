@@ -1,4 +1,4 @@
-"""The model of a run as `from_pretrained` reads it, without what only a resumed run needs."""
+"""The final model of a run as `from_pretrained` reads it, and its upload to the Hub."""
 
 import logging
 from pathlib import Path
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Save the model (or its adapter), tokenizer, critic and model card: all of them appear, or the
-    old directory stays. OSError on all processes if that fails.
+    """Save the model (or its adapter), tokenizer, critic and model card, all or none: if it fails,
+    the old directory is kept, and all processes raise OSError.
     """
     saving, partial = atomic.Save(runtime, path), atomic.partial_of(path)
     saving.main(lambda: atomic.begin(path))
@@ -28,31 +28,31 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
             data = checkpointer.fingerprints().get("train_dataset")
             card = model_card(checkpointer.config, data, checkpointer.directory.parent)
             (partial / "README.md").write_text(card, encoding="utf-8")
-        except Exception as error:  # a run without a card has lost nothing
-            logger.warning("final/ gets no model card: %s", told(error))
+        except Exception as error:  # a card is not worth failing a run
+            logger.warning("final/ has no model card: %s", told(error))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
 
 
 def check_hub(args: PolicyGradientConfig) -> None:
-    """Refuse (ValueError) to train for an upload for which there is no token."""
+    """Refuse to train with push_to_hub but without a token (ValueError)."""
     if args.push_to_hub and huggingface_hub.get_token() is None:
         raise ValueError(
-            "push_to_hub needs a token of the Hub: set HF_TOKEN, run `hf auth login`, or leave "
+            "push_to_hub needs a Hub token: set HF_TOKEN, run `hf auth login`, or leave "
             "push_to_hub out"
         )
 
 
 def push(path: Path, args: PolicyGradientConfig) -> str | None:
-    """Upload a saved model to the Hub, and return its address; warn and return None if it fails."""
+    """Upload a saved model to the Hub, and return its address; on failure warn and return None."""
     name = args.hub_model_id or Path(args.output_dir).name
     try:
         hub = huggingface_hub.HfApi()
         repository = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
         message = "Trained with rlhf_pg"
         hub.upload_folder(repo_id=repository, folder_path=path, commit_message=message)
-    except Exception as error:  # of the network, of the Hub, of httpx
+    except Exception as error:  # from the network, the Hub or httpx
         logger.warning(
-            "push_to_hub: %s stays here, for it could not be uploaded (%s): try `hf upload %s %s`",
+            "push_to_hub: %s could not be uploaded (%s): try `hf upload %s %s`",
             *(quoted(str(path)), told(error), quoted(name), quoted(str(path))),
         )
         return None

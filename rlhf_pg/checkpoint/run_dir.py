@@ -16,7 +16,7 @@ LOCK = "lock"
 
 logger = logging.getLogger(__name__)
 
-# In the order in which they are set aside: metrics.jsonl, which identifies a run, comes last.
+# In the order of setting aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "tensorboard"),
     *("wandb", "run-id", "skipped", "model.sha256", "report.html", "tokens", "trace.jsonl"),
@@ -25,7 +25,7 @@ RUN_FILES = (
 
 
 def set_aside(directory: Path) -> str | None:
-    """Move the files of an earlier run to `earlier-N/`, and say so; None if there are none."""
+    """Move the files of an earlier run to `earlier-N/`; return a message, or None without files."""
     supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
     there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:
@@ -36,14 +36,14 @@ def set_aside(directory: Path) -> str | None:
     place.mkdir()
     for name in there:
         (directory / name).rename(place / name)
-    return f"{directory} held an earlier run or a model: it is in {place} now"
+    return f"{directory} had an earlier run or a model, which was moved to {place}"
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make the directory of a run, and hold its lock, which the system ends with the process.
+    """Make the directory of a run, and hold its lock; the system releases it with the process.
 
-    ValueError if another run has the directory, or it cannot be written to.
+    ValueError if another run uses the directory, or it cannot be written to.
     """
     file = directory / LOCK
     lock = FileLock(file, fallback_to_soft=False)
@@ -63,8 +63,8 @@ def locked(directory: Path) -> Iterator[None]:
             f"output_dir {directory} is in use by another run ({holder}): wait for it, end it, or "
             "choose another"
         ) from error
-    except OSError as error:  # some network file systems know no locks
-        logger.warning("%s cannot be locked (%s): let no other run use it", directory, error)
+    except OSError as error:  # some network file systems have no locks
+        logger.warning("%s cannot be locked (%s): do not use it for other runs", directory, error)
     try:
         file.write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
         yield
@@ -74,7 +74,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """Have the directory `locked` by the main process; ValueError on all if it cannot be."""
+    """Hold the `locked` directory on the main process; ValueError on all processes if it fails."""
     with ExitStack() as held:
         with runtime.raise_together(ValueError):
             if runtime.is_main:

@@ -1,6 +1,6 @@
-"""Configs of all algorithms: every key with its default, its range and its meaning.
+"""Configs of all algorithms: every key with its default, its range and a help text.
 
-`rlhf_pg.config.parse` reads one from YAML and flags. Batch sizes are over all processes.
+`rlhf_pg.config.parse` reads a config from YAML and flags. Batch sizes are over all processes.
 """
 
 from rlhf_pg.config.algorithms import GRPOConfig as GRPOConfig

@@ -30,12 +30,12 @@ class PolicyGradientConfig(
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings, one sentence each, about settings that are allowed but seldom meant."""
+        """Warnings, one sentence each, about settings that are allowed but rarely intended."""
         if self.importance_sampling_level == "token" or self.aggregation == "sequence_mean":
             return []
         return [
-            f"with importance_sampling_level sequence, aggregation {self.aggregation} lets long "
-            "completions weigh more: GSPO's paper has sequence_mean"
+            f"with importance_sampling_level sequence, aggregation {self.aggregation} gives long "
+            "completions more weight: the GSPO paper uses sequence_mean"
         ]
 
     def total_steps(self, num_prompts: int) -> int:
@@ -45,9 +45,9 @@ class PolicyGradientConfig(
 
     @property
     def token_budget(self) -> int:
-        """The number in `micro_batch_tokens`; an error for auto, for which a trainer finds one."""
+        """The number in `micro_batch_tokens`; ValueError for auto, which a trainer resolves."""
         if isinstance(self.micro_batch_tokens, str):
-            raise ValueError("micro_batch_tokens is auto, for a trainer to find: give a number")
+            raise ValueError("micro_batch_tokens is auto, which a trainer resolves: give a number")
         return self.micro_batch_tokens
 
     @property
@@ -55,26 +55,26 @@ class PolicyGradientConfig(
         return self.num_iterations * self.num_mini_batches
 
     def correction_of(self, engine: str) -> str:
-        """Return `sampler_correction` for a rollout engine's name, with auto resolved."""
+        """Return `sampler_correction` for a rollout engine, with auto resolved."""
         if self.sampler_correction != "auto":
             return self.sampler_correction
         return "none" if engine in ("auto", "native") else "token_truncate"
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if a step needs the log-probabilities from before its updates. With one update the
-        ratio is 1, and only a KL in the reward, or one that moves beta, needs them."""
+        """True if a step needs log-probabilities from before its updates. With a single update the
+        ratio is 1, and only a KL in the reward or for the beta controller needs them."""
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
         return self.compares_with_old or (self.beta > 0 and paid)
 
     @property
     def compares_with_old(self) -> bool:
-        """True if a step's updates, or what measures them, compare with the policy before them."""
+        """True if a step's updates or metrics compare with the policy before the updates."""
         return self.updates_per_step > 1 or self.follows_old_kl
 
     @property
     def follows_old_kl(self) -> bool:
-        """True if a coefficient or rate follows how far a step's updates have moved the policy."""
+        """True if a coefficient or rate follows KL(old || new) after a step's updates."""
         return self.old_kl_target is not None or self.kl_adaptive_lr is not None
 
     @property
@@ -102,7 +102,7 @@ class GRPOConfig(PolicyGradientConfig):
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
     scale_rewards: Literal["group", "batch", "none"] = option("group", help=
-        "Divide centred scores by the standard deviation of the group or batch, or not.")
+        "Divide centred scores by the standard deviation of the group or batch, or by nothing.")
     scale_rewards_eps: float = option(1e-4, ge=0, help="Added to the deviation (verl: 1e-6).")
 
 
@@ -160,28 +160,28 @@ class PPOConfig(PolicyGradientConfig):
     value_lam: float | None = option(None, ge=0, le=1, help=
         "Lambda of the critic's targets (VAPO: 1). None: the target is advantage + value.")
     n_steps: int | None = option(1, ge=1, help=
-        "Rewards that n_step sums before the critic's value. None sums all to the end.")
+        "Rewards that n_step sums before the critic's value. None: all to the end.")
     bootstrap_truncated: bool = option(False, help=
-        "End a cut-off completion with the critic's value of what would follow, or with 0.")
+        "After a truncated completion use the critic's value instead of 0.")
     normalize_advantages: bool = option(True)
 
     critic: Literal["separate", "shared"] = option("separate", help=
-        "A model of its own, or a head on the policy's trunk, which saves memory.")
+        "A separate model, or a head on the policy's trunk, which saves memory.")
     value_model_name_or_path: Text | None = option(None, help=
         "Model that a separate critic starts from, such as a reward model. None: the policy's.")
     value_init: Literal["pretrained", "random"] = option("pretrained", help=
-        "Start a separate critic from pretrained weights, or from random ones.")
+        "Initialise a separate critic from pretrained or random weights.")
     value_learning_rate: float | None = option(None, gt=0, help=
         "Learning rate of the critic. None: learning_rate.")
     value_pretraining_steps: int = option(0, ge=0, help=
-        "Steps at the start that train the critic alone (VAPO), before the policy's schedule.")
+        "Steps at the start that train only the critic (VAPO), before the policy's schedule.")
     value_iterations: int = option(0, ge=0, help=
-        "Further passes over a batch for the critic alone (VPG, A2C), or a shared one's head.")
+        "Additional passes over a batch for the critic, or a shared critic's head (VPG, A2C).")
     normalize_values: bool = option(False, help=
-        "Let the critic, and its loss, work on (return - running mean) / running std.")
+        "Train the critic on (return - running mean) / running std.")
     vf_coef: float = option(0.1, ge=0, help="Coefficient of the value loss; 0: no loss.")
     cliprange_value: float | None = option(0.2, gt=0, help=
-        "Largest change of a value before its loss is clipped. None does not clip.")
+        "Largest change of a value before its loss is clipped. None: no clipping.")
 
     @property
     def policy_frozen_until(self) -> int:

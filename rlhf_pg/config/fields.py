@@ -1,6 +1,6 @@
-"""Config keys: a type, a default, a range and a text each.
+"""Config keys, each with a type, a default, a range and a help text.
 
-A config is an ordinary dataclass whose keys pydantic checks, alike from Python, YAML and flags.
+A config is an ordinary dataclass; pydantic checks its keys, from Python, YAML and flags alike.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ def option(default: Any, *, names: Collection[str] = (), help: str = "", **limit
     """Declare a key.
 
     Args:
-        names: what it may be, if no user has registered others; `rules` checks it.
-        help: by default that of the key which it takes the place of.
-        limits: `ge`, `gt`, `le`, `lt`, as pydantic has them.
+        names: allowed values, to which users may add by registering; `rules` checks them.
+        help: by default the help of the key that it overrides.
+        limits: pydantic's `ge`, `gt`, `le`, `lt`.
     """
     metadata = {"help": help, "names": tuple(names), "limits": limits}
     if isinstance(default, dict):
@@ -42,7 +42,7 @@ def option(default: Any, *, names: Collection[str] = (), help: str = "", **limit
 
 @dataclass_transform(kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
-    """Make a class a config: a dataclass that raises ConfigError for keys that are wrong."""
+    """Make a class a config: a dataclass that raises ConfigError for wrong keys."""
     inherited = getattr(cls, "__dataclass_fields__", {})
     for name, key in vars(cls).items():
         if isinstance(key, dataclasses.Field) and name in inherited:
@@ -53,7 +53,7 @@ def config(cls: type[C]) -> type[C]:
     assign = made.__init__
 
     @cache
-    def checker() -> Any:  # takes a while, and `--help` does without
+    def checker() -> Any:  # slow, and not needed for `--help`
         hints, keys = get_type_hints(made, include_extras=True), {}
         for field in dataclasses.fields(made):
             name, hint = field.name, hints[field.name]
@@ -81,12 +81,12 @@ def config(cls: type[C]) -> type[C]:
 
 
 def is_config(cls: Any) -> bool:
-    """Return whether a class checks its keys, which an ordinary dataclass below one does not."""
+    """Return whether a class is a config; an ordinary dataclass derived from one is not."""
     return hasattr(cls.__init__, "checks_keys")
 
 
 class ConfigError(ValueError):
-    """Keys that are wrong; `messages` has pairs of a key and the line that says so."""
+    """Keys are wrong; `messages` has pairs of a key and its error, one line each."""
 
     def __init__(self, messages: list[tuple[str, str]]) -> None:
         super().__init__("\n".join(message for _, message in messages))
@@ -94,7 +94,7 @@ class ConfigError(ValueError):
 
 
 def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield the keys that pydantic refuses, and why: one line each, whatever types it has tried."""
+    """Yield each key that pydantic refuses, with one line for all types that it has tried."""
     known = [field.name for field in dataclasses.fields(cls)]
     found: dict[str, list[Any]] = {}
     for one in error.errors():
@@ -103,14 +103,14 @@ def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
         if ones[0]["type"] == "extra_forbidden":
             yield key, unknown(key, known)
         elif ones[0]["type"] == "missing":
-            yield key, f"{key} is needed"
+            yield key, f"{key} is required"
         else:
             said = dict.fromkeys(SAID.sub("", one["msg"]) for one in ones)
             yield key, f"{key} must be {' or '.join(said)}, got {shown(ones[0]['input'])}"
 
 
 def is_set(config: Any, key: str) -> bool:
-    """Return whether there is such a key and it is not at its default."""
+    """Return whether a key exists and is not at its default."""
     field = getattr(config, "__dataclass_fields__", {}).get(key)
     if field is None:
         return False
@@ -119,14 +119,14 @@ def is_set(config: Any, key: str) -> bool:
 
 
 def listed(value: Any) -> Any:
-    """Take a single value for a list of one, and a flag without a value for an empty list."""
+    """Turn a single value into a list of one, and a flag without a value into an empty list."""
     if value is True:
         return ()
     return [value] if isinstance(value, str | float | int | os.PathLike) else value
 
 
 def _number(value: Any) -> Any:
-    """Refuse true and false, which to pydantic are 1 and 0."""
+    """Refuse true and false, which pydantic would read as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("a number")
     return value

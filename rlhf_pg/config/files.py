@@ -1,4 +1,4 @@
-"""The names of files in a config, which are looked for beside the recipe and then here."""
+"""File names in a config: they are looked up beside the recipe, then in the working directory."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def absolute(name: str, beside: Path | None) -> str:
-    """Return the absolute path of a file or folder, beside the recipe or here, else the name."""
+    """Return the absolute path of a file or folder, or the name if there is none."""
     paths = (os.path.join(place, os.path.expanduser(name)) for place in (beside or "", ""))
     return next((os.path.abspath(path) for path in paths if name and os.path.exists(path)), name)
 
@@ -25,16 +25,16 @@ def located_keys(config: Any, beside: Path | None) -> dict[str, Any]:
         elif key == "reward_options":
             keys[key] = {located(name, beside): dict(own) for name, own in value.items()}
     for own in keys.get("reward_options", {}).values():
-        for key in own.keys() & {"rubric", "cache"}:  # of a judge; the cache may be new
+        for key in own.keys() & {"rubric", "cache"}:  # a judge's; the cache may be new
             if isinstance(own[key], str) and (key == "cache" or is_file_name(own[key])):
                 own[key] = os.path.abspath(os.path.expanduser(absolute(own[key].strip(), beside)))
     return keys
 
 
 def located(name: str, beside: Path | None) -> str:
-    """Return the name of a reward with its file, model or module made absolute, if it is there.
+    """Return the name of a reward with its file, model or module made absolute, if it exists.
 
-    A module gets its directory in front: DIRECTORY/package.module:function.
+    A module is prefixed with its directory: DIRECTORY/package.module:function.
     """
     if name.startswith("model:"):
         return f"model:{absolute(name.removeprefix('model:'), beside)}"
@@ -50,5 +50,5 @@ def located(name: str, beside: Path | None) -> str:
 
 
 def is_file_name(rubric: str) -> bool:
-    """Return whether a judge's rubric is the name of a file that holds it."""
+    """Return whether a judge's rubric is the name of a file with the rubric."""
     return "\n" not in rubric.strip() and rubric.strip().endswith((".md", ".txt"))

@@ -1,4 +1,4 @@
-"""Keys and arguments that are not ours: those of other libraries, and keys that were removed."""
+"""Keys and arguments of other libraries, and removed keys, with their replacements."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ def _by_key(hints: Mapping[str, str]) -> dict[str, str]:
 
 
 # fmt: off
-# What to use here in place of keys of TRL, transformers, verl and OpenRLHF: a key comes first.
+# Replacements for keys of TRL, transformers, verl and OpenRLHF; each begins with a key.
 HINTS = _by_key({
     "prompts_per_step (global) and micro_batch_tokens (memory)": "per_device_train_batch_size",
     "prompts_per_step, num_generations and num_mini_batches, which are global":
@@ -42,7 +42,7 @@ HINTS = _by_key({
     'dataset_columns: {"prompt": "its name"}': "dataset_text_field",
     "dataset_train_split: train[:100000] takes a part": "streaming shuffle_buffer_size",
 })
-# The same in a run without rewards, where other keys take their place.
+# The same for runs without rewards, which have other keys.
 SUPERVISED_HINTS = _by_key({
     "batch_size, over all processes": "prompts_per_step per_device_train_batch_size "
         "gradient_accumulation_steps train_batch_size mini_batch_size",
@@ -51,7 +51,7 @@ SUPERVISED_HINTS = _by_key({
     "max_length": "max_seq_length max_prompt_length max_completion_length",
     'dataset_columns: {"text": "its name"}': "dataset_text_field", "packing": "padding_free",
 })
-# Keys with no other in their place: why, or what else does it.
+# Keys without a replacement: the reason, or another way.
 REASONS = _by_key({
     "it was removed in November 2026 (CHANGELOG.md)":
         "skip_zero_advantages old_logprobs_source reward_model_closes_truncated kl_adaptive_lr_min "
@@ -74,7 +74,7 @@ FOREIGN_ARGUMENTS = {
 
 
 def unknown(key: str, known: Collection[str]) -> str:
-    """Return the error for a key that is not one of the `known`: what to use, or the nearest."""
+    """Return the error for an unknown key, with its replacement or the nearest known key."""
     hints = HINTS | SUPERVISED_HINTS if "batch_size" in known else HINTS
     if hint := hints.get(key):
         where = "" if re.split(r"\W", hint)[0] in known else ", in an algorithm that has it"
@@ -85,6 +85,6 @@ def unknown(key: str, known: Collection[str]) -> str:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for the nearest known name, or nothing if none is similar."""
+    """Return "; did you mean ...?" with the nearest known name, or "" if none is similar."""
     near = difflib.get_close_matches(key, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

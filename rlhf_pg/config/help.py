@@ -1,4 +1,4 @@
-"""Keys of a config as text for a terminal, in groups: the classes that declare them."""
+"""Help on the keys of a config for the terminal, grouped by the classes that declare them."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 def of_config(config: type, values: Mapping[str, Any] = {}) -> str:
-    """Return the keys of a config class; the values of a recipe stand in for the defaults."""
+    """Return help on the keys of a config class, with a recipe's values as defaults."""
     layout = partial(argparse.HelpFormatter, max_help_position=6)
     hidden = argparse.SUPPRESS
     parser = argparse.ArgumentParser(usage=hidden, add_help=False, formatter_class=layout)
@@ -35,7 +35,7 @@ def of_config(config: type, values: Mapping[str, Any] = {}) -> str:
 
 
 def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
-    """Return the keys of a config by the most general class that declares them."""
+    """Group the keys of a config by the most general class that declares them."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     found = {
         owner: [fields.pop(name) for name in inspect.get_annotations(owner) if name in fields]
@@ -45,7 +45,7 @@ def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
 
 
 def kinds(hint: Any) -> list[str]:
-    """Spell a type as a flag has it: `float`, `none`, a word that is meant, `str ...`."""
+    """Return a type as flags show it: `float`, `none`, a literal word, `str ...`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return [kind for one in inner for kind in kinds(one)]

@@ -1,4 +1,4 @@
-"""Keys of what a run is given: the model and its adapter, the data, the rewards."""
+"""Keys of a run's inputs: the model and its adapter, the data, the rewards."""
 
 import logging
 from dataclasses import replace
@@ -21,21 +21,21 @@ class ModelConfig:
     trust_remote_code: bool = option(False, help=
         "Run code that comes with a model, tokenizer or reward model; refused otherwise.")
     attn_implementation: Text | None = option(None, help=
-        "eager, sdpa, flash_attention_2, flex_attention or a kernel of the Hub. None: the model's.")
+        "eager, sdpa, flash_attention_2, flex_attention or a Hub kernel. None: the default.")
     model_init_kwargs: Mapping[Any] = option({}, help=
         'Arguments of from_pretrained or fields of the model config, such as {"revision": "main"}.')
     gradient_checkpointing: bool | Literal["offload"] = option(False, help=
-        "Recompute activations to save memory; offload moves layers' inputs off the GPU too.")
+        "Recompute activations to save memory; offload also moves layer inputs to the host.")
 
     def located(self, beside: Path | None = None) -> Self:
-        """Return the config with absolute names of files: beside the recipe, or else here."""
+        """Return the config with absolute file names, looked up beside the recipe first."""
         return replace(self, **files.located_keys(self, beside))
 
     def on(self, device: str) -> Self:
-        """Return the config for a kind of device; on a CPU activations are in the host already."""
+        """Return the config for a kind of device; on a CPU activations are not offloaded."""
         if self.gradient_checkpointing != "offload" or device != "cpu":
             return self
-        logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it is as true")
+        logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it means true")
         return replace(self, gradient_checkpointing=True)
 
 
@@ -49,44 +49,44 @@ class AdapterConfig:
     lora_dropout: float = option(0.0, ge=0, lt=1, help=
         "Dropout on the input of the LoRA adapter; it needs disable_dropout: false.")
     lora_target_modules: Names | None = option(None, help=
-        "Modules that get an adapter. None: every linear layer but the head.")
+        "Modules that get an adapter. None: every linear layer except the head.")
     load_in_4bit: bool = option(False, help="Load frozen weights in 4 bits (QLoRA, bitsandbytes).")
     save_merged: bool = option(False, help="Save the merged model as well, in final/merged/.")
 
 
 @config
 class DataConfig:
-    """Keys of the data: a task by name, or datasets of one's own."""
+    """Keys of the data: a task by name, or your own datasets."""
 
     task: Text | None = option(None, help=
-        "Task that brings data and rewards: arithmetic, preference, guess, calculator, "
+        "Task with its own data and rewards: arithmetic, preference, guess, calculator, "
         "reasoning_gym:NAME, verifiers:NAME or openenv:URL (docs/your-data.md).")
     task_options: Mapping[Any] = option({}, help="Options of a third-party task, such as size.")
     dataset_name: Names = option((), help=
-        "Datasets, mixed: JSONL, JSON, Parquet, CSV or text files, folders, or Hub ids.")
+        "Datasets to mix: JSONL, JSON, Parquet, CSV or text files, folders, or Hub ids.")
     dataset_config: Text | None = option(None, help="Configuration of a Hub dataset, such as main.")
     dataset_train_split: Text = option("train", help="Split to train on, such as train[:1000].")
     dataset_test_split: Split = option(None, help="Split to evaluate on, or a share such as 0.05.")
-    eval_dataset_name: Names = option((), help="Other datasets to evaluate on, one by one.")
+    eval_dataset_name: Names = option((), help="Other datasets to evaluate on, each on its own.")
     dataset_weights: Numbers | None = option(None, help="Weights of the mix. None: every row once.")
     dataset_columns: Mapping[Any] = option({}, help=
-        'Columns of the dataset by their names here, such as {"prompt": "question"}.')
+        'Dataset columns to rename, new name first, such as {"prompt": "question"}.')
     prompt_template: Text | None = option(None, help=
-        'Text of a prompt with columns in braces, such as "Question: {question}".')
-    system_prompt: Text | None = option(None, help="System message that begins every prompt.")
-    apply_chat_template: bool = option(False, help="Make a text prompt a chat of one message.")
+        'Template of a prompt with columns in braces, such as "Question: {question}".')
+    system_prompt: Text | None = option(None, help="System message at the start of every prompt.")
+    apply_chat_template: bool = option(False, help="Turn a text prompt into a chat of one message.")
     chat_template_kwargs: Mapping[Any] = option({}, help=
         'Arguments of the chat template, such as {"enable_thinking": false}.')
     dataset_fingerprint: Text | None = option(None, help="Fingerprint that the data must have.")
 
     def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
-        """Raise ValueError if data are given in Python, and a key that names them is set."""
+        """Raise ValueError if data are given in Python and also named by a key."""
         for key in keys:
             if data is not None and is_set(self, key):
                 raise ValueError(f"data are given twice, as {argument} and {key}: leave one out")
 
     def without_names(self) -> dict[str, Any]:
-        """Return the keys that name data, at their defaults."""
+        """Return the keys that name data, with their defaults."""
         names = ("prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs")
         kept = (*names, "dataset_fingerprint")
         return {key: value for key, value in vars(DataConfig()).items() if key not in kept}
@@ -94,7 +94,7 @@ class DataConfig:
 
 @config
 class RewardsConfig:
-    """Keys of the rewards: what scores completions, by name."""
+    """Keys of the rewards, by name."""
 
     reward_funcs: Names = option((), help=
         "Rewards by name: my_rewards.py:FUNCTION, package.module:FUNCTION, model:PATH_OR_HUB_ID, "
@@ -102,4 +102,4 @@ class RewardsConfig:
     reward_options: Mapping[dict[str, Any]] = option({}, help=
         'Options of the rewards by name, such as {"length": {"longest": 200}}.')
     reward_model_name_or_path: Text | None = option(None, help=
-        "Reward model, first of the rewards: reward_weights 1 and 0 only track a task's own.")
+        "Reward model, before other rewards; with reward_weights 1 and 0 a task's is only logged.")

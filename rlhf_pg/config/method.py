@@ -23,33 +23,33 @@ class SamplingConfig:
     """Keys of sampling: the engine, the distribution and the length of completions."""
 
     rollout_engine: Literal["auto", "native", "vllm", "vllm_server"] = option("auto", help=
-        "Engine that samples: the policy itself (native), vLLM in this process, or a `vllm serve`. "
-        "auto takes vLLM on a GPU where it is installed and supports the run.")
+        "Rollout engine: the policy itself (native), vLLM in this process, or a `vllm serve`. "
+        "auto uses vLLM on a GPU if it is installed and supports the run.")
     rollout_cache_tokens: int | None = option(None, ge=1, help=
         "Most tokens in the native KV cache. None: half of a GPU's free memory, 4 GiB on a CPU.")
     vllm_gpu_memory_utilization: float = option(0.3, gt=0, le=1, help=
         "Share of the GPU's memory for vLLM; lower it if training runs out.")
     vllm_enable_sleep_mode: bool = option(False, help="Free vLLM's memory between rollouts.")
     vllm_max_model_length: int | None = option(None, ge=1, help=
-        "Most tokens of prompt and completion in vLLM; None: what the model allows, or what fits.")
+        "Most tokens of prompt and completion in vLLM. None: as many as model and memory allow.")
     vllm_server_base_url: Text = option("http://localhost:8000", help=
         "Base URL of the vLLM server, without user, password or query.")
     vllm_server_timeout: float = option(300.0, gt=0, help=
-        "Seconds for one answer of the vLLM server; a request is tried three times.")
+        "Seconds for an answer of the vLLM server; a request is tried three times.")
     vllm_sync_directory: Text | None = option(None, help=
-        "Directory, seen by the server too, for new weights. None: sync/ in output_dir.")
+        "Directory for new weights that the server sees too. None: sync/ in output_dir.")
     max_completion_length: int = option(512, ge=1, help="Most tokens per completion, EOS included.")
     max_turns: int | None = option(None, ge=1, help=
         "Most turns in an episode. None: as many as max_completion_length allows.")
     environment_timeout: float = option(60.0, gt=0, help="Seconds for an answer of an environment.")
     temperature: float = option(1.0, gt=0, help="Temperature of sampling, scoring and training.")
-    top_k: int = option(0, ge=0, help="Sample from this many likeliest tokens; 0 takes all.")
+    top_k: int = option(0, ge=0, help="Sample from this many likeliest tokens; 0: all.")
     top_p: float = option(1.0, gt=0, le=1, help=
-        "Sample from the likeliest tokens whose probabilities reach this sum; 1 takes all.")
+        "Sample from the likeliest tokens whose probabilities reach this sum; 1: all.")
     min_p: float = option(0.0, ge=0, le=1, help=
-        "Sample from tokens of at least this share of the likeliest one's probability; 0: all.")
+        "Sample from tokens with at least this share of the largest probability; 0: all.")
     truncated_sampling: Literal["refuse", "ignore"] = option("refuse", help=
-        "Refuse top_k, top_p and min_p in training, which they bias, or ignore that bias.")
+        "Refuse top_k, top_p and min_p in training, which they bias, or ignore the bias.")
     stop: Names | None = option(None, help="Strings that end a completion; they stay in it.")
 
 
@@ -58,34 +58,34 @@ class MethodConfig:
     """Keys of the method; `rlhf_pg.config.rules` checks which keys go together."""
 
     dynamic_sampling_rounds: int = option(0, ge=0, help=
-        "Most rounds that replace groups of equal scores by new prompts (DAPO); 0 keeps them.")
+        "Most rounds in which new prompts replace groups with equal scores (DAPO); 0: none.")
     mask_truncated_completions: bool = option(False, help=
-        "Leave truncated completions out of the losses, though not of baselines (DAPO).")
+        "Leave truncated completions out of the losses, but not out of baselines (DAPO).")
 
     reward_weights: Numbers | None = option(None, help="Weights of the reward functions. None: 1.")
     reward_workers: int = option(0, ge=0, help=
-        "Processes that run Python reward functions beside sampling; 0: the trainer does.")
+        "Processes that run Python reward functions during sampling; 0: the trainer itself.")
     reward_timeout: float | None = option(None, gt=0, help=
-        "Seconds for a call that is async or in reward_workers. None: no limit.")
+        "Seconds for a reward call that is async or in reward_workers. None: no limit.")
     on_reward_error: Literal["error", "drop", "value"] = option("error", help=
-        "If a reward function fails: end the run, treat it as not applicable (drop), or give "
-        "reward_error_value. If all fail on all completions, the run ends.")
-    reward_error_value: float = option(0.0, help="Score where a reward function failed.")
+        "If a reward function fails: end the run, treat it as not applicable (drop), or use "
+        "reward_error_value. If every call fails, the run ends.")
+    reward_error_value: float = option(0.0, help="Score if a reward function fails.")
     reward_model_sees_eos: bool = option(True, help=
-        "Score at an EOS behind the text (Stiennon et al. 2020), or at its last word.")
+        "Score at an EOS after the text (Stiennon et al. 2020), or at its last token.")
     reward_clip_range: Numbers | None = option(None, help=
-        "Lowest and highest score, to which each reward function is clipped. None does not clip.")
+        "Lowest and highest score, to which each reward function is clipped. None: no clipping.")
     reward_squash: Literal["none", "sigmoid", "min_max"] = option("none", help=
-        "Map scores into [0, 1]: by 1 / (1 + exp(-score)), or from their range in the step.")
+        "Map scores into [0, 1]: by 1 / (1 + exp(-score)), or by their range in the step.")
     normalize_rewards: bool = option(False, help="Divide scores by a running standard deviation.")
     whiten_rewards: bool = option(False, help=
-        "Scale the step's rewards per token, KL included, to variance 1; the mean stays.")
+        "Scale the step's rewards per token, KL included, to variance 1; the mean is kept.")
     missing_eos_penalty: float | None = option(None, ge=0, help=
-        "Penalty for completions that were cut off by their length. None: no penalty.")
+        "Penalty for truncated completions. None: no penalty.")
     missing_eos_mode: Literal["subtract", "replace"] = option("subtract", help=
         "Subtract missing_eos_penalty from the score, or replace the score by minus the penalty.")
     overlong_buffer: int | None = option(None, ge=1, help=
-        "Tokens before the longest length over which overlong_penalty grows (DAPO). None: off.")
+        "Tokens before the length limit over which overlong_penalty grows (DAPO). None: off.")
     overlong_penalty: float = option(1.0, gt=0, help="Penalty at the end of overlong_buffer.")
 
     advantage_estimator: Text = option("group_normalized", names=ESTIMATORS, help=
@@ -95,35 +95,35 @@ class MethodConfig:
     policy_loss: Text = option("clipped_surrogate", names=LOSSES, help=
         "Policy loss, a key of rlhf_pg.losses.POLICY_LOSSES (docs/algorithms.md).")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
-        "Weight of a token: 1 / all tokens, 1 / (rows * its row's), or 1 / (rows * longest).")
+        "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")
     epsilon: float = option(0.2, gt=0, le=1, help=
         "Clip distance of the ratio below 1, and above 1 unless epsilon_high is set.")
     epsilon_high: float | None = option(None, gt=0, help="Clip distance above 1. None: epsilon.")
     delta: float | None = option(None, gt=1, help=
         "Upper bound of the ratio for negative advantages (dual clip). None: no bound.")
     importance_sampling_level: Literal["token", "sequence"] = option("token", help=
-        "Ratio per token, or per completion, as the geometric mean of its tokens' (GSPO).")
+        "Ratio per token, or the geometric mean over a completion's tokens (GSPO).")
     sapo_temperature_pos: float = option(1.0, gt=0, help="SAPO's temperature for advantages > 0.")
     sapo_temperature_neg: float = option(1.05, gt=0, help="SAPO's temperature for advantages < 0.")
     old_kl_coef: float = option(1.0, ge=0, help=
         "Coefficient of KL(policy before the step || policy now), in the loss kl_penalty.")
     old_kl_target: float | None = option(None, gt=0, help=
-        "KL(old || new) per token that old_kl_coef is halved or doubled to keep. None: fixed.")
+        "Target KL(old || new) per token, to halve or double old_kl_coef for. None: fixed.")
     sampler_correction: Correction = option("auto", help=
         "Weight the loss by policy / sampler; auto: token_truncate with vLLM, else none.")
     sampler_clip_max: float = option(3.0, gt=0, help="Largest weight of sampler_correction.")
     sampler_clip_min: float | None = option(None, gt=0, help="Smallest weight; None: 0.")
     entropy_coef: float = option(0.0, ge=0, help="Coefficient of the entropy bonus.")
     entropy_target: float | None = option(None, gt=0, help=
-        "Entropy per token, in nats, that entropy_coef is moved to keep. None fixes it.")
+        "Target entropy per token, in nats, for adapting entropy_coef. None: fixed.")
     entropy_coef_delta: float = option(0.005, gt=0, help="Change per step, with entropy_target.")
     entropy_coef_min: float = option(0.0, ge=0, help="Lowest entropy_coef, with entropy_target.")
     entropy_coef_max: float = option(1.0, ge=0, help="Highest entropy_coef, with entropy_target.")
 
     positive_nll_coef: float = option(0.0, ge=0, help=
-        "Coefficient of log p(right completions): VAPO.")
+        "Coefficient of log p(correct completions): VAPO.")
     positive_nll_threshold: float = option(0.5, help=
-        "Weighted sum of scores above which a completion is right, for positive_nll_coef.")
+        "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
         "Coefficient of the load-balancing loss of a mixture of experts (a pass per update).")
 
@@ -133,14 +133,14 @@ class MethodConfig:
     kl_estimator: KLEstimator = option("k3", help=
         "Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; all but k1 in the loss.")
     kl_controller: Literal["fixed", "adaptive", "penalty"] = option("fixed", help=
-        "Move beta by the KL's error (adaptive; Ziegler 2019), or halve and double it (penalty).")
-    kl_target: float = option(6.0, gt=0, help="KL in nats per completion that kl_controller keeps.")
-    kl_horizon: int = option(10000, ge=1, help="Completions in which adaptive corrects the KL.")
+        "Adapt beta by the KL's error (adaptive; Ziegler 2019), or halve and double it (penalty).")
+    kl_target: float = option(6.0, gt=0, help="Target KL of kl_controller, in nats per completion.")
+    kl_horizon: int = option(10000, ge=1, help="Time constant of adaptive, in completions.")
     target_kl: float | None = option(None, gt=0, help=
-        "KL(old || new) per token, in nats; beyond 1.5 times this a step ends early. None: never.")
+        "KL(old || new) per token, in nats; above 1.5 times this a step stops early. None: never.")
     kl_adaptive_lr: float | None = option(None, gt=0, help=
-        "KL(old || new) per token that scaled learning rates keep within a factor of two.")
+        "KL(old || new) per token that the learning rates keep within a factor of two.")
     sync_ref_model: bool = option(False, help="Move the reference towards the policy.")
-    ref_model_sync_steps: int = option(512, ge=1, help="Steps between two moves of the reference.")
+    ref_model_sync_steps: int = option(512, ge=1, help="Steps between moves of the reference.")
     ref_model_mixup_alpha: float = option(0.6, gt=0, le=1, help=
-        "Share of the policy in a moved reference; 1 copies the policy.")
+        "Weight of the policy in a moved reference; 1 copies the policy.")

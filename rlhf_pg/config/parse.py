@@ -1,4 +1,4 @@
-"""Parser of configs: defaults < YAML < flags; everything that is wrong is told at once."""
+"""Parse configs: defaults < YAML < flags; all errors are reported at once."""
 
 import dataclasses
 import os
@@ -15,8 +15,8 @@ from rlhf_pg.config.fields import ConfigError, config, is_config
 
 C = TypeVar("C")
 
-# A flag for one of these keys takes the place of a recipe's others, which were of what it replaces.
-# Another dataset may have the same columns, and be split off likewise; a task has none of it.
+# A flag for one of these keys resets a recipe's other keys that belong to the replaced data.
+# Another dataset may have the same columns and the same kind of split, but a task has neither.
 _SOURCE = "task_options dataset_config dataset_train_split dataset_weights dataset_fingerprint"
 _HELD_OUT = "dataset_test_split eval_dataset_name"
 REPLACED = {
@@ -31,10 +31,10 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     """Parse a config: defaults < the YAML file given as `--config` < the other flags.
 
     Args:
-        prog: what `--help` calls the program.
+        prog: the name of the program in `--help`.
 
     Raises:
-        SystemExit: status 2, after a line for each key that is wrong, with its file if it has one.
+        SystemExit: status 2, after a line for each wrong key, with its file if it has one.
     """
     words = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(words):
@@ -58,7 +58,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return keys and values of `--key value`, `--key=value`, `--key a b c` and a bare `--key`."""
+    """Return the keys and values of `--key value`, `--key=value`, `--key a b c` and `--key`."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -72,14 +72,14 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the path of a recipe of the package: beside it in a checkout, else inside it."""
+    """Return the path of one of our recipes: beside the package in a checkout, else inside it."""
     package = Path(__file__).parents[1]
     installed = package / "recipes" / name
     return installed if installed.exists() else package.parent / "recipes" / name
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load the keys of a YAML file, or `fail` if it is not one."""
+    """Load the keys of a YAML file; `fail` if it is not valid."""
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
@@ -98,13 +98,13 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
+            raise yaml.YAMLError(f"key {twice[0]!r} is given twice")
         return dict(super().construct_mapping(node, deep))
 
 
 def fail(message: str) -> NoReturn:
     """Print an error, once for all processes, and exit with status 2."""
-    # A process with a RANK but no launcher is alone.
+    # A process with RANK but without WORLD_SIZE has no launcher.
     if os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         for line in message.splitlines():
             print(f"error: {visible(line)}", file=sys.stderr)
@@ -112,5 +112,5 @@ def fail(message: str) -> NoReturn:
 
 
 def dump(config: Any, path: Path) -> None:
-    """Write the resolved config as YAML that `parse` reads back to the same config."""
+    """Write the resolved config as YAML from which `parse` reads the same config."""
     path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

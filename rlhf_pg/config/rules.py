@@ -1,6 +1,6 @@
-"""Rules on which keys go together: those that would be ignored or wrong are refused by name.
+"""Rules on which keys go together: keys that would be ignored or wrong are refused by name.
 
-A rule yields a message for everything that breaks it; all of them are told at once.
+A rule yields a message for every violation; all messages are reported at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from rlhf_pg.config.run import SCHEDULES
 
 EMBEDDED = ("arithmetic", "preference", "guess", "calculator")
 THIRD_PARTY = ("reasoning_gym", "verifiers", "openenv")  # before a colon and a name
-# Arguments of from_pretrained that have keys of their own or would break a run.
+# Arguments of from_pretrained that have their own keys or would break a run.
 OWN_KEYS = {
     **{key: f"set {key}" for key in ("attn_implementation", "trust_remote_code", "dtype")},
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set load_in_4bit"),
@@ -28,7 +28,7 @@ def check(args: Any) -> None:
     """Refuse the keys of a config that do not go together."""
     if not hasattr(args, "advantage_estimator"):
         messages = [*of_supervised(args)]
-    elif not (messages := [*of_names(args)]):  # the other rules look at the functions of these
+    elif not (messages := [*of_names(args)]):  # the other rules need the functions of these names
         messages = [*of_samples(args), *of_estimator(args), *of_updates(args), *of_use(args)]
     refuse([*of_inputs(args), *messages])
 
@@ -40,7 +40,7 @@ def refuse(messages: Iterable[str]) -> None:
 
 
 def registry(key: str) -> Mapping[str, Any]:
-    """Return the functions that a key chooses from by name, those of users among them."""
+    """Return the functions that a key selects by name, including registered ones of users."""
     from rlhf_pg import advantages, losses  # they need torch, which takes seconds
 
     return advantages.ADVANTAGES if key == "advantage_estimator" else losses.POLICY_LOSSES
@@ -53,7 +53,7 @@ def of_inputs(args: Any) -> Iterator[str]:
     if of_hub and not args.trust_remote_code:
         yield "trust_remote_code must be true for kernels of the Hub, which are code"
     if args.lora_dropout and args.disable_dropout:
-        yield "lora_dropout needs disable_dropout: false, which keeps it"
+        yield "lora_dropout needs disable_dropout: false"
     if args.max_steps == 0:
         yield "max_steps must be at least 1, or -1 to go by num_train_epochs, got 0"
     if args.lr_scheduler_type not in SCHEDULES:
@@ -63,12 +63,12 @@ def of_inputs(args: Any) -> Iterator[str]:
     if args.task is not None and args.task not in EMBEDDED and not is_third_party:
         yield _not_one_of(args, "task", [*EMBEDDED, *(f"{one}:NAME" for one in THIRD_PARTY)])
     if args.task is not None and args.dataset_name:
-        yield "task brings data of its own: leave out task or dataset_name"
+        yield "task has its own data: leave out task or dataset_name"
     weights, names = args.dataset_weights, args.dataset_name
     if weights is not None and (len(weights) != len(names) or min(weights, default=0) <= 0):
         yield f"dataset_weights must have one number above 0 for each dataset, got {weights}"
     if isinstance(args.dataset_test_split, float) and args.eval_dataset_name:
-        yield "dataset_test_split and eval_dataset_name both name held-out data: leave one out"
+        yield "dataset_test_split and eval_dataset_name both name evaluation data: leave one out"
     of_all = "dataset_config dataset_test_split dataset_columns"
     yield from idle(
         args,
@@ -86,7 +86,7 @@ def of_names(args: Any) -> Iterator[str]:
 
 
 def of_samples(args: Any) -> Iterator[str]:
-    """Yield what is wrong with the keys of completions and of their scores."""
+    """Yield errors in the keys of completions and their scores."""
     if "" in (args.stop or ()):
         yield "stop must not hold an empty string, which would end every completion at once"
     for key, everything in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
@@ -96,7 +96,7 @@ def of_samples(args: Any) -> Iterator[str]:
     url = args.vllm_server_base_url
     if {"@", "?", "#"} & set(url):
         yield (
-            "vllm_server_base_url holds a user, password or query, which config.yaml would keep: "
+            "vllm_server_base_url has a user, password or query, which config.yaml would keep: "
             "leave it out"
         )
     elif not url.startswith(("http://", "https://")):
@@ -117,7 +117,7 @@ def of_estimator(args: Any) -> Iterator[str]:
     name = args.advantage_estimator
     this = f"advantage_estimator {name!r}"
     if args.has_critic and name not in NEED_VALUES:
-        yield f"{this} makes no use of the critic: choose {', '.join(sorted(NEED_VALUES))}"
+        yield f"{this} does not use the critic: choose {', '.join(sorted(NEED_VALUES))}"
     if name in NEED_VALUES and not args.has_critic:
         yield f"{this} needs a critic: only PPO has one"
     compared = args.num_generations * (args.prompts_per_step if name in IN_BATCH else 1)
@@ -127,30 +127,30 @@ def of_estimator(args: Any) -> Iterator[str]:
         yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
-    in_steps = name == "process_group_normalized"  # which looks at the scores of steps
+    in_steps = name == "process_group_normalized"  # uses the scores of steps
     if in_steps and args.beta > 0 and args.kl_placement == "reward":
         yield f'kl_placement must be "loss" with {name}'
     if in_steps and args.dynamic_sampling_rounds:
-        yield f"dynamic_sampling_rounds goes by total scores, not as {name}: leave it out"
+        yield f"dynamic_sampling_rounds uses total scores, unlike {name}: leave it out"
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         yield "dynamic_sampling_rounds compares the scores of a group: raise num_generations"
 
 
 def of_updates(args: Any) -> Iterator[str]:
-    """Yield what is wrong with the number of updates, ranges by other keys, and the KL."""
+    """Yield errors in the number of updates, ranges that depend on other keys, and the KL."""
     prompts, batches = args.prompts_per_step, args.num_mini_batches
     if batches > prompts:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
         yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
-    if args.updates_per_step == 1:  # these go by how far earlier ones have moved the policy
+    if args.updates_per_step == 1:  # these measure how far earlier updates have moved the policy
         several = "needs several updates per step: raise num_iterations or num_mini_batches"
         if args.target_kl is not None:
             yield f"target_kl {several}"
         if "old_kl_coef" in args.loss_options:
             yield f"policy_loss {args.policy_loss!r} {several}"
     if args.router_aux_loss_coef and not args.disable_dropout:
-        yield "router_aux_loss_coef needs disable_dropout: true: its own pass draws other dropout"
+        yield "router_aux_loss_coef needs disable_dropout: true: its pass has another dropout mask"
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
@@ -207,7 +207,7 @@ def of_use(args: Any) -> Iterator[str]:
         ("vf_coef", given("vf_coef") != 0, of_critic),
     )
     if given("value_init") == "random" and args.use_peft:
-        yield "value_init random has no weights worth an adapter: leave out use_peft"
+        yield "value_init random cannot be used with an adapter: leave out use_peft"
     for choice in ("advantage_estimator", "policy_loss"):
         name, functions = getattr(args, choice), registry(choice)
         options = set().union(*map(parameters, functions.values()))
@@ -219,7 +219,7 @@ def of_use(args: Any) -> Iterator[str]:
 def of_supervised(args: Any) -> Iterator[str]:
     if args.algorithm == "sft":
         if args.assistant_only_loss and args.completion_only_loss is False:
-            yield "assistant_only_loss learns no prompt: leave out completion_only_loss: false"
+            yield "assistant_only_loss excludes prompts: leave out completion_only_loss: false"
     elif args.load_in_4bit:
         yield "load_in_4bit is not for a reward model, which is saved merged: set use_peft alone"
     elif args.save_merged:
@@ -227,7 +227,7 @@ def of_supervised(args: Any) -> Iterator[str]:
 
 
 def idle(args: Any, *needs: tuple[str, bool, str]) -> Iterator[str]:
-    """Yield the keys that have no effect, by what they need, whether that is so, and the keys."""
+    """Yield keys without effect; `needs` are pairs of a need, whether it is met, and its keys."""
     for needed, is_met, keys in needs:
         for key in keys.split():
             if not is_met and is_set(args, key):

@@ -1,4 +1,4 @@
-"""Configs of the runs that prepare for RL: supervised fine-tuning and the reward model."""
+"""Configs of the runs before RL: supervised fine-tuning and the reward model."""
 
 from typing import Literal
 
@@ -17,16 +17,16 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     output_dir: Text = option("runs/supervised", help=
         "Directory of the run: the model in final/, held-out metrics in metrics.json.")
     dtype: Literal["float32", "bfloat16"] = option("float32", help=
-        "Data type of the computation; weights that are trained stay in float32.")
+        "Data type of the computation; trained weights stay in float32.")
 
     max_length: int | None = option(None, ge=1, help="Most tokens of a text. None: the model's.")
-    append_eos: bool = option(True, help="Append the EOS to texts, though not to chats.")
+    append_eos: bool = option(True, help="Append the EOS to texts, but not to chats.")
 
     batch_size: int = option(32, ge=1, help="Examples or pairs per step, over all processes.")
     micro_batch_size: Auto = option("auto", help=
         "Examples per forward pass; never changes the result. auto: up to 16384 tokens.")
     learning_rate: float = option(2e-05, gt=0, help=
-        "Peak learning rate of AdamW; an adapter takes about ten times a whole model's.")
+        "Peak learning rate of AdamW; adapters need about ten times more.")
     lr_scheduler_type: Text = option("cosine", names=SCHEDULES, help="Learning-rate schedule.")
     warmup_steps: float = option(0.0, ge=0, help="Steps of warm-up; below 1, a share of all.")
 
@@ -45,14 +45,14 @@ class SFTConfig(SupervisedConfig):
     algorithm: Literal["sft"] = option("sft")
     output_dir: Text = option("runs/sft")
     completion_only_loss: bool | None = option(None, help=
-        "Learn only the completion of a prompt. None: where there is a prompt.")
-    assistant_only_loss: bool = option(False, help="Learn only the assistant's turns of a chat.")
+        "Train only on completions, not on prompts. None: if there are prompts.")
+    assistant_only_loss: bool = option(False, help="Train only on the assistant's turns of a chat.")
     long_examples: Literal["error", "drop", "truncate"] = option("error", help=
-        "Refuse examples beyond max_length, drop them, or cut off their ends.")
+        "Refuse examples longer than max_length, drop them, or truncate them.")
     packing: bool = option(False, help=
-        "Lay a micro-batch's examples in one row without padding, each with its own positions.")
+        "Pack a micro-batch's examples into one row without padding, each with its own positions.")
     label_smoothing: float = option(0.0, ge=0, lt=1, help=
-        "Probability spread over the vocabulary, which leaves RL something to explore.")
+        "Probability spread over the vocabulary, which keeps some exploration for RL.")
 
 
 @config

@@ -1,4 +1,4 @@
-"""Prompts and chats as token ids, and the batch that travels from the rollout to the update."""
+"""Prompts and chats as token ids, and the batch that goes from the rollout to the update."""
 
 from rlhf_pg.data.batch import Batch as Batch
 from rlhf_pg.data.chat import vocabulary_fingerprint as vocabulary_fingerprint

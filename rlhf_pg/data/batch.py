@@ -1,4 +1,4 @@
-"""The completions of a step, which gain a column with every stage, and their micro-batches.
+"""The completions of a step, to which every stage adds columns, and their micro-batches.
 
 Shapes: B rows on this rank, P prompt width, T completion width, K sources of reward. A row is one
 completion. Prompts are left-padded and completions right-padded, so every completion starts in the
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _ROW_FIELDS = ("groups", "truncated", "end_values", "positive")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
-_LISTS = ("prompts", "completions", "dataset_rows", "episodes")  # with an entry for every row
-_TABLES = ("columns", "logged")  # lists by name
+_LISTS = ("prompts", "completions", "dataset_rows", "episodes")  # with one entry per row
+_TABLES = ("columns", "logged")  # dicts of such lists
 
 
 class RowLengths(NamedTuple):
     """The lengths of a completion and its prompt."""
 
-    family: int  # shared by neighbours whose prompt, too, is the same
+    family: int  # shared by neighbours with the same group and prompt
     prompt: int  # tokens
     completion: int
     actions: int = 0  # tokens of the completion that the policy chose
@@ -38,41 +38,41 @@ class Batch:
     `select` and `blank_row`, which make micro-batches, keep tensors only.
     """
 
-    # What was sampled.
+    # The rollout.
     prompt_ids: Tensor  # (B,P)
     prompt_mask: Tensor  # (B,P) bool
     completion_ids: Tensor  # (B,T)
     completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
-    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; all that enters a loss
+    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; only these enter losses
     groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
-    sampler_logprobs: Tensor  # (B,T) as the engine saw them
-    prompts: Sequence[Any] = ()  # as the dataset has them: strings or messages
+    sampler_logprobs: Tensor  # (B,T) from the engine
+    prompts: Sequence[Any] = ()  # as in the dataset: strings or messages
     completions: Sequence[Any] = ()  # likewise
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the dataset's
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the dataset's columns
     dataset_rows: Sequence[int] = ()
-    episodes: Sequence[Any] = ()  # of an `EpisodeRunner`; none without environment or tools
+    episodes: Sequence[Any] = ()  # from an `EpisodeRunner`; empty without environment or tools
 
-    # What the reward functions said.
-    scores: Tensor | None = None  # (B,T,K) raw, at the token that ends what is judged; else NaN
+    # Results of the reward functions.
+    scores: Tensor | None = None  # (B,T,K) raw, at the last token of a step or row; else NaN
     logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # `log_extra`
 
-    # What the models said, before the updates; None if the algorithm does not need it.
+    # Results of the models before the updates; None if the algorithm does not need them.
     old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
     ref_logprobs: Tensor | None = None  # (B,T)
     values: Tensor | None = None  # (B,T) in the critic's own units
-    end_values: Tensor | None = None  # (B,) of the state after the last action token
+    end_values: Tensor | None = None  # (B,) value of the state after the last action token
 
-    # What the algorithm made of it.
-    rewards: Tensor | None = None  # (B,T) what each token is paid
+    # Results of the algorithm.
+    rewards: Tensor | None = None  # (B,T) per-token rewards
     advantages: Tensor | None = None  # (B,T)
     returns: Tensor | None = None  # (B,T) targets of the critic, in its units
-    positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
+    positive: Tensor | None = None  # (B,) bool; correct, see `positive_nll_coef`
 
-    # Of the step, over all processes.
+    # Totals of the step over all processes; greedy completions.
     greedy: Self | None = None  # one greedy completion per group, for a baseline
-    num_prompts: int = 0  # that were taken for it
-    other_tokens: int = 0  # sampled, prompts included, and not trained on
+    num_prompts: int = 0  # prompts used
+    other_tokens: int = 0  # tokens sampled but not trained on, prompts included
     metrics: dict[str, float] = field(default_factory=dict)
     logged_metrics: dict[str, float] = field(default_factory=dict)  # `log_metric`
 
@@ -91,8 +91,8 @@ class Batch:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Pad lists, one entry per row, into a batch; `actions`, the tokens that the policy chose,
-        are by default all of them. ValueError if a row has not one number for each token.
+        """Pad lists, one entry per row, into a batch; `actions` mark the tokens that the policy
+        chose, by default all. ValueError if a row does not have one number per token.
         """
         for rows in (logprobs, actions or completions):
             if list(map(len, rows)) != list(map(len, completions)):
@@ -122,7 +122,7 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
-        if "action_mask" in columns:  # rows then have other lengths
+        if "action_mask" in columns:  # this changes the counted actions
             columns["host_rows"] = None
         return dataclasses.replace(self, **columns)
 
@@ -132,7 +132,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> Tensor:
-        """Real tokens of prompts and completions, a number on the device."""
+        """The number of real tokens of prompts and completions, on the device."""
         return self.prompt_mask.sum() + self.completion_mask.sum()
 
     def token_lists(self) -> list[list[int]]:
@@ -142,7 +142,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """The number of columns of a row, prompt and completion together."""
+        """The number of columns of prompt and completion together."""
         return self.prompt_ids.shape[1] + self.completion_ids.shape[1]
 
     def lengths(self) -> Tensor:
@@ -153,7 +153,7 @@ class Batch:
     def counted(self) -> Self:
         """Return the same batch with the lengths of its rows on the host.
 
-        This waits for a GPU, so that splitting into micro-batches and packing need not.
+        This waits for the GPU once, so that micro-batches and packing do not.
         """
         if self.host_rows is not None:
             return self
@@ -165,16 +165,16 @@ class Batch:
         return dataclasses.replace(self, host_rows=rows)
 
     def action_slots(self) -> Tensor:
-        """Return (M,) int64: the places of the action tokens in (B,T), flattened."""
+        """Return (M,) int64: the indices of the action tokens in flattened (B,T)."""
         mask = self.action_mask.flatten()
         if self.host_rows is None:
             return mask.nonzero().squeeze(1)
         return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
 
     def select(self, rows: Tensor) -> Self:
-        """Return the tensors of these rows (int64 indices), without what is padding in all of them.
+        """Return the tensors of these rows (int64 indices), without columns of padding only.
 
-        For a `counted` batch and indices on the host, this does not wait for a GPU.
+        For a `counted` batch and indices on the host, this does not wait for the GPU.
         """
         host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
         rows = to_device(rows, self.groups.device)
@@ -195,7 +195,7 @@ class Batch:
         return type(self)(**picked, host_rows=host_rows)
 
     def pick(self, rows: Sequence[int], **changes: Any) -> Self:
-        """Return these rows with their texts, columns and episodes, and other changes."""
+        """Return these rows with their texts, columns and episodes, and with `changes`."""
         lists = {name: [x[i] for i in rows] for name in _LISTS if (x := getattr(self, name))}
         tables = {
             name: {key: [x[i] for i in rows] for key, x in getattr(self, name).items()}
@@ -206,7 +206,7 @@ class Batch:
 
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
-        """Return the rows of all parts, one after another, padded to the widest of them.
+        """Concatenate the rows of all parts, padded to the widest.
 
         A column that a part lacks is None in its rows.
         """
@@ -237,7 +237,7 @@ class Batch:
         return cls(**joined)
 
     def blank_row(self) -> Self:
-        """Return one row without action tokens, which costs a forward pass and adds no loss."""
+        """Return one row without action tokens, for a forward pass that adds no loss."""
 
         def blank(name: str, value: Tensor) -> Tensor:
             shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
@@ -250,14 +250,14 @@ class Batch:
 
     @property
     def longest(self) -> int:
-        """The number of real tokens of the longest row, prompt and completion together."""
+        """The real tokens of the longest row, prompt and completion together."""
         return max(row.prompt + row.completion for row in self.counted().host_rows or ())
 
     def shared_prefixes(self) -> Tensor:
-        """Number the shared prefixes, (B,) int64 from 0: neighbours of equal group and prompt share
-        one.
+        """Number the shared prefixes, (B,) int64 from 0: neighbours with the same group and prompt
+        share one.
 
-        (An environment may give every episode of a group a prompt of its own.)
+        (An environment may give the episodes of a group different prompts.)
         """
         prompts = torch.where(self.prompt_mask, self.prompt_ids, -1)
         columns = torch.cat([self.groups[:, None], prompts], dim=1)
@@ -265,11 +265,11 @@ class Batch:
         return nn.functional.pad(differs.cumsum(0), (1, 0))
 
     def micro_batches(self, max_tokens: int, window: float = math.inf) -> list[Tensor]:
-        """Split row indices on the host so that what is computed stays within `max_tokens`.
+        """Split row indices, on the host, into micro-batches of at most `max_tokens`.
 
         Args:
-            window: longest row, in tokens, with which prompts are computed once and nothing is
-                padded. A longer row has its whole micro-batch padded, so it is kept apart.
+            window: longest row, in tokens, that can be packed, with each prompt computed once. A
+                longer row has its whole micro-batch padded, so it is kept apart.
         """
         rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
@@ -288,7 +288,7 @@ class Batch:
 
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:
-    """Number the rows of each group from 0, in their order."""
+    """Number the rows of each group from 0."""
     seen: dict[int, int] = {}
     numbers = []
     for group in groups:
@@ -310,7 +310,7 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tup
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor that no longer changes, without waiting for the GPU."""
+    """Copy a tensor without waiting for the GPU; its values must not change any more."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -321,14 +321,14 @@ def _joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
 
 
 def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
-    """Split rows into batches of row indices in which nothing is padded.
+    """Split rows into batches of row indices without padding.
 
     A prompt is computed once for all rows of its family in a batch. A row that does not fit
-    `max_tokens` by itself is a batch of its own; a family that does not fit is split.
+    `max_tokens` alone is a batch of its own; a family that does not fit is split.
     """
     batches: list[list[int]] = []
     room: list[int] = []
-    # First fit, the largest first: at most 11/9 of the batches that are needed (Johnson 1973).
+    # First-fit decreasing: at most 11/9 of the minimal number of batches (Johnson 1973).
     for size, own in sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0]):
         place = next((i for i, left in enumerate(room) if size <= left), len(room))
         if place == len(room):
@@ -340,7 +340,7 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
 
 
 def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
-    """Split rows into batches in which prompts, and completions, are padded to the longest."""
+    """Split rows into batches that are padded to the longest prompt and completion."""
     batches: list[list[int]] = []
     prompt = completion = 0  # the longest of the last batch
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
@@ -353,7 +353,7 @@ def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield families, or parts of them, and their tokens; the longest completions come first."""
+    """Yield families, or parts of them, with their tokens; longest completions first."""
     for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):
         family = list(run)
         prompt = rows[family[0]].prompt

@@ -1,4 +1,4 @@
-"""Text and chat messages as token ids, where no message forges a special token."""
+"""Encode text and chat messages; no message can forge a special token."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown, told
 
-# Marks the end of the assistant's words in a rendered chat: private characters without blanks.
+# Marks the end of the assistant's words in a rendered chat: private characters, no whitespace.
 MARK = "\ue000\ue001\ue002"
-# Encloses the number of a special token's name that is only text.
+# Replaces the name of a special token in a message by its number.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
-# Templates compare a role with these, even if a special token has the same name.
+# Roles are not quoted, since templates compare them, even if a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Attribute of a tokenizer, as `set_template_arguments` leaves it.
+# The tokenizer's attribute that `set_template_arguments` sets.
 ARGUMENTS = "chat_template_kwargs"
 
 
@@ -29,12 +29,12 @@ def set_template_arguments(
 
 
 def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the arguments that `set_template_arguments` has set."""
+    """Return the arguments from `set_template_arguments`."""
     return getattr(tokenizer, ARGUMENTS, None) or {}
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of vocabulary, special tokens and chat template, which tokenize a chat."""
+    """Return the SHA-256 of the vocabulary, special tokens and chat template."""
     parts = (tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -50,17 +50,16 @@ def encode(
 ) -> list[int]:
     """Encode a string or chat messages as token ids.
 
-    A BOS that both the text and the tokenizer put in front is kept once. The name of a special
-    token becomes that token in a string, which may be a rendered chat, and is only text in a
-    message.
+    A BOS from both the text and the tokenizer is kept once. The name of a special token becomes
+    that token in a string, which may be a rendered chat, but is only text in a message.
 
     Args:
-        row, what: names of the text in an error.
-        open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
-            or behind its own words, if they come last; otherwise it is closed.
+        row, what: name the text in errors.
+        open_turn: leave a chat open for the assistant to continue, after the opening of its turn
+            or after its own last words; otherwise the chat is closed.
 
     Raises:
-        ValueError: it has a fault, or more tokens than `most`; the message names row and text.
+        ValueError: the text cannot be encoded, or has more than `most` tokens.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
@@ -94,12 +93,12 @@ def encode_answer(
     """Encode the answer to an assistant's turn, through the opening of its next turn.
 
     Args:
-        messages: text, which is taken as it is; or chat messages, with all that the chat template
-            puts between two turns of the assistant.
-        stop_id: the token that ended the turn, if one did; it is not encoded again.
+        messages: plain text; or chat messages, to which the chat template adds everything between
+            two turns of the assistant.
+        stop_id: the token that ended the turn, if any; it is not encoded again.
 
     Raises:
-        ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
+        ValueError: the messages do not fit the chat template, or it drops the assistant's turn.
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
@@ -111,13 +110,13 @@ def encode_answer(
     text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
-        if stop and not blank.strip():  # some templates have a blank in front of it
+        if stop and not blank.strip():  # some templates have whitespace before it
             text = rest
     return _tokenize_chat(tokenizer, text, where)
 
 
 def continues(prompt: Any) -> bool:
-    """Return whether a prompt ends with words of the assistant, which the policy continues."""
+    """Return whether a prompt ends with an assistant message, which the policy continues."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return False
@@ -125,8 +124,8 @@ def continues(prompt: Any) -> bool:
 
 
 def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
-    """Return a prompt and its messages with the assistant's turn whole, as TRL has it: words of the
-    assistant that end the prompt, and that the policy continued, move to the first message.
+    """Return a prompt and its messages with complete turns, like TRL: if the policy continued an
+    assistant message at the end of the prompt, that text moves to the first message.
     """
     if not messages or not continues(prompt):
         return prompt, messages
@@ -143,7 +142,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with MARK behind its content."""
+    """Return the message with MARK after its content."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + MARK}
@@ -153,7 +152,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 def _around_mark(chat: str) -> tuple[str, str]:
     before, mark, after = chat.rpartition(MARK)
     if not mark:
-        raise ValueError("the chat template does not show what the assistant said last")
+        raise ValueError("the chat template does not show the assistant's last message")
     return before, after
 
 
@@ -173,7 +172,7 @@ def rendered(
     open_turn: bool = False,
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """Render quoted chat messages by the chat template, for `_tokenize_chat`."""
+    """Render quoted chat messages with the chat template, for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
     try:
@@ -192,16 +191,16 @@ def rendered(
 class _Vocabulary(NamedTuple):
     """The special tokens of a tokenizer."""
 
-    names: list[str]  # in the order in which a `QUOTE` numbers them
+    names: list[str]  # a `QUOTE` has an index of this list
     found: re.Pattern[str]  # any of the names
     ids: set[int]
 
 
 @lru_cache(maxsize=4)
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
-    """Return the special tokens of a tokenizer of this size, which grows when some are added."""
+    """Return a tokenizer's special tokens; `size` renews the cache when tokens are added."""
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Longer names come before their prefixes; and no text forges a mark or a quote.
+    # Longer names come before their prefixes. Marks and quotes in a text are quoted too.
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     found = re.compile("|".join(map(re.escape, names)))
     return _Vocabulary(names, found, set(added))
@@ -217,7 +216,7 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
             for k, v in value.items()
         }
     if value is not None and not isinstance(value, str | int | float):
-        value = str(value)  # as a template would have it
+        value = str(value)  # as a template would render it
     if isinstance(value, str):
         return special.found.sub(
             lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
@@ -226,7 +225,7 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
-    """Tokenize what `rendered` gave; a `QUOTE` stands for a name, letter by letter."""
+    """Tokenize a `rendered` chat; a `QUOTE` becomes the letters of the name."""
     first, *rest = QUOTE.split(chat)
     ids = tokenized(tokenizer, first, where, add_special_tokens=False)["input_ids"]
     for number, text in zip(rest[::2], rest[1::2], strict=True):
@@ -236,12 +235,12 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
 
 
 def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
-    """Return ids that spell the name in a `QUOTE`, by its number, without a special token."""
+    """Return ids that spell the name with this number without using special tokens."""
     vocabulary = _vocabulary(tokenizer, len(tokenizer))
     name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = tokenized(tokenizer, name, where, **plain)["input_ids"]
-    if vocabulary.ids & set(ids):  # some vocabularies have it among their pieces
+    if vocabulary.ids & set(ids):  # some vocabularies have the name as a piece
         letters = [tokenized(tokenizer, letter, where, **plain) for letter in name]
         ids = [i for letter in letters for i in letter["input_ids"]]
     return ids
@@ -250,7 +249,7 @@ def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
 ) -> dict[str, list[Any]]:
-    """Return what the tokenizer makes of a text: "input_ids", and what the options ask for."""
+    """Tokenize a text: return "input_ids" and other entries by the options."""
     try:
         encoded: dict[str, list[Any]] = tokenizer(text, **options)
     except Exception as error:  # a character without a token, or a slow tokenizer

@@ -1,4 +1,4 @@
-"""The data of a run: arguments in Python come before the keys of its config."""
+"""The data of a run: arguments in Python take precedence over config keys."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -18,36 +18,36 @@ def settle_data(
     environment_factory: Any = None,
     trains: bool = True,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the task, the training rows and the evaluation sets by name, with prompts made.
+    """Return the task, the training rows and the evaluation sets by name, with their prompts.
 
-    Where nothing `trains`, what is evaluated on is taken for the training rows, too. ValueError if
-    there are no data, what a key names is not there, or data are given twice.
+    Unless the run `trains`, the evaluation set serves as training rows too. ValueError if there are
+    no data, a named dataset does not exist, or data are given twice.
     """
     given = train_dataset if trains else eval_dataset
     task = None
     if args.task is not None and given is None:
         task = load_task(args.task, args.task_options, args.seed)
     if not trains:
-        if eval_dataset is None:  # where nothing is held out, all of it
+        if eval_dataset is None:  # without held-out data, use all
             held_out = named_data(args, task, train=False).eval
             eval_dataset = held_out or named_data(args, task).train
         sets = made_sets(eval_dataset, args)
         return task, next(iter(sets.values())), sets
     args.refuse_twice("train_dataset", train_dataset, "task")
     train_dataset, eval_dataset = given_or_named(args, train_dataset, eval_dataset, task)
-    if train_dataset is not None or environment_factory is None:  # which brings prompts
+    if train_dataset is not None or environment_factory is None:  # environments bring prompts
         train_dataset = made_prompts(train_dataset, args, "train_dataset")
     return task, train_dataset, made_sets(eval_dataset, args)
 
 
 def load_task(name: str, options: Mapping[str, Any], seed: int) -> Any:
-    """Load a task by its name; `rlhf_pg.tasks` stands above and is imported if one is named."""
+    """Load a task by its name; imports `rlhf_pg.tasks`, a higher layer, only then."""
     return import_module("rlhf_pg.tasks").load_task(name, options, seed)
 
 
 def given_or_named(args: Config, train: Any, held_out: Any, task: Any = None) -> Loaded:
-    """Return what is given to train and to evaluate on, or else what the config names; ValueError
-    if it is both.
+    """Return the given training and evaluation data, or else those that the config names;
+    ValueError for both.
     """
     args.refuse_twice("train_dataset", train, "dataset_name")
     args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
@@ -58,7 +58,7 @@ def given_or_named(args: Config, train: Any, held_out: Any, task: Any = None) ->
 
 
 def named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
-    """Load the training rows, if any `train`, and the evaluation sets that a config names."""
+    """Load the training rows, if `train`, and the evaluation sets that a config names."""
     loaded = load_datasets(args, args.seed, train)
     if task is None:
         return loaded

@@ -1,4 +1,4 @@
-"""Prompts that are checked and tokenized once, and drawn in an order that one number resumes."""
+"""Prompts, checked and tokenized once, and their order, which resumes from a single number."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from rlhf_pg.data.chat import encode
 logger = logging.getLogger(__name__)
 
 Schemas: TypeAlias = Sequence[dict[str, Any]]
-Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
+Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of the tokens and of all columns by row; a resumed run needs the same."""
+        """The SHA-256 of the tokens and columns of all rows; a resumed run needs the same."""
         return self._fingerprints[0]
 
     @property
     def contents(self) -> str:
-        """The sum of the SHA-256 of every row: the same for the same rows in any order."""
+        """The sum of the SHA-256 of every row, which does not depend on their order."""
         return self._fingerprints[1]
 
     @cached_property
     def _fingerprints(self) -> tuple[str, str]:
         texts = [f"{tokens}\n".encode() for tokens in self.tokens]
         digest, total = hashlib.sha256(b"".join(texts)), 0
-        tables = self.rows.with_format("arrow").iter(1000)  # as stored: nothing is decoded
+        tables = self.rows.with_format("arrow").iter(1000)  # as stored, not decoded
         for tokens, row in zip(texts, (row for t in tables for row in t.to_pylist()), strict=True):
             text = json.dumps(row, sort_keys=True, default=repr).encode()
             digest.update(text)
@@ -70,18 +70,18 @@ def load_prompts(
     Args:
         dataset: a `Dataset`, or a list of dicts, with a column `prompt` of strings or of lists of
             chat messages.
-        long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
+        long_prompts: "error" refuses longer prompts; "drop" leaves them out and logs how many.
         tools: schemas of the functions that the chats may call, or a function that returns those of
             a row.
 
     Raises:
-        ValueError: no `prompt` column, no rows, an empty or a too long prompt (it names the row).
+        ValueError: no `prompt` column, no rows, or an empty or too long prompt (with its row).
     """
     dataset = _in_rows(as_dataset(dataset))
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
-            "rename the one that holds the prompts, as with dataset_columns"
+            "rename the one with the prompts, for example by dataset_columns"
         )
     tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
@@ -92,7 +92,7 @@ def load_prompts(
             raise ValueError(f"row {row}: {error}") from error
         if tools and isinstance(prompt, str):
             raise ValueError(
-                f"the prompt in row {row} is a string, and tools are called in a chat: make it a "
+                f"the prompt in row {row} is a string, but tools are called in a chat: make it a "
                 "list of messages"
             )
         ids = encode(prompt, tokenizer, row, tools=own)
@@ -124,7 +124,7 @@ def as_dataset(given: Any) -> Dataset:
         if isinstance(given, IterableDataset):
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
-            "write dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
+            "set dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
             f"or give a datasets.Dataset or a list of dicts; got {shown(given)}{hint}"
         )
     try:
@@ -134,10 +134,10 @@ def as_dataset(given: Any) -> Dataset:
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
-    """Return rows with all columns as plain values, whatever the dataset's format.
+    """Return rows with all columns as plain values, for any format of the dataset.
 
-    A transform (`with_transform`) is applied to every row once: it may be random, and policy and
-    reward must see the same.
+    A transform (`with_transform`) is applied to every row once, since it may be random, but policy
+    and reward must see the same.
     """
     if dataset.format["type"] != "custom":
         return dataset.with_format(None)
@@ -160,8 +160,8 @@ def fitting_prompts(
     micro_batch_tokens: int | str = "auto",
     tools: Tools = (),
 ) -> Prompts:
-    """Tokenize the prompts of a dataset as `load_prompts` does, and refuse them if the widest row
-    lacks model `positions` (None: any number) or a place in a micro-batch; a ValueError begins with
+    """Tokenize the prompts of a dataset like `load_prompts`, and refuse them if the widest row does
+    not fit the model's `positions` (None: no limit) or a micro-batch; a ValueError begins with
     `name`.
     """
     try:
@@ -172,7 +172,7 @@ def fitting_prompts(
         )
         if positions is not None and width > positions:
             raise ValueError(
-                f"{widest}, beyond the model's max_position_embeddings of {positions}: lower "
+                f"{widest}, more than the model's max_position_embeddings of {positions}: lower "
                 "max_completion_length, or set max_prompt_length with long_prompts drop"
             )
         if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
@@ -189,8 +189,8 @@ def fitting_prompts(
 class PromptSampler:
     """The endless order of prompts, a pure function of (seed, prompt index).
 
-    Index i belongs to epoch i // size and takes place i % size of that epoch's permutation, so the
-    number of prompts so far is the whole state.
+    Index i is entry i % size of the permutation of epoch i // size, so the number of prompts so far
+    is the whole state.
     """
 
     size: int
@@ -208,6 +208,6 @@ class PromptSampler:
 
 
 def permutation(size: int, *key: int) -> list[int]:
-    """Return a random order of 0..size-1 that depends on the key alone."""
+    """Return a random order of 0..size-1 that depends only on the key."""
     order: list[int] = np.random.default_rng(key).permutation(size).tolist()
     return order

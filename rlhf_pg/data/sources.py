@@ -1,4 +1,4 @@
-"""Datasets by name: files, folders, saved directories and the Hub, split, mixed and renamed."""
+"""Load datasets by name from files, folders and the Hub; split, mix and rename them."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -24,17 +24,17 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
 
 
 class Loaded(NamedTuple):
-    """The datasets that a config names, with the columns that it asks for."""
+    """The datasets that a config names, with renamed columns."""
 
     train: Dataset | None
     eval: dict[str, Dataset]  # by name; a single one has the name ""
 
 
 def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
-    """Load what a config names to train on, unless `train` is False, and to evaluate on.
+    """Load a config's training data, unless `train` is False, and evaluation data.
 
-    The seed is that of the share that is split off, and of the order of a mixture. ValueError if
-    there is no such dataset, split or column; the key is named, with what there is.
+    The seed decides which share is split off, and the order of a mixture. ValueError if a dataset,
+    split or column does not exist; the message has the key and the existing names.
     """
     names = list(args.dataset_name)
     share = args.dataset_test_split
@@ -58,7 +58,7 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
 
 
 def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Open a file, a folder, or a configuration of a Hub id; ValueError if that cannot be read."""
+    """Open a file, a folder, or a configuration of a Hub id; ValueError if it cannot be read."""
     path = Path(name).expanduser()
     suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
     kind = READERS.get(suffix)
@@ -66,18 +66,17 @@ def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
         raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path.absolute()})")
     if path.is_file() and kind is None:
         raise ValueError(
-            f"dataset_name {str(path)!r} has an ending that is not known: use one of "
-            f"{', '.join(READERS)}"
+            f"dataset_name {str(path)!r} has an unknown file type: use one of {', '.join(READERS)}"
         )
     try:
         if path.is_file():
             options = {"delimiter": "\t"} if suffix == ".tsv" else {}
             opened = datasets.load_dataset(kind, data_files=str(path), **options)
         elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            opened = datasets.load_from_disk(str(path))  # of `save_to_disk`
+            opened = datasets.load_from_disk(str(path))  # from `save_to_disk`
         else:
             opened = datasets.load_dataset(name, config)
-    except Exception as error:  # of `datasets`, of the Hub or of a parser
+    except Exception as error:  # from `datasets`, the Hub or a parser
         raise ValueError(f"dataset_name {name!r} cannot be loaded: {told(error)}") from error
     return opened if isinstance(opened, DatasetDict) else {"train": opened}
 
@@ -92,8 +91,8 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise ValueError(
-            f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: name another "
-            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
+            f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: set "
+            "eval_dataset_name to another file, or dataset_test_split to a share such as 0.05"
         ) from error
     return datasets.concatenate_datasets(
         [opened[part.splitname].select(range(part.from_, part.to)) for part in parts]
@@ -101,7 +100,7 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
 
 
 def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a share of the rows off by the seed, in the order of the dataset; ValueError if all."""
+    """Split off a random share of the rows, in order; ValueError if no row is left."""
     count = max(1, round(share * len(data)))
     if count >= len(data):
         raise ValueError(
@@ -114,7 +113,7 @@ def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset
 
 
 def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -> Dataset | None:
-    """Mix datasets: one behind another, or drawn by their weights until each was used up once."""
+    """Concatenate datasets, or sample from them by weight until each was used up once."""
     if len(parts) < 2:
         return parts[0] if parts else None
     try:
@@ -134,7 +133,7 @@ def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int)
 
 
 def renamed(data: Dataset, args: DataConfig) -> Dataset:
-    """Give columns the names that `dataset_columns` maps them to; ValueError if that cannot be."""
+    """Rename columns by `dataset_columns`; ValueError if that is impossible."""
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
         raise ValueError("dataset_columns gives two names to one column: name each only once")
@@ -150,12 +149,10 @@ def renamed(data: Dataset, args: DataConfig) -> Dataset:
 
 
 def with_prompts(data: Dataset, args: DataConfig, of_texts: bool = True) -> Dataset:
-    """Return a dataset whose column `prompt` is made from each row: by a template, with a system
-    message, as a chat.
+    """Make the column `prompt` from each row: by a template, with a system message, as a chat.
 
-    A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
-    names that and `of_texts` is set. ValueError if the template names no column, or does not fit a
-    row.
+    If the only column is `text` (a text file), it has the prompts, unless a template names it or
+    `of_texts` is False. ValueError if the template names a missing column, or does not fit a row.
     """
     template, columns = args.prompt_template, data.column_names
     try:
@@ -168,7 +165,7 @@ def with_prompts(data: Dataset, args: DataConfig, of_texts: bool = True) -> Data
     for name in names:
         if name not in columns:
             raise ValueError(
-                f"prompt_template names {{{name}}}, and the dataset has the columns "
+                f"prompt_template names {{{name}}}, but the dataset has the columns "
                 f"{', '.join(columns)}; double the braces of plain text"
             )
     changes = args.system_prompt is not None or args.apply_chat_template
@@ -182,7 +179,7 @@ def with_prompts(data: Dataset, args: DataConfig, of_texts: bool = True) -> Data
 
 
 def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig) -> Any:
-    """Make the prompt of a row; its template names columns."""
+    """Make the prompt of a row."""
     prompt, system = row.get("prompt"), args.system_prompt
     if args.prompt_template is not None:
         for name in names:
@@ -190,7 +187,7 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
                 raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
         try:
             prompt = args.prompt_template.format(**row)
-        except Exception as error:  # of a conversion or a format behind the name
+        except Exception as error:  # from a conversion or format after the name
             raise ValueError(
                 f"prompt_template cannot be filled with row {number}: {told(error)}. Double the "
                 "braces of plain text"
@@ -203,7 +200,7 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
 
 
 def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
-    """Make the prompts of data, `with_prompts`; a ValueError has the name `what` in front."""
+    """Make prompts by `with_prompts`; a ValueError begins with `what`."""
     try:
         return with_prompts(as_dataset(data), args, of_texts)
     except ValueError as error:
@@ -211,7 +208,7 @@ def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
 
 
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
-    """Return a conversation with a system message in front; ValueError if it has one already."""
+    """Put a system message before a conversation; ValueError if it has one already."""
     if any(isinstance(said, Mapping) and said.get("role") == "system" for said in messages):
         raise ValueError(
             f"system_prompt: {where} has a system message already: leave system_prompt out"

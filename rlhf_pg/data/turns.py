@@ -1,4 +1,4 @@
-"""Whole chats as token ids, with the tokens that a model is to learn from them."""
+"""Encode complete chats, and mark the tokens to train on."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from rlhf_pg.data.chat import QUOTE, quoted_chat, rendered, spelled, template_ar
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Span = tuple[int, int]  # characters from a first one to one behind the last
+Span = tuple[int, int]  # characters, end exclusive
 
 
 class Learnt(NamedTuple):
-    """A text as token ids, and which of them are learnt."""
+    """A text as token ids, and the mask of those to train on."""
 
     ids: list[int]
     mask: list[bool]
@@ -30,33 +30,33 @@ def encode_turns(
     read: int = 0,
     assistant_only: bool = False,
 ) -> Learnt:
-    """Encode a closed chat, and say which tokens are learnt.
+    """Encode a closed chat, and mark the tokens to train on.
 
-    A turn is learnt through the token that ends it, without the blanks that a template puts behind
-    it. What comes before a turn of the assistant has the tokens that a rollout gives it. The name
-    of a special token in a message is only text, as in `rlhf_pg.data.chat.encode`.
+    A turn is trained on through the token that ends it, without the template's whitespace after it.
+    The text before a turn of the assistant has the same tokens as in a rollout. The name of a
+    special token in a message is only text, as in `rlhf_pg.data.chat.encode`.
 
     Args:
-        read: number of messages at the start that are only read, as the prompt is.
+        read: number of messages at the start that are not trained on, such as the prompt.
 
     Raises:
         ValueError: there is no chat template, the messages do not fit it, or its turns cannot be
-            told apart.
+            separated.
     """
     quoted = quoted_chat(list(messages), tokenizer, where)
     whole = rendered(tokenizer, quoted, where)
 
     def length(count: int, closed: bool) -> int:
-        """Return how long the text is up to a message, or else up to the assistant's turn there."""
+        """Return the length of the text up to a message, or up to the opening of its turn."""
         if count == 0 and not closed:
             return 0
         text = rendered(tokenizer, quoted[:count], where, open_turn=not closed)
         if not whole.startswith(text):
             raise ValueError(
-                f"{where}: the chat template renders the first {count} messages differently once "
-                "others follow, so what a policy would have read and said cannot be told apart. "
-                "Take a template with {% generation %} tags around the assistant's words and the "
-                "same history in every turn, or learn all tokens (assistant_only_loss and "
+                f"{where}: the chat template renders the first {count} messages differently if "
+                "more follow, so the policy's words cannot be separated from the rest. Use a "
+                "template with {% generation %} tags around the assistant's words and the same "
+                "history in every turn, or train on all tokens (assistant_only_loss and "
                 "completion_only_loss: false)"
             )
         return len(text)
@@ -76,7 +76,7 @@ def encode_turns(
     openings = [start]
     for number in spoken:
         if number > read:
-            with suppress(ValueError):  # a turn that the template shows differently
+            with suppress(ValueError):  # the template renders this turn differently
                 openings.append(length(number, closed=False))
     ids, places = _tokenize_turns(whole, openings, tokenizer, where)
     mask = [any(first < stop and end > begin for begin, stop in learnt) for first, end in places]
@@ -86,13 +86,13 @@ def encode_turns(
 def _tokenize_turns(
     text: str, openings: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[Span]]:
-    """Tokenize a rendered chat as one, or apart at an opening that it would melt with what follows.
+    """Tokenize a rendered chat, split at an opening only if tokens would change across it.
 
-    A tokenizer may put a blank in front of every text, so it is not always cut.
+    It is not always split, since a tokenizer may put a space before every text.
     """
     ids: list[int] = []
     places: list[Span] = []
-    begin, first = 0, 0  # of the text that is tokenized as one, and of its tokens
+    begin, first = 0, 0  # start of the text that is tokenized together, and of its tokens
     for opening, end in pairwise([0, *openings, len(text)]):
         more, spans = _tokenize_places(text[begin:end], tokenizer, where)
         if more[: len(ids) - first] != ids[first:]:
@@ -106,7 +106,7 @@ def _tokenize_turns(
 def _tokenize_places(
     text: str, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[Span]]:
-    """Tokenize a rendered chat, with the characters that each token stands for."""
+    """Tokenize a rendered chat, with the span of characters of each token."""
     ids: list[int] = []
     places: list[Span] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Processes and devices, the only package that knows how a model is distributed.
+"""Processes and devices: the only package that depends on how a model is distributed.
 
 The rest of the code uses a few verbs: gather, all_reduce_sum and barrier of all processes;
 micro_batch, backward and step of the trained module; and the full weights of a sharded module.

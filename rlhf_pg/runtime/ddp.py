@@ -1,6 +1,6 @@
 """The backend for one process or DDP, and the full weights of modules that other backends shard.
 
-Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; any other is
+Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; otherwise it is
 whole. A "collective" function has to be called by every process, in the same order.
 """
 
@@ -20,20 +20,20 @@ from torch.utils import swap_tensors
 from rlhf_pg.runtime.termination import Watch, waits
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
-COUNTER = "step"  # the key whose value is not shaped like the parameter
-TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
-MASTER = "master"  # the key of the float32 weights through which bfloat16 ones are updated
+COUNTER = "step"  # the key whose value does not have the parameter's shape
+TABLES = ("qmap1", "qmap2")  # keys of the code tables of bitsandbytes' 8-bit moments
+MASTER = "master"  # key of the float32 master weights of bfloat16 weights
 HAS_MOMENTS = (
     "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would lose: give a "
-    "new one"
+    "new optimizer"
 )
 
 
 def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse (ValueError) what FSDP and DeepSpeed cannot shard."""
+    """Refuse weights and moments that FSDP and DeepSpeed cannot shard (ValueError)."""
     if not all(p.is_floating_point() for p in module.parameters()):
         raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
-    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # bitsandbytes
         raise ValueError(
             "8-bit moments are for one process or DDP: launch without FSDP, DeepSpeed, or set "
             "optim to adamw_torch_fused"
@@ -43,7 +43,7 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be sharded, detached; collective."""
+    """Return the whole of a possibly sharded tensor, detached; collective."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
@@ -63,11 +63,11 @@ def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Set a parameter to a value that every process has; collective."""
+    """Set a parameter to a value that is on every process; collective."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         value = value.to(mesh.device_type)
-        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # none sends
+        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # no sending
         parameter.to_local().detach().copy_(own.to_local())
         return
     with gathered(parameter, write=True):
@@ -75,11 +75,11 @@ def put(parameter: Tensor, value: Tensor) -> None:
 
 
 class MasterWeights:
-    """Updates of permanent float32 copies, which are then rounded into the model's weights.
+    """Updates float32 master weights, and rounds them into the model's bfloat16 weights.
 
-    The 8 bits of bfloat16 would lose changes below 0.2 %. Weights that are not in bfloat16 are
-    updated themselves. The optimizer's parameter groups hold the copies from now on; ValueError if
-    it has moments of what it does not update any more.
+    The 8 bits of bfloat16 would lose changes below 0.2 %. Weights in other dtypes are updated
+    directly. The optimizer's parameter groups then hold the masters; ValueError if it already has
+    moments of the replaced weights.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -94,44 +94,44 @@ class MasterWeights:
             raise ValueError(HAS_MOMENTS)
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return the tensor that the optimizer updates for a weight: its copy or itself."""
+        """Return the tensor that the optimizer updates for a weight: its master or itself."""
         return self._of.get(weight, weight)
 
     def weight(self, updated: Tensor) -> Tensor:
-        """Return the weight that `updated` stands for, the inverse of `of`."""
+        """Return the weight of an updated tensor, the inverse of `of`."""
         return self._weights.get(updated, updated)
 
     def take_gradients(self) -> None:
-        """Move the gradients, in float32, to where the optimizer looks for them."""
+        """Move the gradients, in float32, to the tensors that the optimizer updates."""
         for weight, master in self._of.items():
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update what has a gradient, and round the copies into the weights."""
+        """Update tensors with a gradient, and round the masters into the weights."""
         self.optimizer.step()
         for weight, master in self._of.items():
             if master.grad is not None:
                 weight.copy_(master)
 
     def state(self) -> Iterator[State]:
-        """Yield all trained weights in float32, those that are so in the model for DeepSpeed."""
+        """Yield all trained weights in float32, even float32 ones, for DeepSpeed."""
         for group in self.optimizer.param_groups if self._of else ():
             for updated in group["params"]:
                 yield self.weight(updated), MASTER, full(updated)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights after they have been loaded."""
+        """Copy the weights into the masters after loading."""
         for weight, master in self._of.items():
             master.copy_(weight)
 
 
 class DDPBackend:
-    """The trained module, which is on its device, with its optimizer, and the verbs of training.
+    """The trained module on its device, with its optimizer, and the verbs of training.
 
-    `self.optimizer` has the learning rates. A `max_grad_norm` of 0 leaves the gradient as it is.
+    `self.optimizer` has the learning rates. A `max_grad_norm` of 0 does not clip.
     """
 
     watch: Watch | None = None
@@ -171,25 +171,25 @@ class DDPBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
-        The shares of all processes sum to the loss, while torch and DeepSpeed exchange a mean of
-        the gradients: multiplied by the number of processes it is the sum.
+        The shares of all processes sum to the loss, but torch and DeepSpeed average gradients, so
+        the share is multiplied by the number of processes.
         """
         torch.autograd.backward(loss * self._world)
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        """Drop the gradient of some parameters, which the next step then leaves unchanged."""
+        """Drop the gradient of a module's parameters, so that the next step skips them."""
         for parameter in module.parameters():
             parameter.grad = None
 
     def discard_update(self) -> None:
-        """Drop what is left of an interrupted update."""
+        """Drop the gradients of an interrupted update."""
         self.zero_grad_of(self.module)
 
     @waits
     def step(self) -> float:
         """Clip, update and drop the gradient; return its norm before clipping, over all processes.
 
-        If the gradient is not finite, the weights stay as they were.
+        A gradient that is not finite leaves the weights unchanged.
         """
         self._updates.take_gradients()
         updated = [self._updates.of(p) for p in self.module.parameters()]
@@ -200,7 +200,7 @@ class DDPBackend:
         return norm
 
     def state(self) -> Iterator[State]:
-        """Yield the optimizer's state, tensor by tensor and each of them whole; collective."""
+        """Yield the optimizer's state as whole tensors, one by one; collective."""
         for updated, values in self.optimizer.state.items():
             for key, value in values.items():
                 whole = full(torch.as_tensor(value))
@@ -209,7 +209,7 @@ class DDPBackend:
         yield from self._updates.state()
 
     def load_state(self, state: Iterable[State]) -> None:
-        """Restore what `state` yielded, from whole tensors on every process, after the weights."""
+        """Restore `state` from whole tensors on every process, after the weights."""
         self.optimizer.state.clear()
         self._updates.refresh()
         for weight, key, value in state:
@@ -234,9 +234,9 @@ def count(optimizer: Optimizer, updated: Tensor, value: Tensor) -> Tensor | int:
 
 
 class FullWeights:
-    """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
+    """The full weights of a module, for sampling, saving and loading, which need no shards.
 
-    The module is given before it is sharded, if it `splits`; `pieces` is sharded.
+    The constructor is given the module before sharding, if it `splits`; `pieces` is sharded.
     """
 
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
@@ -252,9 +252,9 @@ class FullWeights:
 
     @contextmanager
     def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
-        """Give `module` its weights, or those `trained`, inside the block only; collective.
+        """Fill in `module`'s weights, or only `trained` ones, inside the block; collective.
 
-        Without a device this process helps to gather and keeps nothing. Nested blocks do nothing.
+        Without a device this process helps to gather but keeps nothing. Nested blocks do nothing.
         """
         self._users += 1
         try:
@@ -270,7 +270,7 @@ class FullWeights:
 
     @contextmanager
     def modified(self, trained: bool = False) -> Iterator[None]:
-        """Write what every process changes in `module`, on the CPU, to the shards; collective."""
+        """Write changes of `module` in the block, on the CPU, back to the shards; collective."""
         with self.gathered(torch.device("cpu"), trained):
             yield
             self._spread(trained)
@@ -284,7 +284,7 @@ class FullWeights:
     def _fill(self, device: torch.device | None, trained: bool) -> None:
         pairs = self._pairs(trained)
         for own, piece in pairs:
-            value = full(piece)  # one at a time: a process that keeps none needs little memory
+            value = full(piece)  # one by one: saves memory where none is kept
             if device is not None:
                 _put_in_place(own, value.to(device))
         if pairs and device is not None:
@@ -293,7 +293,7 @@ class FullWeights:
                     part._buffers[name] = buffer.to(device)
 
     def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters of `module` with their sharded ones, tied ones once."""
+        """Return pairs of whole and sharded parameters of `module`, tied ones once."""
         if self.module is self.pieces:
             return []
         pieces = dict(self.pieces.named_parameters())

@@ -3,7 +3,7 @@
 The verbs are those of `DDPBackend`, which documents them.
 
 The engine's backward and step are called here, not by accelerate, which steps inside backward. The
-recipe decides what DeepSpeed would read from its own config (precision, clipping, accumulation).
+recipe, not DeepSpeed's config, decides on precision, clipping and accumulation.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from rlhf_pg.runtime.termination import waits
 
 
 class DeepSpeedBackend(DDPBackend):
-    """A backend that shards the moments, from ZeRO-2 on the gradient, and in ZeRO-3 the weights."""
+    """Shards the moments, from ZeRO-2 on also the gradient, and in ZeRO-3 also the weights."""
 
     def _wrap(self) -> Any:
         check_divisible(self.module, self.optimizer)
@@ -37,7 +37,7 @@ class DeepSpeedBackend(DDPBackend):
         where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
         forced = config.get("zero_force_ds_cpu_optimizer", True)
         optimizer = self.optimizer
-        if where != "none" and forced and type(optimizer) in (Adam, AdamW):  # it refuses others
+        if where != "none" and forced and type(optimizer) in (Adam, AdamW):  # others are refused
             optimizer = map_pytorch_optim_to_deepspeed(optimizer)
         engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self._zero: Any = engine.optimizer
@@ -57,7 +57,7 @@ class DeepSpeedBackend(DDPBackend):
             return module.to(accelerator.device)
         bf16 = any(p.dtype == torch.bfloat16 for p in module.parameters())
         engine, *_ = deepspeed.initialize(model=module, config=_config(accelerator, bf16))
-        # The engine has the hooks that gather the weights. As a child it would contain its parent.
+        # The engine's hooks gather the weights. Not a child, since it would contain its parent.
         object.__setattr__(module, "engine", engine)
         return module
 
@@ -70,13 +70,13 @@ class DeepSpeedBackend(DDPBackend):
         """Add the gradient of this process's share; ValueError after `discard_update`."""
         if self._is_broken:
             raise ValueError(
-                "an update was broken off, and DeepSpeed keeps half of its gradient: resume from a "
-                "checkpoint in a new process"
+                "an update was interrupted, and DeepSpeed keeps half of its gradient: resume from "
+                "a checkpoint in a new process"
             )
         self._wrapped.backward(loss * self._world)
 
     def discard_update(self) -> None:
-        """Note that an update was interrupted: DeepSpeed's buffers cannot drop half a gradient."""
+        """Mark the backend as broken, since DeepSpeed's buffers cannot drop half a gradient."""
         self._is_broken = True
 
     def zero_grad_of(self, module: nn.Module) -> None:
@@ -86,7 +86,7 @@ class DeepSpeedBackend(DDPBackend):
             if id(parameters[0]) not in own:
                 continue
             self._forgotten.append(piece)
-            # The norm is computed from these; with offloading it is kept by parameter.
+            # The norm is computed from these; with offloading it is stored per parameter.
             for gradient in self._zero.averaged_gradients.get(i) or ():
                 gradient.zero_()
             for key in map(self._zero.get_param_id, parameters):
@@ -134,7 +134,7 @@ class DeepSpeedBackend(DDPBackend):
             if key == MASTER and self._bf16:
                 self._set(parameter, None, value)
             elif key == COUNTER:
-                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # it counts in integers
+                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # its counter is an integer
                 values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
             elif key != MASTER:
                 values.setdefault(key, torch.zeros_like(piece))
@@ -146,13 +146,13 @@ class DeepSpeedBackend(DDPBackend):
         if not self._three:
             parameter.set_full_hp_param(value, key)
             return
-        size = parameter.ds_tensor.numel()  # the same on all processes: the last ones are padded
+        size = parameter.ds_tensor.numel()  # equal on all processes: the last shards are padded
         flat = nn.functional.pad(value.flatten(), (0, size * self._world - value.numel()))
         own = flat.narrow(0, self._accelerator.process_index * size, size)
         self._zero.set_local_hp_param(own, parameter, key)
 
     def _groups(self) -> Iterable[tuple[list[Any], Tensor]]:
-        """Return the parameters that are updated together, with this process's shard of them."""
+        """Return groups of parameters, each with this process's flat shard."""
         zero = self._zero
         if self._three:
             return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
@@ -160,31 +160,31 @@ class DeepSpeedBackend(DDPBackend):
 
 
 def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
-    """Tell a parameter of ZeRO-1 or 2 where its moments are.
+    """Link a parameter of ZeRO-1 or 2 to its moments.
 
-    DeepSpeed itself (0.19) misses those of all groups but the first.
+    DeepSpeed (0.19) does so only for the first parameter group.
     """
     if getattr(parameter, "_hp_mapping", None) is not None:  # a piece of it is on this process
         parameter._hp_mapping.set_optim_state_fragment(piece, values)
 
 
 def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
-    """Return the launcher's DeepSpeed config without what the recipe decides."""
+    """Return the launcher's DeepSpeed config without the keys that the recipe decides."""
     plugin = accelerator.state.deepspeed_plugin
     config = _decided(plugin.deepspeed_config)
     for key in ("optimizer", "scheduler"):
         if key in config:
             raise ValueError(
-                f"the DeepSpeed config has a section {key!r}, which is for the recipe to say: "
-                "leave it out (learning_rate, weight_decay, lr_scheduler_type ...)"
+                f"the DeepSpeed config has a section {key!r}, which the recipe decides: leave it "
+                "out (learning_rate, weight_decay, lr_scheduler_type ...)"
             )
     if plugin.zero_stage == 0:
-        raise ValueError("DeepSpeed without ZeRO (stage 0) is plain DDP: launch it as such")
+        raise ValueError("DeepSpeed without ZeRO (stage 0) is plain DDP: launch with DDP")
     return config | {
-        "train_micro_batch_size_per_gpu": 1,  # has no effect: the batches are ours
+        "train_micro_batch_size_per_gpu": 1,  # has no effect
         "gradient_accumulation_steps": 1,
         "fp16": {"enabled": False},
-        # A non-finite gradient shows in the norm, which all processes share.
+        # A non-finite gradient makes the norm non-finite, which all processes share.
         "bf16": {"enabled": bf16, "check_grad_overflow": bf16},
     }
 

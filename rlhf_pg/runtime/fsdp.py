@@ -1,4 +1,4 @@
-"""The FSDP2 backend, where every process has a shard of weights, gradients and moments."""
+"""The FSDP2 backend: every process has a shard of weights, gradients and moments."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,8 +13,8 @@ from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
 
 
 class FSDPBackend(DDPBackend):
-    """A backend that gathers weights layer by layer, and reduces gradients to shards at every
-    micro-batch, so that no process ever holds the whole gradient.
+    """Gathers weights layer by layer, and reduces gradients to shards at every micro-batch, so that
+    no process ever holds the whole gradient.
     """
 
     def _wrap(self) -> Any:
@@ -29,8 +29,8 @@ class FSDPBackend(DDPBackend):
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """Shard a module that is not trained, even parts that the launcher wants to keep whole."""
-        # Without a backward pass, whole weights would never be released.
+        """Shard a module that is not trained, even parts that the launcher keeps whole."""
+        # Without a backward pass, gathered weights would never be freed.
         _sharded(accelerator, module).set_reshard_after_forward(True)
         return module
 
@@ -46,14 +46,14 @@ class FSDPBackend(DDPBackend):
         return nullcontext()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        # As the optimizer makes it: `DTensor.from_local` would move an offloaded moment to the GPU.
+        # Like the optimizer: `DTensor.from_local` would move an offloaded moment to the GPU.
         moment = torch.empty_like(parameter, dtype=value.dtype)
         put(moment, value)
         return moment
 
 
 def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
-    """Shard a module in place, into the layers that `transformers` keeps together, and the rest."""
+    """Shard a module in place, by the layers that `transformers` does not split, and the rest."""
     parts = list(module.modules())
     names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
     there = {type(part).__name__ for part in parts}
@@ -62,10 +62,10 @@ def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
     wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
     sharded: Any = fsdp2_prepare_model(accelerator, module)
-    # The plugin is now set for this module's layers; the next module has others.
+    # The plugin now has this module's layers; restore it for the next module.
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
-    # By default the outermost weights stay whole after a pass without gradients, and anything
-    # written to them then is lost.
+    # By default the outermost weights stay gathered after a pass without gradients, and changes to
+    # them would be lost.
     sharded.set_reshard_after_forward(True, recurse=False)
     return sharded
 
@@ -73,7 +73,7 @@ def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
 def _set_apart(module: nn.Module) -> None:
     """Give each child its own copy of frozen weights that it shares with an earlier one.
 
-    FSDP2 allows a weight in one place only. (Weights that are tied within a child stay tied.)
+    FSDP2 allows a weight in one place only. (Weights tied within a child stay tied.)
     """
     taken: set[int] = set()
     for child in module.children():

@@ -1,4 +1,4 @@
-"""Processes, their collectives, and the ways to distribute a module over them."""
+"""Processes, their collectives, and the backends that distribute a module over them."""
 
 import atexit
 import os
@@ -21,21 +21,20 @@ from transformers.integrations import unset_hf_deepspeed_config
 from rlhf_pg.runtime.ddp import DDPBackend
 from rlhf_pg.runtime.termination import Watch, waits
 
-MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
+MARGIN = 30  # extra timeout of the process group in seconds, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
-SHARED = "raised_together"  # an attribute of the errors that all processes raise at one place
+SHARED = "raised_together"  # attribute of errors that all processes raise at the same place
 
 
 class Runtime:
     """The current process and its connection to the others.
 
-    The timeout is `ddp_timeout`, in seconds. ValueError if the launcher asks for what is not
-    supported here.
+    The timeout is `ddp_timeout`, in seconds. ValueError if the launcher's backend is not supported.
     """
 
     def __init__(self, timeout: int = 1800) -> None:
-        # The config, not the launcher, decides on precision and accumulation. Without CUDA all
-        # runs on the CPU, since Apple's GPUs lack float64 (for sampling, metrics).
+        # The config, not the launcher, decides on precision and accumulation. Without CUDA
+        # everything runs on the CPU, since Apple's GPUs lack float64 (for sampling and metrics).
         self._accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="no",
@@ -55,9 +54,9 @@ class Runtime:
         self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
-            # At exit, from the last to the first. A gloo thread that drops a tensor aborts the
-            # process if the interpreter is about to end. Destroying a group ends its threads,
-            # except those of a group that a module still holds, as FSDP2's do: they end meanwhile.
+            # At exit, in reverse order. A gloo thread that drops a tensor aborts the process if the
+            # interpreter is about to end. Destroying a group ends its threads, except for a group
+            # that a module still holds, as under FSDP2: these threads end during the sleep.
             atexit.register(time.sleep, LAST_TENSORS)
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
@@ -65,7 +64,7 @@ class Runtime:
 
     @property
     def peak_memory(self) -> float:
-        """The most bytes that this process has had so far, of the GPU's memory if it uses one."""
+        """The peak memory of this process in bytes, of the GPU if it uses one."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
@@ -82,7 +81,7 @@ class Runtime:
     def prepare(
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
-        """Return the backend that trains a module; ValueError if the launcher's config is unfit."""
+        """Return the backend to train a module; ValueError if the launcher's config is wrong."""
         trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
         return trained
@@ -94,12 +93,12 @@ class Runtime:
 
     @waits
     def output(self, placed: nn.Module, *inputs: Any) -> Any:
-        """Return the output of a placed module, whose weights may have to be gathered."""
+        """Return the output of a placed module, gathering its weights if necessary."""
         return placed(*inputs)
 
     @waits
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """Return the rows (B,...) of all, where only B may differ, and where this process's are."""
+        """Return the rows (B,...) of all processes, where only B may differ, and the own slice."""
         if self.world == 1:
             return rows, slice(0, len(rows))
         counts = self._accelerator.gather(torch.tensor([len(rows)], device=self.device)).tolist()
@@ -127,7 +126,7 @@ class Runtime:
         return int(max(self.gather_objects(x)))
 
     def first_error(self, failure: str | None) -> str | None:
-        """Return, on all processes, the failure of the first process that has one, or None."""
+        """Return, on all processes, the first process's failure, or None."""
         if self.world == 1:
             return failure
         failures = enumerate(self.gather_objects(failure))
@@ -135,7 +134,7 @@ class Runtime:
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
-        """Raise an error of this kind, of any process's block, on all of them; collective."""
+        """Raise an error of this kind in any process's block on all processes; collective."""
         failure = None
         try:
             yield
@@ -165,10 +164,10 @@ class Runtime:
 
 
 def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
-    """Return the name of the launcher's way to distribute a model, and its backend.
+    """Return the launcher's backend and its name.
 
-    Every process loads the weights itself, whatever the launcher says: weights that are not in
-    memory could not be copied for a reference or a critic.
+    Every process loads the weights itself, even if the launcher disables that: weights that are not
+    in memory could not be copied for a reference or a critic.
     """
     kind, state = accelerator.distributed_type, accelerator.state
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
@@ -176,7 +175,7 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     if kind == DistributedType.FSDP and state.fsdp_plugin.fsdp_version == 2:
         from rlhf_pg.runtime.fsdp import FSDPBackend
 
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # which transformers reads
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # read by transformers
         state.fsdp_plugin.cpu_ram_efficient_loading = False
         return "FSDP2", FSDPBackend
     if kind == DistributedType.DEEPSPEED:

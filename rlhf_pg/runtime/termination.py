@@ -1,10 +1,10 @@
-"""The ends of a run on all processes: by a signal, or because one of them has failed or hangs.
+"""The end of a run on all processes: by a signal, or because one process has failed or hangs.
 
-A signal ends a run after its current step. They are SIGTERM, which schedulers send before they take
-a machine away; SIGHUP, from a terminal that is closed; and SIGINT (Ctrl-C).
+These signals end a run after the current step: SIGTERM, which schedulers send before they reclaim a
+machine; SIGHUP, from a closed terminal; and SIGINT (Ctrl-C).
 
-A process inside a collective notices no failure of another: no exception reaches Python until the
-operation returns. So each process has a thread that once a second reads a key of
+A process inside a collective does not notice another's failure: no exception reaches Python until
+the operation returns. So each process has a thread that once a second reads a key of
 torch.distributed's own store, under which the first failure is written.
 """
 
@@ -29,14 +29,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by launchers
-POLL = 1.0  # seconds between two reads of the store, and two checks of our parent process
-SAME = 2.0  # seconds in which a second signal is the first one, passed on by a launcher
+POLL = 1.0  # seconds between reads of the store, and between checks of the parent process
+SAME = 2.0  # a second signal within these seconds is the same one, passed on by a launcher
 TOLD = b"\nSIGINT: the step is finished and saved first; another Ctrl-C ends the run at once\n"
 
 PARTING = 120.0  # seconds to wait for other processes to save, once the launcher is gone
-GRACE = 5.0  # seconds for other processes to answer, or to end by an error of their own
-LONGEST = 20_000  # characters of a failure
-NUMBERS = itertools.count()  # of watches: the same in every process
+GRACE = 5.0  # seconds for other processes to answer, or to end by their own error
+LONGEST = 20_000  # most characters of a failure
+NUMBERS = itertools.count()  # numbers of the watches, the same in every process
 
 # Messages of gloo when the process at the other end is gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -44,32 +44,32 @@ GONE = "The connection to another process was lost: it was killed (out of memory
 
 
 class Terminated(SystemExit):
-    """The exit of all processes together after a signal, which is not a failure of any of them."""
+    """The exit of all processes together after a signal, which is not a failure."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(128 + number)  # the convention of shells
 
 
 class Termination:
-    """The state of a run that is to end once a signal has come, here or to another process."""
+    """Whether a run has to end, because a signal has come to any process."""
 
-    def __init__(self, runtime: Any) -> None:  # a `Runtime`, whose file imports this one
+    def __init__(self, runtime: Any) -> None:  # a `Runtime`; its file imports this one
         self._runtime = runtime
         self.stopping, self._stop = False, False
         self.asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Await signals inside the block: the first is noted, and a later one ends the process.
+        """Handle signals inside the block: the first is noted, and a later one ends the process.
 
-        They keep their effect outside the main thread, which alone can handle them, and a signal
-        that was ignored, as under nohup, stays ignored.
+        Outside the main thread, which alone can handle them, signals are not handled. A signal that
+        was ignored (as under nohup) stays ignored.
         """
         self.stopping, self._stop, self.asked = False, False, None
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
-        # None: a handler that is not Python's and could not be restored.
+        # None: a handler outside Python, which could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         self._process, ended = os.getpid(), threading.Event()
         self._launched = any(name in os.environ for name in LAUNCHED)
@@ -86,17 +86,17 @@ class Termination:
                 signal.signal(number, old)
 
     def _watch_parent(self, parent: int, ended: threading.Event) -> None:
-        """Treat the loss of the launcher, which would leave this process running, as a SIGTERM."""
+        """Treat the loss of the launcher, which would orphan this process, as a SIGTERM."""
         while not ended.wait(POLL):
             if os.getppid() != parent:
                 self.asked = self.asked or (signal.SIGTERM, time.monotonic())
                 return
 
     def _note(self, number: int, _: Any) -> None:
-        if os.getpid() != self._process:  # a fork, of a reward function say, ends by it
+        if os.getpid() != self._process:  # a fork (of a reward function, say) ends
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        # It does nothing else, since the main thread is interrupted at any point, say in a write.
+        # Only note it, since the main thread is interrupted at any point, for example in a write.
         now = time.monotonic()
         if self.asked is None:
             self.asked = number, now
@@ -104,7 +104,7 @@ class Termination:
                 with suppress(OSError):  # a closed terminal
                     os.write(2, TOLD)
             return
-        # Nobody passes a Ctrl-C on to a process that no launcher started; a notebook lives on.
+        # A process without a launcher is the only one to get Ctrl-C; a notebook survives it.
         if number == signal.SIGINT and self._runtime.world == 1 and not self._launched:
             raise KeyboardInterrupt
         if now > self.asked[1] + SAME:
@@ -112,13 +112,13 @@ class Termination:
             os.kill(os.getpid(), number)
 
     def stop(self) -> None:
-        """Ask all processes to end the run after the step, as if it were the last."""
+        """End the run on all processes after the step, as if it were the last."""
         self._stop = True
 
     def agreed(self) -> int:
         """Return the largest signal that has come to any process, or 0; collective.
 
-        From then on `stopping` says whether the run is to end, on all processes together.
+        It also sets `stopping`, the same on all processes, if the run has to end.
         """
         own = (self.asked[0] if self.asked else 0, self._stop)
         numbers, stops = zip(*self._runtime.gather_objects(own), strict=True)
@@ -127,7 +127,7 @@ class Termination:
 
 
 class Failure(NamedTuple):
-    """The first process that failed, and why, as the store has it."""
+    """The first failure, as written to the store."""
 
     rank: int
     text: str
@@ -135,19 +135,19 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """A thread that tells the others of a failure here, and ends this process after one elsewhere.
+    """Tells other processes of a failure here, and ends this process after a failure elsewhere.
 
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
-    error ends it first. One with work of its own (it may be saving) may go on until it waits for
-    others, for at most `timeout` seconds. One that has waited for `timeout` seconds makes every
-    process report its stacks and end. The store is that of torch.distributed.
+    error ends it first. A busy process (it may be saving) may continue until it waits for others,
+    for at most `timeout` seconds. A process that has waited for `timeout` seconds makes every
+    process report its stacks and end. The store is torch.distributed's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
-        # A clone has its own connection: the original is locked while somebody waits for a key.
+        # A clone has its own connection: the original is locked while a thread waits for a key.
         self._store = PrefixStore(f"rlhf_pg/failure/{next(NUMBERS)}", store.clone())
         self._rank, self._world, self._timeout = rank, world, timeout
-        self._wait: tuple[str, float] | None = None  # where the main thread waits, and since when
+        self._wait: tuple[str, float] | None = None  # the main thread's collective and start time
         self._heard: Failure | None = None
         self._launcher = os.getppid()
         self._stop = threading.Event()
@@ -157,7 +157,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; from now on this process is not watched."""
+        """End the thread; this process is then not watched any more."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join(GRACE)
@@ -165,7 +165,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Mark a block that returns only when other processes have come as far."""
+        """Mark a block that returns only when other processes reach it."""
         outer = self._wait
         self._wait = place, time.monotonic()
         try:
@@ -174,11 +174,11 @@ class Watch:
             self._wait = outer and (outer[0], time.monotonic())
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others why this process leaves, and wait until they know.
+        """Tell the others why this process ends, and wait for their answers.
 
-        An error that follows from another process's failure gets that failure as a note.
+        If another process failed first, its failure is added to the error as a note.
         """
-        if self._stop.is_set():  # it was already told where it was raised
+        if self._stop.is_set():  # already told
             return
         self._stop.set()
         self._thread.join(GRACE)
@@ -187,7 +187,7 @@ class Watch:
             error.add_note(GONE)
         trace = "".join(traceback.format_exception(error))
         first = self._heard or self._publish(f"{what}\n{trace}")
-        # Print it now: once the first process has left, a launcher may kill the others any moment.
+        # Print it now: once the first process has ended, a launcher may kill the others.
         self._say(what)
         if first.rank != self._rank and isinstance(error, RuntimeError):
             error.add_note(f"Before that, {first.text.splitlines()[0]}")
@@ -195,25 +195,25 @@ class Watch:
             self._answer()
 
     def _publish(self, what: str, hung: bool = False) -> Failure:
-        """Write a failure of this process if it is the first, and return the first."""
+        """Write a failure of this process unless there is one, and return the first."""
         text = f"rank {self._rank} ({socket.gethostname()}) {what[:LONGEST]}"
         mine = Failure(self._rank, text, hung)
         try:
             return Failure(*json.loads(self._store.compare_set("first", "", json.dumps(mine))))
-        except RuntimeError:  # the store is gone, so nobody can be told
+        except RuntimeError:  # the store is gone
             return mine
 
     def _answer(self) -> None:
-        """Confirm that this process knows, and wait for the others, whose connections it breaks."""
+        """Confirm the failure, and wait for the others before breaking their connections."""
         if silent := self._meet("knows", [r for r in range(self._world) if r != self._rank]):
             self._say(f"no answer from ranks {silent}: gone, or frozen")
         if self._rank == 0:
-            time.sleep(POLL)  # others may be counting answers
+            time.sleep(POLL)  # the others may still count answers
 
     def _meet(self, sign: str, others: Sequence[int]) -> list[int]:
-        """Give a sign and wait for that of the others; return those that gave none.
+        """Give a sign, wait for the same from `others`, and return those that did not give it.
 
-        Rank 0 or its launcher holds the store, and must not go while others read in it.
+        Rank 0 or its launcher holds the store, and must not end while others read it.
         """
         late, deadline = list(others), time.monotonic() + GRACE
         with suppress(RuntimeError):
@@ -239,12 +239,12 @@ class Watch:
                     self._end_when_waiting("cannot go on without the others", self._timeout)
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
-                orphaned = os.getppid() != self._launcher  # all then save and end by themselves
+                orphaned = os.getppid() != self._launcher  # then all save and end on their own
                 grace = PARTING if orphaned else GRACE
                 self._end_when_waiting(text, patience=float("inf"), grace=grace)
 
     def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
-        """End the process once it waits for others; return if it ends by itself."""
+        """End the process once it waits for others; return if it ends on its own."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
             wait, now = self._wait, time.monotonic()
@@ -267,13 +267,13 @@ class Watch:
 
     def _say(self, text: str) -> None:
         """Write to stderr in one piece, since the terminal is shared."""
-        with suppress(OSError, ValueError):  # of a full disk, or a closed stream
+        with suppress(OSError, ValueError):  # a full disk, or a closed stream
             sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
             sys.stderr.flush()
 
 
 def waits(verb: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method of `Runtime` that returns only when other processes have come as far."""
+    """Decorate a method of `Runtime` that returns only when other processes call it too."""
 
     @functools.wraps(verb)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -285,7 +285,7 @@ def waits(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def broadcasts_failure(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method of an object with a `runtime`, to end other processes when it raises."""
+    """Decorate a method of an object with a `runtime` to end other processes if it raises."""
 
     @functools.wraps(method)
     def telling(*args: P.args, **kwargs: P.kwargs) -> R:

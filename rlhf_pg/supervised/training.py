@@ -181,7 +181,7 @@ def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -
     if args.dataset_fingerprint is None:
         kept |= OF_DATA
     if altered := changed(saved, now, WARNED & MAY_CHANGE):
-        logger.warning("%s goes on with other settings: %s", checkpoint, altered)
+        logger.warning("%s is resumed with other settings: %s", checkpoint, altered)
     for key in sorted(kept & saved.keys()):
         if saved[key] != now[key]:
             raise ValueError(

@@ -365,8 +365,8 @@ def test_run_resumes_from_newest_or_named_checkpoint(tmp_path, choice):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (True, "no whole checkpoint"),
-        ("latest", "no whole checkpoint"),
+        (True, "no complete checkpoint"),
+        ("latest", "no complete checkpoint"),
         ("elsewhere", "elsewhere"),
     ],
 )
@@ -380,7 +380,7 @@ def test_new_run_over_earlier_checkpoints_raises(tmp_path):
     checkpointer.resume(None, RUNTIME)  # nothing there yet
     save_at(checkpointer, 3)
     checkpointer.resume(None, RUNTIME)  # its own
-    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
+    with pytest.raises(ValueError, match="has the checkpoints of an earlier run"):
         make_checkpointer(tmp_path).resume(None, RUNTIME)
 
 

@@ -473,7 +473,7 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
         args = config_type(gradient_checkpointing=given)
         assert args.on("cuda") is args
         assert args.on("cpu").gradient_checkpointing is bool(given)
-    said = "gradient_checkpointing: offload is for GPUs; on a CPU it is as true"
+    said = "gradient_checkpointing: offload is for GPUs; on a CPU it means true"
     assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
 
 
@@ -637,7 +637,7 @@ WITH_REWARDS = {
 
 @pytest.mark.parametrize("url", ["http://me:S3CRET@a", "http://a?key=S3CRET", "http://a/#S3CRET"])
 def test_secret_in_server_address_is_rejected_and_hidden(url):
-    with pytest.raises(ValueError, match="vllm_server_base_url holds") as error:
+    with pytest.raises(ValueError, match="vllm_server_base_url has") as error:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "S3CRET" not in str(error.value)
 
@@ -715,7 +715,11 @@ def test_value_starting_with_dash_is_no_flag(recipe):
         ),
         (ReinforceConfig, {"epsilon": 0.1}, "epsilon is not used by policy_loss 'vanilla'"),
         (GRPOConfig, {"advantage_estimator": "gae"}, "'gae' needs a critic"),
-        (PPOConfig, {"advantage_estimator": "leave_one_out"}, "no use of the critic.*choose gae"),
+        (
+            PPOConfig,
+            {"advantage_estimator": "leave_one_out"},
+            "does not use the critic.*choose gae",
+        ),
         (
             PPOConfig,
             {"critic": "shared", "value_model_name_or_path": "x"},

@@ -286,7 +286,7 @@ def test_longest_row_may_fill_positions_and_budget(positions, budget):
 @pytest.mark.parametrize(
     ("positions", "budget", "message"),
     [
-        (8, 100, r"\(3\) .* is 9 tokens, beyond the model's max_position_embeddings of 8"),
+        (8, 100, r"\(3\) .* is 9 tokens, more than the model's max_position_embeddings of 8"),
         (None, 8, r"\(3\) .* is 9 tokens, more than micro_batch_tokens 8"),
     ],
 )

@@ -169,7 +169,7 @@ def test_lines_of_text_are_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "keys", "message"),
     [
-        (ROWS, {"prompt_template": "{q}"}, "names {q}, and the dataset has the columns question"),
+        (ROWS, {"prompt_template": "{q}"}, "names {q}, but the dataset has the columns question"),
         (ROWS, {"prompt_template": "{question.__class__}"}, "names {question.__class__}"),
         (ROWS, {"prompt_template": "{"}, "prompt_template cannot be read"),
         ([{"a": "x"}, {"a": None}], {"prompt_template": "{a}"}, "{a}, which row 1 lacks"),

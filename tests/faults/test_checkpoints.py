@@ -96,10 +96,10 @@ def test_no_intact_checkpoint_raises(output) -> None:
     for name in NAMES:
         flip(output / "checkpoints" / name / "model.safetensors")
     for trial in ("latest", True):
-        with pytest.raises(ValueError, match=f"no whole checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
+        with pytest.raises(ValueError, match=f"no complete checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
             resume(output, trial)
     shutil.rmtree(output / "final")  # a run that had come to its end would be set aside
-    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
+    with pytest.raises(ValueError, match="has the checkpoints of an earlier run"):
         resume(output, None)
 
 
@@ -345,7 +345,9 @@ def test_resume_never_unpickles_checkpoint_files(output, tmp_path) -> None:
 def test_checkpoint_of_another_version_is_refused() -> None:
     """Its data cursor had another name, and would silently stay at 0."""
     saved = {"counters": {"step": 100, "draws": 400}}
-    with pytest.raises(ValueError, match="another version of rlhf_pg, which counts step, draws: "):
+    with pytest.raises(
+        ValueError, match="another version of rlhf_pg, with the counters step, draws: "
+    ):
         compatibility.check(Path("x"), saved, {}, {}, {}, ["step", "prompt_index"])
 
 

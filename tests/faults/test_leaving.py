@@ -169,5 +169,5 @@ def test_second_sigint_interrupts_exit_save(make, tmp_path, monkeypatch, request
         trainer.train()
     (unnamed,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert unnamed.name == "partial-step-00000002"
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         make().train("latest")

@@ -251,7 +251,7 @@ def test_earlier_runs_are_numbered_after_highest(tmp_path):
     for name in ("earlier-2", "earlier-10", "earlier-one"):
         (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("")
-    assert f"it is in {tmp_path}/earlier-11 now" in str(set_aside(tmp_path))
+    assert f"moved to {tmp_path}/earlier-11" in str(set_aside(tmp_path))
 
 
 @pytest.mark.parametrize(

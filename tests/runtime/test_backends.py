@@ -110,5 +110,5 @@ def test_deepspeed_after_discarded_update_raises() -> None:
     engine = object.__new__(zero.DeepSpeedBackend)
     engine.watch = None
     engine.discard_update()
-    with pytest.raises(ValueError, match=r"an update was broken off.*in a new process"):
+    with pytest.raises(ValueError, match=r"an update was interrupted.*in a new process"):
         engine.backward(torch.zeros(()))

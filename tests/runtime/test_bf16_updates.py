@@ -123,5 +123,5 @@ def test_optimizer_with_bf16_moments_raises() -> None:
     optimizer = adamw(module)
     module(INPUT).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match=r"moments already, which bfloat16.*give a new one"):
+    with pytest.raises(ValueError, match=r"moments already, which bfloat16.*give a new optimizer"):
         RUNTIME.prepare(module, optimizer)

@@ -251,9 +251,9 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
         train(tmp_path, **options | latest | {"batch_size": 4})
     with pytest.raises(ValueError, match=r"checkpoint-2 was saved .* with dataset_fingerprint"):
         train(tmp_path, data=upper(23), **options | latest)
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         train(tmp_path, **options | {"resume_from_checkpoint": str(tmp_path / "final")})
-    with pytest.raises(ValueError, match="new holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="new has no complete checkpoint"):
         train(tmp_path / "new", **options | latest)
 
 
@@ -300,7 +300,7 @@ def test_adapter_is_resumed_on_its_own_model_only(tmp_path, caplog):
         with pytest.raises(ValueError, match="checkpoint-2 was saved by a run with another model"):
             train(tmp_path, **options | other)
     train(tmp_path, **options | {"max_steps": 3, "num_train_epochs": 2})
-    assert "goes on with other settings: max_steps was 2 and is 3" in caplog.text
+    assert "is resumed with other settings: max_steps was 2 and is 3" in caplog.text
 
 
 @pytest.mark.parametrize("asked", ["fp16", "bf16"])

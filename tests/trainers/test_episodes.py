@@ -575,7 +575,7 @@ def test_bad_episode_option_raises(make, options: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "the prompt in row 0 is a string, and tools are called in a chat"),
+        (None, "the prompt in row 0 is a string, but tools are called in a chat"),
         (
             "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
             "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}",

@@ -88,7 +88,7 @@ def test_card_that_fails_is_one_warning(make, tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "rlhf_pg"):
         make(max_steps=1).train()
     assert [m for m in caplog.messages if "card" in m] == [
-        "final/ gets no model card: RuntimeError: no card today"
+        "final/ has no model card: RuntimeError: no card today"
     ]
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
@@ -181,7 +181,7 @@ def test_failed_upload_is_one_warning_and_final_stays(make, tmp_path, hub, caplo
 def test_upload_without_token_is_refused_before_training(make, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     trainer = make(push_to_hub=True)
-    with pytest.raises(ValueError, match="push_to_hub needs a token of the Hub: set HF_TOKEN"):
+    with pytest.raises(ValueError, match="push_to_hub needs a Hub token: set HF_TOKEN"):
         trainer.train()
     assert trainer.state.step == 0
 

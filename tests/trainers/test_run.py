@@ -94,7 +94,7 @@ def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, t
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"importance_sampling_level": "sequence"}, "long completions weigh more"),
+        ({"importance_sampling_level": "sequence"}, "long completions more weight"),
         ({"importance_sampling_level": "sequence", "aggregation": "sequence_mean"}, None),
         ({}, None),
     ],
@@ -216,13 +216,13 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
     for place, steps in {"earlier-1": 3, "earlier-2": 2, ".": 1}.items():
         assert len(read(run / place / "metrics.jsonl")) == steps
     assert (run / "earlier-1" / "final" / "config.json").exists()
-    assert "held an earlier run or a model: it is in" in capsys.readouterr().out
+    assert "had an earlier run or a model, which was moved to" in capsys.readouterr().out
 
 
 def test_resume_without_checkpoint_raises(make, tmp_path) -> None:
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         make().train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         make().train(resume_from_checkpoint=str(tmp_path))
 
 
