@@ -23,10 +23,10 @@ __all__ = [
     "ReinforceTrainer",
 ]
 
-if not TYPE_CHECKING:  # it would take every name for one that is there
+if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what takes seconds (torch, transformers) when a name is first asked for."""
+        """Import a name when it is first used: torch and transformers take seconds."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from rlhf_pg import config

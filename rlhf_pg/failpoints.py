@@ -1,4 +1,4 @@
-"""Failpoints: places where a run can be made to fail, as machines do.
+"""Failpoints: places where tests make a run fail like a machine.
 
 `RLHF_PG_FAULT=<point>:<action>` fails when the point is first passed, `<point>:<action>@<n>` when
 it is passed for the n-th time; actions are kill, enospc and eio.
@@ -13,7 +13,7 @@ _passed: Counter[str] = Counter()
 
 
 def failpoint(point: str) -> None:
-    """Fail here, if `RLHF_PG_FAULT` says so."""
+    """Fail here if `RLHF_PG_FAULT` names this point."""
     name, _, rest = os.environ.get("RLHF_PG_FAULT", "").partition(":")
     if name != point:
         return

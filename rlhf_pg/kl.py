@@ -124,8 +124,8 @@ def kl_loss(
 def _check_loss(estimator: str) -> None:
     if estimator == "k1":
         raise ValueError(
-            'estimator "k1" cannot be a loss, since its expected gradient is 0: take "k1_to_go", '
-            "or pay k1 in the reward"
+            'estimator "k1" cannot be a loss, since its expected gradient is 0: use "k1_to_go", '
+            "or put k1 in the reward"
         )
     if estimator not in KL_LOSSES:
         raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")
@@ -133,7 +133,7 @@ def _check_loss(estimator: str) -> None:
 
 @dataclass
 class AdaptiveKLController:
-    """A KL coefficient that moves in proportion to the error (Ziegler et al. 2019, section 2.2).
+    """A KL coefficient that changes in proportion to the error (Ziegler et al. 2019, section 2.2).
 
         e = clip(kl / target - 1, -0.2, 0.2),  coef <- coef * (1 + e * num_samples / horizon)
 
@@ -158,7 +158,7 @@ class PenaltyKLController:
 
         coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
 
-    PPO measures `kl` after the updates that the coefficient has held back.
+    PPO measures `kl` after the updates that the coefficient has restrained.
     """
 
     coef: float
@@ -179,7 +179,7 @@ class KLAdaptiveRate:
         coef <- min(coef * 1.5, 10)   if kl < target / 2
 
     `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
-    rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
+    rho - 1 - log rho. `coef` multiplies the rate of the schedule.
 
     Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
     model bears.

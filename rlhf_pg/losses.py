@@ -1,15 +1,15 @@
 """Per-token policy and value losses, and the weights that sum them to one number.
 
-A loss returns (per_token, metrics), each (B,T): what to minimise at every token, and numbers to
-average over the mask for the log. It knows nothing of aggregation or of other processes: `loss =
+A loss returns (per_token, metrics), each (B,T): the loss to minimise at every token, and numbers to
+average over the mask for the log. It does not depend on aggregation or other processes: `loss =
 (per_token * token_weights(...)).sum()`, where the denominator of the weights counts the whole
 optimizer step on all ranks, so any split into micro-batches has the same gradient.
 
 Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, and sg stops the
 gradient. Masked slots may hold anything, NaN included, and are 0 in the output.
 
-A function in `POLICY_LOSSES` is what `policy_loss` chooses. Its parameters beyond the first four
-are config keys of the same name.
+The key `policy_loss` selects a function in `POLICY_LOSSES`. Its parameters after the first four are
+config keys of the same name.
 """
 
 import math
@@ -29,7 +29,7 @@ MAX_LOG_RATIO = 20.0
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 
-# ------------------------------------------------------------------------------------ of the policy
+# ------------------------------------------------------------------------------------ policy losses
 
 
 class RatioTerms(NamedTuple):
@@ -298,7 +298,7 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
-# ------------------------------------------------------------------ of the critic, of right answers
+# --------------------------------------------------------------- value loss, NLL of correct answers
 
 
 def value_loss(
@@ -410,7 +410,7 @@ def token_weights(
 
 
 def weight_count(mask: Tensor, aggregation: str) -> Tensor:
-    """Count what the denominator of `token_weights` counts, tokens or rows, on these rows alone."""
+    """Count these rows for the denominator of `token_weights`: tokens or rows."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(
             f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
@@ -418,7 +418,7 @@ def weight_count(mask: Tensor, aggregation: str) -> Tensor:
     return mask.sum() if aggregation == "token_mean" else mask.any(dim=1).sum()
 
 
-# ------------------------------------------------------------------------------- of another sampler
+# ------------------------------------------------------------------------------- sampler correction
 
 
 def sampler_weights(

@@ -41,7 +41,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
         sum of x_i over True slots / number of True slots
 
-    It is differentiable; a masked slot gets gradient 0, whatever it holds.
+    It is differentiable; a masked slot gets gradient 0, even if it is NaN.
 
     Args:
         x: any shape; `mask` broadcasts to it.

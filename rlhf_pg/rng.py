@@ -51,7 +51,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Any]) -> None:
-    """Restore the states that `rng_tensors` returned."""
+    """Restore the states from `rng_tensors`."""
     torch.set_rng_state(states["torch"])
     gauss = states["python_gauss"].item()
     numbers = tuple(states["python"].tolist())

@@ -491,7 +491,7 @@ def test_sum_to_go_of_long_bf16_row_keeps_precision():
 
 @pytest.mark.parametrize(
     ("estimator", "message"),
-    [("k1", "its expected gradient is 0: take .k1_to_go."), ("k4", ", ".join(KL_LOSSES))],
+    [("k1", "its expected gradient is 0: use .k1_to_go."), ("k4", ", ".join(KL_LOSSES))],
 )
 def test_unusable_loss_estimator_raises(estimator, message):
     x = torch.zeros(1, 1)

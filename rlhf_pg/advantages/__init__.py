@@ -1,7 +1,7 @@
 """Advantage estimators: how much better each token or completion was than expected.
 
-`per_token` looks along the tokens of a row, `per_group` compares the completions of a prompt, and
-`estimators` holds `ADVANTAGES`, the functions of `AdvantageInputs` that a config chooses from.
+`per_token` works along the tokens of a row, `per_group` compares the completions of a prompt, and
+`estimators` has `ADVANTAGES`, the functions of `AdvantageInputs` that a config selects.
 
 Shapes: B rows and T columns on this rank, N rows on all ranks. Every function returns detached
 tensors in the floating dtype of its input, with 0 in masked slots. A mask may have holes (tool
@@ -15,7 +15,7 @@ Many papers correspond to one estimator with one or two options:
     online, multi-step A2C       n_step with n_steps 1, or None to the end of the row
     PPO (Schulman 2017)          gae
     VAPO (Yue 2025)              gae with lam_alpha; the critic's targets come from a second `gae`
-                                 with a lam of their own
+                                 with its own lam
     GRPO (Shao 2024)             group_normalized; process_group_normalized where steps have scores
     Dr. GRPO (Liu 2025)          group_normalized with scale_rewards "none"
     RLOO (Ahmadian 2024)         leave_one_out

@@ -1,11 +1,11 @@
-"""The advantage estimators that a config chooses from: functions of `AdvantageInputs`.
+"""The advantage estimators that a config selects: functions of `AdvantageInputs`.
 
 To add one, write the function, give it a line in `ADVANTAGES`, and add its name to the sets below
 where it belongs. Its keyword-only parameters are config keys of the same name.
 
-Where a function below and one in `per_group` or `per_token` have the same name, the latter
-documents the formula. "Unbiased" refers to the policy gradient, with gamma 1 and the rewards as
-they are.
+If a function below has the name of one in `per_group` or `per_token`, that one documents the
+formula. "Unbiased" refers to the policy gradient, with gamma 1 and with the rewards that are
+given.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from rlhf_pg.masking import widen
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """Everything an estimator may look at.
+    """The inputs of an estimator.
 
-    K counts the reward sources, and the KL as the last. The scores are those of all ranks, for
-    baselines over the batch; `rows` selects this rank's. Groups are whole on one rank.
+    K counts the reward sources, with the KL as the last. The scores are those of all ranks, for
+    baselines over the batch; `rows` selects this rank's. A group is never split between ranks.
     """
 
-    rewards: Tensor  # (B,T) paid per token: scores where their steps end, -beta KL at each
+    rewards: Tensor  # (B,T) per token: scores where their steps end, and -beta KL everywhere
     mask: Tensor  # (B,T) action tokens
-    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply. Nothing applies
-    # to a row in which the policy chose no token.
+    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply. A row without
+    # policy tokens is all NaN.
     scores: Tensor
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
@@ -53,8 +53,8 @@ class AdvantageInputs:
 def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
     """Sum the reward sources, (N,K) -> (N,); NaN where none applies to a row.
 
-    Where a source does not apply to a row (NaN), the mean of that source in the row's group stands
-    in: once the group mean is subtracted, the row is neutral in that source.
+    Where a source does not apply to a row (NaN), it is replaced by the source's mean in the row's
+    group: once the group mean is subtracted, the row is neutral in that source.
     """
     nothing = scores.isnan().all(1)
     columns = []
@@ -116,8 +116,8 @@ def total_returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
 
         sum_t grad log pi(y_t) sum_i gamma^i r_i
 
-    This is the original form of the policy gradient. What was paid before a token is noise to it,
-    which `returns` leaves out. With gamma below 1 this is still the gradient of E[G_0].
+    This is the original form of the policy gradient. Rewards before a token are only noise for it;
+    `returns` leaves them out. With gamma below 1 this is still the gradient of E[G_0].
     """
     to_go = returns(inputs, gamma=gamma)
     first = inputs.mask.int().argmax(1, keepdim=True)
@@ -240,9 +240,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "returns_minus_values": returns_minus_values,
     "total_returns": total_returns,
 }
-NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
-NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
-# These see when a token is paid; the others see only a completion's scores.
+NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # need a critic
+NEED_GREEDY = {"returns_minus_greedy"}  # need a scored greedy completion of every prompt
+# These use per-token rewards; the others use only the scores of a completion.
 READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
 PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
 # These compare completions, so they need several of a prompt, or of the batch.

@@ -1,7 +1,7 @@
 """Advantages per token, from a row's own rewards and values, (B,T) throughout.
 
-All of it is recursion from the last token to the first. `_scan` does that in log2(T) steps, where a
-loop over the tokens would launch several GPU kernels for each of them.
+All of them are recursions from the last token to the first. `_scan` computes them in log2(T) steps;
+a loop over the tokens would launch several GPU kernels for each.
 """
 
 import torch
@@ -148,9 +148,9 @@ def _scan(
     Args:
         decay: one for all rows, or (B,1).
         paid: (B,T) in float64; anything in a False slot.
-        start: (B,T+1), initial x; its last column is behind the last slot and never changes. None
+        start: (B,T+1), initial x; its last column is after the last slot and never changes. None
             is 0.
-        n: None for the whole row. Padding adds steps to that, but changes the order of no sum.
+        n: None for the whole row. Padding adds steps, but does not change the order of any sum.
     """
     width = mask.shape[1]
     n = width if n is None else min(n, width)

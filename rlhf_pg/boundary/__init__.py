@@ -1,1 +1,1 @@
-"""Contact with what the package does not control: users' code and text, launchers, terminals."""
+"""Contact with the outside: users' code and text, servers, launchers, terminals."""

@@ -1,4 +1,4 @@
-"""JSON asked of a server over HTTP, with bounded attempts, time and concurrency."""
+"""JSON requests over HTTP, with bounded attempts, time and concurrency."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from rlhf_pg.boundary.quoted import quoted, told
 
 T = TypeVar("T")
 
-PAUSE = 1.0  # seconds before the second attempt, twice as long before each further one
+PAUSE = 1.0  # seconds before the second attempt, doubled before each further one
 LONGEST_PAUSE = 60.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-TEMPORARY = (408, 429)  # statuses below 500 after which it is asked again: too late, too many
+TEMPORARY = (408, 429)  # statuses below 500 that are retried: timeout, too many requests
 
 
 class Unanswered(ValueError):
-    """An error of a server that could not be asked: all attempts have failed."""
+    """All attempts of a request have failed."""
 
 
 class Refused(Unanswered):
-    """An error that another attempt would not mend: the server understood and refused."""
+    """The server refused the request; a retry would not help."""
 
 
 class Client:
-    """A client that asks one server for JSON.
+    """A client for JSON from one server.
 
-    A connection that fails, a late answer, one that cannot be read and the statuses 408, 429 and
-    5xx lead to another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
+    A failed connection, a late or unreadable answer and the statuses 408, 429 and 5xx lead to
+    another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class Client:
         url: str,  # paths are appended to it
         timeout: float,  # seconds for one whole answer
         retries: int,  # attempts after the first
-        concurrency: int,  # requests of this process at a time
+        concurrency: int,  # concurrent requests of this process
         key: str = "",  # sent as `Authorization: Bearer`
     ) -> None:
         self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
         self._free = asyncio.Semaphore(concurrency)
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=None,  # our own bounds the whole answer
-            # A kept connection may be closed just when it is used.
+            timeout=None,  # `self.timeout` bounds the whole answer
+            # The server may close a kept connection just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=httpx2.URL(url).host not in LOOPBACK,  # its proxies
+            trust_env=httpx2.URL(url).host not in LOOPBACK,  # proxies
         )
 
     async def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        """Return what `read` makes of the answer to a POST of a body as JSON, or to a GET.
+        """POST a body as JSON, or GET without one, and return the answer parsed by `read`.
 
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
-        status is from 300 to 499, but for `TEMPORARY`; Unanswered if all attempts have failed.
+        status is 300 to 499, except `TEMPORARY`; Unanswered if all attempts have failed.
         """
         method, failure = "GET" if body is None else "POST", ""
         request = self._client.build_request(method, self.url + path, json=body)

@@ -15,14 +15,14 @@ def without_launcher() -> dict[str, str]:
 
 
 def check_precision(dtype: str) -> None:
-    """Refuse (ValueError) a launcher's mixed precision that is not what the config computes in.
+    """Refuse a launcher's mixed precision that is not the config's dtype (ValueError).
 
-    A launcher's default file may be of another project, and must not change a run's numbers.
+    A launcher's default file may belong to another project, and must not change a run's numbers.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked == "no" or (asked == "bf16" and dtype == "bfloat16"):
         return
     raise ValueError(
-        f"the launcher asks for --mixed_precision {asked}, and dtype is {dtype}: launch with "
-        "--mixed_precision no, or for bf16 set dtype to bfloat16, whose updates keep float32 copies"
+        f"the launcher asks for --mixed_precision {asked}, but dtype is {dtype}: launch with "
+        "--mixed_precision no, or for bf16 set dtype to bfloat16, which has float32 master weights"
     )

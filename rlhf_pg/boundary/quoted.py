@@ -1,4 +1,4 @@
-"""Quoting of foreign text (servers, environments, reward functions) for a log or an error."""
+"""Quote foreign text (from servers, environments, reward functions) for logs and errors."""
 
 import re
 
@@ -9,18 +9,18 @@ _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
 
 
 def quoted(text: str) -> str:
-    """Return one line of text without control characters, cut at `LONGEST` characters.
+    """Return one line of text without control characters, truncated to `LONGEST` characters.
 
-    A URL loses what may be secret in it: user, password and query.
+    Possible secrets in URLs are removed: user, password and query.
     """
     more = f" ... ({len(text)} characters)" if len(text) > LONGEST else ""
-    # Searching this far is enough: a secret cut off here lies beyond what is shown.
+    # Searching this far is enough: a secret cut off here is beyond the shown text.
     text = _QUERY.sub(r"\1***", _USER.sub("***@", text[: 4 * LONGEST]))
     return visible(text[:LONGEST]).replace("\n", r"\n") + more
 
 
 def visible(text: str) -> str:
-    """Escape control characters and those that change a line's end or direction; keep newlines."""
+    """Escape characters that control, end a line or change its direction, except newlines."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )

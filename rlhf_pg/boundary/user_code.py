@@ -1,4 +1,4 @@
-"""Calls of users' code: it may raise, return nonsense, call `sys.exit` or hang."""
+"""Call users' code, which may raise, return nonsense, call `sys.exit` or hang."""
 
 import asyncio
 import inspect
@@ -15,9 +15,9 @@ from rlhf_pg.boundary.quoted import told
 
 @cache
 def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
-    """Return a loop of the process; by default that of all async rewards, environments and tools.
+    """Return a loop of the process; by default the one for async rewards, environments and tools.
 
-    A client or a semaphore that they share is bound to the loop of its first use.
+    They share it, since a client or a semaphore is bound to the loop of its first use.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -41,9 +41,9 @@ def call_beside(
 ) -> Future[Any]:
     """Call a function, plain or async, concurrently with all others.
 
-    A plain one has its own thread, which is left behind if it is late, and does not keep the
-    process from ending. What can be awaited is cancelled if it is late. The future raises
-    TimeoutError after `timeout` seconds, and RuntimeError for what would end the run.
+    A plain function has its own thread, which is abandoned on a timeout and does not keep the
+    process alive; an awaitable is cancelled. The future raises TimeoutError after `timeout`
+    seconds, and RuntimeError for an exception that would end the run.
     """
     call = partial(function, *arguments, **keywords)
 
@@ -60,17 +60,17 @@ def call_beside(
                 raise TimeoutError(f"no answer within {timeout:g} s") from None
             raise
 
-    return begin(outcome, loop="clock")  # since a function may block that of users
+    return begin(outcome, loop="clock")  # users' functions may block their loop
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # it was late
+        with suppress(InvalidStateError):  # timed out
             try:
                 future.set_result(call())
-            except BaseException as error:  # any error belongs to the caller, not to this thread
+            except BaseException as error:  # raised to the caller, not in this thread
                 if not isinstance(error, Exception) or isinstance(error, StopIteration):
                     error = RuntimeError(f"a function raised {told(error)}")
                 future.set_exception(error)
@@ -81,7 +81,7 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 @contextmanager
 def foreign(who: str) -> Iterator[None]:
-    """Run users' code inside; RuntimeError if it calls `sys.exit`."""
+    """Run users' code inside the block; RuntimeError if it calls `sys.exit`."""
     try:
         yield
     except SystemExit as error:
@@ -92,6 +92,6 @@ def finite(value: Any) -> float | None:
     """Return a value as a finite float; None if it is not a number or not finite."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of a tensor
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor
         return None
     return number if math.isfinite(number) else None

@@ -1,7 +1,7 @@
-"""Python files and modules of users, imported by name.
+"""Import users' Python files and modules by name.
 
-A file becomes a module with a name of its own, `rlhf_pg_user_<stem>_<hash of its path>`, so that
-two files called `my_rewards.py` do not meet. Its directory goes to the end of `sys.path`, for the
+A file becomes a module with a unique name, `rlhf_pg_user_<stem>_<hash of its path>`, so that two
+files called `my_rewards.py` do not collide. Its directory is appended to `sys.path`, for imports of
 files beside it.
 """
 
@@ -21,13 +21,13 @@ from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
-OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames that a traceback leaves out
+OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames to omit from tracebacks
 
 
 def load(name: str) -> Any:
     """Import a function: `file.py:name`, `package.module:name` or `package.module.name`.
 
-    A module is installed or in the working directory, or in the directory in front of it
+    A module is installed, in the working directory, or in the directory before its name
     (`directory/package.module:name`). ValueError if there is no such file or module, its import
     fails (the message has its traceback), or it has no function of that name.
     """
@@ -62,8 +62,8 @@ def load(name: str) -> Any:
 
 
 def find_file(path: str, name: str) -> Path:
-    """Return the absolute path of a file, which is in the working directory if it is relative;
-    ValueError, with the `name` that it is wanted for, if there is none.
+    """Return the absolute path of a file, relative to the working directory; ValueError, beginning
+    with `name`, if there is none.
     """
     file = Path(os.path.abspath(Path(path).expanduser()))
     if not file.is_file():
@@ -73,7 +73,7 @@ def find_file(path: str, name: str) -> Path:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a Python file, once, under a name that is the same in every process."""
+    """Import a Python file once, under a name that is the same in every process."""
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
     name = PREFIX + re.sub(r"\W", "_", file.stem) + f"_{digest}"
     if name in sys.modules:
@@ -92,13 +92,13 @@ def import_file(file: Path) -> ModuleType:
 
 
 def loaded() -> dict[str, str]:
-    """Return the file of each module that `import_file` has made, by the module's name."""
-    here = list(sys.modules.items())  # other threads may import meanwhile
+    """Return the file of each module from `import_file`, by the module's name."""
+    here = list(sys.modules.items())  # a copy, since other threads may import
     return {name: str(module.__file__) for name, module in here if name.startswith(PREFIX)}
 
 
 def _search(directory: Path) -> None:
-    """Find modules in a directory, after all that is installed."""
+    """Search a directory for modules, after all other places."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
     importlib.invalidate_caches()

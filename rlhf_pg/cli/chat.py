@@ -1,4 +1,4 @@
-"""`rlhf-pg chat` talks to a model in a terminal; without one, each line of its input is a turn."""
+"""`rlhf-pg chat`: talk to a model in a terminal, or pipe in a turn per line."""
 
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ AGAIN = "/new"
 def chat(flags: Sequence[str]) -> None:
     """Load a model, and answer every line until the input ends.
 
-    A model without a chat template continues each line as it stands, and remembers nothing.
+    A model without a chat template continues each line by itself, without a history.
     """
     options = parser_of("chat").parse_args(flags)
     on_gpu = torch.cuda.is_available()
@@ -30,12 +30,12 @@ def chat(flags: Sequence[str]) -> None:
         loaded = models.load_model(model_of_run(options.model)[0], dtype, **trust)
         tokenizer = models.tokenizer_from_pretrained(loaded.name_or_path, **trust)
     if not tokenizer.chat_template and options.system_prompt is not None:
-        fail("system_prompt is for a chat, and this tokenizer has no chat template")
+        fail("system_prompt is for a chat, but this tokenizer has no chat template")
     stops = models.stop_token_ids(loaded, tokenizer)
-    # Adapters work inside the base model; peft's `generate` would change the generation config.
+    # The base model includes the adapter; peft's `generate` would change the generation config.
     model = loaded.get_base_model() if isinstance(loaded, PeftModel) else loaded
     model.to("cuda" if on_gpu else "cpu").eval()
-    model.generation_config = GenerationConfig()  # nothing of the model's own is added
+    model.generation_config = GenerationConfig()  # without the model's own settings
     torch.manual_seed(options.seed)
 
     # An answer leaves half of the model's positions to the chat.
@@ -81,7 +81,7 @@ def chat(flags: Sequence[str]) -> None:
 
 
 class SafeStreamer(TextStreamer):  # type: ignore[misc]
-    """A streamer that shows control characters of the model as text, so that none is obeyed."""
+    """A streamer that escapes control characters, so that the terminal does not obey them."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the words that are complete."""

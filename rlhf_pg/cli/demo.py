@@ -1,4 +1,4 @@
-"""`rlhf-pg demo` trains a model and shows what it has learnt: the embedded one, or a recipe's."""
+"""`rlhf-pg demo`: train the embedded task, or a recipe, and show answers before and after."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
 from rlhf_pg.report.evaluation import intervals
 from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
 
-# The recipe has 500 steps, and the learning rate falls over however many there are.
+# The recipe has 500 steps; the learning rate decays over the actual number.
 BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
 
 
@@ -41,7 +41,7 @@ def demo(flags: Sequence[str]) -> None:
 
 
 def _score(metrics: dict[str, float]) -> str:
-    bounds = intervals(metrics).get("eval_reward")  # of one prompt there is none
+    bounds = intervals(metrics).get("eval_reward")  # none for a single prompt
     said = "" if bounds is None else "; 95 % interval {:.3f} to {:.3f}".format(*bounds)
     return f"held-out reward {metrics['eval_reward']:.3f} (sampled{said})"
 

@@ -1,4 +1,4 @@
-"""`rlhf-pg doctor` says what is here, what is missing and how to get it, without the network."""
+"""`rlhf-pg doctor`: check the installation offline, and say how to get missing parts."""
 
 import json
 import os
@@ -21,17 +21,17 @@ NAME = "rlhf-pg"
 
 
 class Finding(NamedTuple):
-    """The state of one thing: what it is, whether it is well, and what to do if not."""
+    """The state of one component, and a remedy if it is not in order."""
 
     name: str
     found: str
     is_well: bool = True
     remedy: str = ""
-    is_needed: bool = False  # nothing works without it
+    is_needed: bool = False  # by every command
 
 
 def doctor(flags: Sequence[str]) -> None:
-    """Print what is here and what is missing; exit with status 1 if nothing works without it."""
+    """Print all findings; exit with status 1 if a component that every command needs is missing."""
     options = parser_of("doctor").parse_args(flags)
     here = [Finding("python", platform.python_version()), Finding(NAME, rlhf_pg.__version__)]
     findings = [*here, *packages(), *surroundings()]
@@ -49,7 +49,7 @@ def doctor(flags: Sequence[str]) -> None:
 
 
 def packages() -> Iterator[Finding]:
-    """Compare what this package requires, by itself and for each extra, with what is installed."""
+    """Compare the requirements of this package and its extras with the installed packages."""
     try:
         extras = metadata.metadata(NAME).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:  # started in its source tree
@@ -57,7 +57,7 @@ def packages() -> Iterator[Finding]:
         return
     for one in map(Requirement, metadata.requires(NAME) or ()):
         asking = (x for x in ("", *extras) if not one.marker or one.marker.evaluate({"extra": x}))
-        extra = next(asking, "dev")  # "" if the package itself asks for it
+        extra = next(asking, "dev")  # "" if the package itself requires it
         if extra in ("dev", "trl") or one.name == NAME:  # for development
             continue
         name = f"{one.name} [{extra}]" if extra else one.name
@@ -71,7 +71,7 @@ def packages() -> Iterator[Finding]:
 
 
 def surroundings() -> Iterator[Finding]:
-    """Describe CPUs and GPUs, the programs that some features call, and the disk."""
+    """Describe CPUs, GPUs, external programs and the disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Finding("CPUs", f"{os.cpu_count()}, {memory / 1e9:.0f} GB of memory")
     try:
@@ -86,7 +86,7 @@ def surroundings() -> Iterator[Finding]:
             yield Finding("GPU", "the driver is here, but torch sees none", False, remedy)
         elif not count:
             yield Finding("GPU", "none")
-    except Exception as why:  # a library of CUDA that is not there, for example
+    except Exception as why:  # a missing CUDA library, for example
         yield Finding("import torch", told(why), False, "pip install --force-reinstall torch", True)
     sandbox, compiler = "running a model's code in a sandbox", "torch.compile and offloading"
     for name, package, purpose in (("bwrap", "bubblewrap", sandbox), ("g++", "g++", compiler)):

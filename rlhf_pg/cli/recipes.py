@@ -1,4 +1,4 @@
-"""Recipes by file or by name, alike for all commands: `COMMAND RECIPE --key value`."""
+"""Recipes by file or by name, for all commands: `COMMAND RECIPE --key value`."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ CONFIGS = WITH_REWARDS | {"sft": config.SFTConfig, "reward_model": config.Reward
 
 
 def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe that flags name, first or as `--config`, and the other flags."""
+    """Return the recipe in the flags, given first or as `--config`, and the other flags."""
     first = flags[0] if flags and not flags[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
@@ -42,12 +42,12 @@ def find_recipe(name: str | None) -> Path:
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether a name is that of a recipe file or a preset, and not of a model."""
+    """Return whether a name is a recipe file or a preset, not a model."""
     return Path(name).suffix in SUFFIXES or (not Path(name).is_file() and name in recipes())
 
 
 def recipes() -> dict[str, Path]:
-    """Return the files of the package's recipes by name, the presets among them."""
+    """Return the files of the package's recipes by name, including presets."""
     return presets() | {path.stem: path for path in recipe_file("presets").parent.glob("*.yaml")}
 
 
@@ -71,10 +71,10 @@ def config_of(recipe: Path, keys: Sequence[str], command: str) -> Any:
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:
-    """Return a model's path or Hub id; of a run directory, its `final/` and its `config.yaml`."""
+    """Return a model's path or Hub id; for a run directory, its `final/` and its `config.yaml`."""
     recipe, final = Path(name, "config.yaml"), Path(name, "final")
     if not recipe.is_file():
         return name, None
     if not final.is_dir():
-        fail(f"{quoted(name)} is a run that has not ended: resume it, or name a model")
+        fail(f"{quoted(name)} is an unfinished run: resume it, or name a model")
     return str(final), recipe

@@ -1,4 +1,4 @@
-"""`rlhf-pg replay` re-runs a step of a run, or shows it under other keys."""
+"""`rlhf-pg replay`: re-run a step of a run, or show it with other keys."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from rlhf_pg.report.run_files import run_of
 
 
 def replay(flags: Sequence[str]) -> None:
-    """Make a step of a run again and show it, as it was or with other keys."""
+    """Re-run a step of a run and show it, with its own or with other keys."""
     options, keys = parser_of("replay").parse_known_args(flags)
     run = run_of(options.run)
     if keys and options.resample:
-        fail("--resample is for a step as it was: leave it out, or the other keys")
+        fail("--resample is for an unchanged step: leave it out, or the other keys")
     again = Replay(rebuild(run), run)
     if keys:
         show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)

@@ -1,4 +1,4 @@
-"""`rlhf-pg report`, `compare` and `diff` show runs: in a page, and beside one another."""
+"""`rlhf-pg report`, `compare` and `diff`: show one run in a page, or compare several."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ from rlhf_pg.report.run_page import write_report
 
 
 def report(flags: Sequence[str]) -> None:
-    """Write the page of a run, and print where it is."""
+    """Write the page of a run, and print its path."""
     options = parser_of("report").parse_args(flags)
     directory = run_of(options.run).directory
     print(visible(str(write_report(directory, options.out and Path(options.out)))))
 
 
 def compare(flags: Sequence[str]) -> None:
-    """Write the page that compares runs, and print where it is and what they differ in."""
+    """Write a page that compares runs, and print its path and the differing settings."""
     options = parser_of("compare").parse_args(flags)
     if len(options.runs) < 2:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")

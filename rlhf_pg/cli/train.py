@@ -1,4 +1,4 @@
-"""`rlhf-pg train`, and what the scripts in `recipes/` share with it."""
+"""`rlhf-pg train`, and its parts that the scripts in `recipes/` share."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from rlhf_pg.trainers import TRAINERS
 
 
 def train(flags: Sequence[str]) -> None:
-    """Train by a recipe, with the trainer that its key `algorithm` names."""
+    """Train with a recipe, by the trainer that its key `algorithm` names."""
     name, keys = split_recipe(flags)
     recipe = find_recipe(name)
     algorithm = config_type_of(recipe, CONFIGS).algorithm
@@ -24,7 +24,7 @@ def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | N
 
     Args:
         algorithm: sft, reward_model, or a name in `TRAINERS`.
-        prog: what `--help` calls the program.
+        prog: the name of the program in `--help`.
     """
     args = parse(CONFIGS[algorithm], flags, prog)
     if algorithm in TRAINERS:

@@ -33,31 +33,31 @@ from rlhf_pg.trainers.token_budget import (
 )
 
 META = torch.device("meta")
-FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
-CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
+FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the unquantized layers
+CPU_CACHE = 4 * 2**30  # bytes of the native engine's cache on a CPU
 
 
 class MetaModels(NamedTuple):
-    """The models that a trainer would have, without data."""
+    """The models of a trainer, without data."""
 
     args: PolicyGradientConfig
     policy: Policy
     critic: Critic | None
-    prompt: int  # tokens of the longest
-    update: Growth  # of a micro-batch that trains
+    prompt: int  # tokens of the longest prompt
+    update: Growth  # memory of a training micro-batch
 
 
 class Memory(NamedTuple):
-    """The bytes of each part, and what fits in the room that they leave."""
+    """The bytes of each part, and the tokens and rows that fit beside them."""
 
     update: dict[str, float]
     rollout: dict[str, float]
     micro_batch_tokens: int
-    rows: int  # that are sampled at a time
+    rows: int  # rows sampled at a time
 
     @property
     def peak(self) -> float:
-        """The bytes of the stage that takes more."""
+        """The bytes of the larger stage."""
         return max(sum(self.update.values()), sum(self.rollout.values()))
 
 
@@ -67,11 +67,11 @@ def build_meta_models(
     kind: str = "cpu",
     memory: float | None = None,
 ) -> MetaModels:
-    """Build the models that a recipe would load or make, on the meta device.
+    """Build the models of a recipe on the meta device.
 
-    Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's data.
-    The kernels used are those of a device here; the run has a `kind` of device, "cuda" or "cpu",
-    and GPUs with `memory` bytes. ValueError if there is no such model, or the config is refused.
+    Prompts have `max_prompt_length` tokens, or else the longest of the recipe's data. Kernels are
+    those of `device`, which is here; the run has a `kind` of device, "cuda" or "cpu", and GPUs with
+    `memory` bytes. ValueError if there is no such model, or the config is refused.
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -88,7 +88,7 @@ def build_meta_models(
         with models.about("model_name_or_path"):
             model = _without_data(name, dtype, AutoModelForCausalLM, remote)
         tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
-    if not prompt:  # that of the data which the config names
+    if not prompt:  # the longest of the config's data
         data = made_prompts(named_data(args, task).train, args, "train_dataset")
         set_template_arguments(tokenizer, args.chat_template_kwargs)
         prompt = load_prompts(data, tokenizer).longest
@@ -133,7 +133,7 @@ def _without_data(
 def predicted_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
-    """Estimate what a process with `room` bytes keeps, if all rows have their greatest length."""
+    """Estimate the memory of a process with `room` bytes, for rows of maximal length."""
     args, width = meta.args, meta.args.max_completion_length
     update, rollout = (_kept(meta, layout, processes, sampling) for sampling in (False, True))
     left = room - sum(update.values()) if kind == "cuda" else room
@@ -149,7 +149,7 @@ def predicted_memory(
     cached = args.rollout_cache_tokens or int(max(left, 0.0) // max(each, 1))
     fitting = min(MAX_ROWS, (cached - groups * meta.prompt) // width)
     rows = max(1, min(fitting, groups * args.num_generations))
-    room_of = [math.ceil(n / 64) * 64 for n in (meta.prompt, width)]  # as the engine rounds it
+    room_of = [math.ceil(n / 64) * 64 for n in (meta.prompt, width)]  # rounded like the engine's
     groups = math.ceil(rows / args.num_generations)
     rollout["keys and values"] = float(each * (groups * room_of[0] + rows * room_of[1]))
     return Memory(update, rollout, int(tokens), rows)
@@ -171,7 +171,7 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
         shared = set() if layout.weights else {id(p) for p in policy}
         rest = [p for p in meta.critic.parameters() if id(p) not in shared]
         critic = memory_by_part(rest, layout, processes, sampling, optim)
-        critic.pop("copy to sample from", None)  # nothing is sampled from it
+        critic.pop("copy to sample from", None)  # the critic does not sample
         parts["critic"] = sum(critic.values())
     parts["reference"] = reference_bytes(meta.args, meta.policy, layout, processes)
     return parts

@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of its processes, and what would make it fit."""
+"""Whether a run fits into the memory of its processes, and changes that would make it fit."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted
 from rlhf_pg.trainers.token_budget import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
-# Keys that save memory, in the order in which they are tried, each together with those before it.
+# Keys that save memory; tried in this order, each together with those before it.
 SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "dtype": "bfloat16"}
 SAVINGS |= {"gradient_checkpointing": True, "use_peft": True}
 GIB = 2**30
@@ -30,7 +30,7 @@ def verdict(
 
     Args:
         sharding: a key of `BY_FLAG`.
-        here, kind: the device whose kernels are looked at, and the kind of that of the run.
+        here, kind: the device whose kernels are used, and the kind of the run's device.
     """
 
     def build(args: PolicyGradientConfig) -> MetaModels:
@@ -40,7 +40,7 @@ def verdict(
         return predicted_memory(meta, BY_FLAG[sharding], processes, room, kind)
 
     def remedies() -> Iterator[str]:
-        """Yield the flags with which it would fit: other shardings first, then other keys."""
+        """Yield flags with which the run would fit: other shardings first, then other keys."""
         for count in sorted({n for n in (processes, 8, 64) if n >= processes and n > 1}):
             for other in ("zero2", "zero3"):
                 if estimate(meta, other, count).peak <= room:

@@ -1,1 +1,1 @@
-"""Runs looked at after they were made: a step made again, or otherwise, and two runs compared."""
+"""Past runs: replay a step, optionally with other settings, and compare runs."""

@@ -1,4 +1,4 @@
-"""Several runs beside one another: their curves in one page, and what they differ in."""
+"""Compare several runs: their curves in one page, and their differing settings."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ ABSENT = "-"
 
 
 def write_comparison(directories: Sequence[Path], out: Path) -> Path:
-    """Write the page that compares runs, a chart for each number, and return its path."""
+    """Write a page that compares runs, with a chart for each metric, and return its path."""
     runs = named_runs(directories)
     curves = [curve_data(files) | {"name": visible(name)} for name, files in runs.items()]
     charts = []
@@ -38,14 +38,14 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
 
 
 def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
-    """Return runs by names that differ: as much of the end of each path as that takes."""
+    """Return runs by unique names: as many last parts of each path as necessary."""
     paths = [directory.absolute() for directory in directories]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
     else:
-        names = [f"{i + 1}: {path}" for i, path in enumerate(paths)]  # one run twice
+        names = [f"{i + 1}: {path}" for i, path in enumerate(paths)]  # the same run twice
     return {name: RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 
@@ -78,7 +78,7 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
 
 
 def _results(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return how far a run came, and with what reward."""
+    """Return the steps and rewards of a run."""
     keys = ("step", "num_tokens", "step_time", "reward", "eval_reward")
     steps, tokens, seconds, rewards, held_out = (
         [value for _, value in values(lines, key)] for key in keys
@@ -100,7 +100,7 @@ def _spelled(number: float | None) -> str:
 
 
 def environment_of(files: RunFiles) -> dict[str, Any]:
-    """Return what a run ran on: processes, backend, device and versions."""
+    """Return the environment of a run: processes, backend, device and versions."""
     if not files.starts:
         return {}
     start = files.starts[-1]
@@ -109,7 +109,7 @@ def environment_of(files: RunFiles) -> dict[str, Any]:
 
 
 def differing(by_run: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for each key that has not the same value in all runs."""
+    """Return a row for each key whose value is not the same in all runs."""
     keys = dict.fromkeys(key for own in by_run.values() for key in own)
     rows = [
         [str(key), *(plain(own[key]) if key in own else ABSENT for own in by_run.values())]

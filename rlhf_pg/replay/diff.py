@@ -1,7 +1,7 @@
-"""The first difference between two runs, from the files that they left.
+"""The first difference between two runs, from their files.
 
-What a step computes has an order: prompts, sampled ids, their log-probabilities, scores,
-advantages, the gradient, the weights. What differs first is the cause of what differs after it.
+A step computes in this order: prompts, sampled ids, their log-probabilities, scores, advantages,
+the gradient, the weights. The first difference causes the later ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +34,13 @@ class Place:
 class Difference:
     """The differences between two runs."""
 
-    config: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what differs, by name
+    config: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # differing keys
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # The first step that differs; 0 is the weights before the first step; None if none does.
     step: int | None = None
     places: Sequence[Place] = ()  # the first place of every stage that differs in that step
-    steps: int = 0  # that were compared
-    only_a: int = 0  # the number of steps that only one of the runs took
+    steps: int = 0  # number of compared steps
+    only_a: int = 0  # number of steps that only one of the runs took
     only_b: int = 0
 
     def __bool__(self) -> bool:
@@ -51,8 +51,8 @@ class Difference:
 def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     """Compare two runs up to the first step that differs.
 
-    Numbers are equal within a share `rtol` of the largest of their kind; 0 is bit by bit. Above 0
-    weights are not compared, of which only hashes are kept.
+    Numbers are equal within a share `rtol` of the largest of their kind; 0 means bit by bit. Above
+    0 weights are not compared, since a run keeps only their hashes.
     """
     names = named_runs([a, b])
     one, other = names.values()
@@ -66,7 +66,7 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     if rtol == 0 and one.starts and other.starts:
         first, second = one.starts[0], other.starts[0]
         alike = (first.backend, first.processes) == (second.backend, second.processes)
-        if alike or first.backend == second.backend == "DDP":  # or they are sharded otherwise
+        if alike or first.backend == second.backend == "DDP":  # else they are sharded differently
             found = compare_weights(first.weights, second.weights)
     for step in common if not found else ():
         files = [tokens_file(run.directory, step) for run in (one, other)]
@@ -113,7 +113,7 @@ def describe(found: Difference, a: Path, b: Path) -> Iterator[str]:
 
 
 def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
-    """Compare hashes by the names of tensors; return the first place, if there is one."""
+    """Compare hashes of tensors by name; return the first difference, if any."""
     names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
     return [
         Place(stage="weights", what=name, a=a.get(name), b=b.get(name), rows=len(names))
@@ -124,7 +124,7 @@ def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
 def compare_metrics(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float = 0.0
 ) -> Iterator[Place]:
-    """Compare loss and gradient norm of a step that both have."""
+    """Compare losses and gradient norms of the same step."""
     both = [key for key in GRADIENT if a.get(key) is not None and b.get(key) is not None]
     far = [key for key in both if abs(a[key] - b[key]) > rtol * max(abs(a[key]), abs(b[key]))]
     for key in far[:1]:
@@ -134,7 +134,7 @@ def compare_metrics(
 def compare_tokens(
     a: StepTokens, b: StepTokens, sources: Sequence[str], rtol: float = 0.0
 ) -> Iterator[Place]:
-    """Yield the first place of every stage that differs, up to one whose rows do not correspond."""
+    """Yield the first difference in every stage, up to one whose rows do not correspond."""
     facts = [
         list(zip(x.prompt_index.tolist(), x.row.tolist(), x.prompts(), strict=True)) for x in (a, b)
     ]
@@ -169,7 +169,7 @@ def compare_tokens(
 def _first_token(
     stage: str, record: StepTokens, name: str, a: NDArray[Any], b: NDArray[Any], rtol: float
 ) -> Iterator[Place]:
-    """Compare a number of all tokens; yield the first that differs."""
+    """Compare a number of all tokens; yield the first difference."""
     known = np.concatenate([a[~np.isnan(a)], b[~np.isnan(b)], np.zeros(1)])
     near = np.isclose(a, b, rtol=0, atol=rtol * np.abs(known).max(), equal_nan=True)
     far = (~near).nonzero()[0]

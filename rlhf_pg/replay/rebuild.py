@@ -1,4 +1,4 @@
-"""The trainer of a run, made again from its config.yaml."""
+"""Rebuild the trainer of a run from its config.yaml."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
 
 
 def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
-    """Make the trainer of a run from its config.yaml, with other keys; ValueError if it cannot be.
+    """Make the trainer of a run from its config.yaml, with other keys; else ValueError.
 
-    A reward that was given in Python and that no name finds is not called: its scores are recorded.
+    A reward given in Python that cannot be found by name is not called: its scores are recorded.
     """
     if not run.config:
         raise ValueError(f"{run.directory} holds no run: it lacks config.yaml")
@@ -32,7 +32,7 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     if given:
         how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
         raise ValueError(f"the run was given {', '.join(given)} in Python: {how}")
-    if not keys:  # as it was, wherever it is now
+    if not keys:  # the same run, perhaps in another directory now
         args = dataclasses.replace(args, output_dir=str(run.directory))
     names, options, functions = args.reward_funcs, args.reward_options, list[Any]()
     if any(name.startswith(PYTHON) for name in names):

@@ -1,7 +1,7 @@
-"""A step of a run, made again from the checkpoint before it.
+"""Replay a step of a run from the checkpoint before it.
 
-Ids and scores come from the record of the step, so nobody is asked again; updates do not depend on
-the clock, and checkpoints are exact.
+Ids and scores come from the record of the step, so no engine or reward is called; updates do not
+depend on the clock, and checkpoints are exact.
 """
 
 import math
@@ -24,20 +24,20 @@ from rlhf_pg.trainers.sampler import prompt_and_completion
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A step that was made again."""
+    """A replayed step."""
 
     step: int
-    metrics: Mapping[str, Any]  # of the step, with the times of now
-    record: StepRecord  # what the step did; complete on the main process alone
-    differs: Sequence[Place]  # where it is not as recorded; empty on other processes
+    metrics: Mapping[str, Any]  # of the step, with new times
+    record: StepRecord  # complete only on the main process
+    differs: Sequence[Place]  # differences from the recorded step; empty on other processes
 
 
 class Replay:
-    """The steps of a run, made again by a trainer with its config and what Python gave it.
+    """Replays the steps of a run with a trainer that has its config and Python arguments.
 
-    It writes nothing into the run directory, by default the trainer's `output_dir`, and calls no
-    callback. All methods are collective. ValueError if there is no run, or it began from other
-    weights than the trainer's.
+    It does not write to the run directory, by default the trainer's `output_dir`, and calls no
+    callback. All methods are collective. ValueError if there is no run, or its initial weights are
+    not the trainer's.
     """
 
     def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
@@ -47,13 +47,13 @@ class Replay:
             raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
         self.last: int = self.run.metrics[-1]["step"]
         self.has_episodes = trainer.episode_runner is not None
-        trainer.observers = ()  # nothing is written
-        trainer.sampler.episode_runner = None  # nobody plays
-        trainer.learner.agreement.refuses = False  # other hardware may round otherwise
+        trainer.observers = ()  # do not write records
+        trainer.sampler.episode_runner = None  # do not play episodes
+        trainer.learner.agreement.refuses = False  # other hardware may round differently
         trainer.on_resume(self.run.config)
         began = self.run.starts[0] if self.run.starts else None
         if began is None or began.step or trainer.state.step or trainer.runtime.splits:
-            return  # of shards, fingerprints depend on how they were split
+            return  # fingerprints of shards depend on how they were split
         now = trainer.began()
         for name, number in began.weights.items() if began.backend == now.backend else ():
             if now.weights.get(name) != number:
@@ -63,11 +63,11 @@ class Replay:
                 )
 
     def make(self, step: int, resample: bool = False) -> Made:
-        """Make a step again, counted from 1; with `resample` sample and score again, too.
+        """Replay a step, counted from 1; with `resample` sample and score again, too.
 
         Raises:
-            ValueError: the run did not take it, its record is missing, there is no checkpoint to
-                go back to, or something from outside would have to be asked.
+            ValueError: the run did not take the step, its record or an earlier checkpoint is
+                missing, or an external judge, server or environment would be called.
         """
         self.go_to(step - 1)
         trainer, meter = self.trainer, Meter()
@@ -103,7 +103,7 @@ class Replay:
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
     def go_to(self, step: int) -> None:
-        """Bring the trainer to where it was after a step."""
+        """Bring the trainer to its state after a step."""
         began = self.run.starts[0].step if self.run.starts else 0
         if not began <= step < self.last:
             raise ValueError(
@@ -120,7 +120,7 @@ class Replay:
             )
         elif now < began:
             raise ValueError(
-                f"the run went on from a checkpoint of step {began} that is not there "
+                f"the run was resumed from a checkpoint of step {began} that is missing "
                 "(resume_from_checkpoint), and has none of its own before "
                 f"step {step + 1}: put one back"
             )
@@ -184,9 +184,9 @@ class Replay:
         )
 
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
-        """Return the newest whole checkpoint of at most this step, and its step."""
+        """Return the newest complete checkpoint up to this step, and its step."""
         places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
-        places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # of another run
+        places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # another run's
         sealed = {place: atomic.state(place).get("step", -1) for place in places}
         for place in sorted(places, key=sealed.__getitem__, reverse=True):
             if 0 < sealed[place] <= step:

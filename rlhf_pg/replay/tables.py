@@ -1,4 +1,4 @@
-"""Tables of a step that was made again, and of one as it would have been."""
+"""Tables of a replayed step, and of a step with other settings."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "learning_rate", "val
 
 
 def show_step(made: Made, rows: Sequence[int] | None) -> None:
-    """Print a step: how it agrees with the record, its numbers, and its completions."""
+    """Print a step: its differences from the record, its metrics, and its completions."""
     console, record, tokens = Console(), made.record, made.record.tokens
     assert tokens is not None
     stages = ", ".join(place.stage for place in made.differs)
@@ -44,7 +44,7 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
 
 
 def _tokens(tokens: StepTokens, i: int) -> Table:
-    """Return a table of the tokens of a row, with every number that is known."""
+    """Return a table of the tokens of a row, with all recorded numbers."""
     assert tokens.texts is not None
     here = slice(int(tokens.starts[i]), int(tokens.starts[i] + tokens.lengths[i]))
     columns = [column[here].tolist() for column in (tokens.ids, *tokens.numbers.values())]
@@ -54,7 +54,7 @@ def _tokens(tokens: StepTokens, i: int) -> Table:
 
 
 def show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
-    """Print what has changed: keys, numbers, gradients and completions."""
+    """Print the changes: keys, metrics, gradients and completions."""
     console, sides, batch = Console(), (found.was, found.would_be), found.batch
     console.rule(f"step {found.step}, if it had been otherwise")
     lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
@@ -90,7 +90,7 @@ def _chosen(rows: Sequence[int] | None, total: int, others: Sequence[int]) -> Se
 def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in head:
-        table.add_column(visible(name), overflow="fold")  # a number that is cut off is another one
+        table.add_column(visible(name), overflow="fold")  # a truncated number would be another one
     for line in lines:
         table.add_row(*(Text(_cell(value)) for value in line))
     return table
@@ -103,7 +103,7 @@ def _short(said: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a text, a number with four digits, or a dash for one that is not known."""
+    """Return a text, a number with four digits, or a dash if it is unknown."""
     if isinstance(value, str | int):
         return visible(str(value))
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"

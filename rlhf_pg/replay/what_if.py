@@ -1,4 +1,4 @@
-"""The completions of a step under other rewards, coefficients or losses, and what would change.
+"""The completions of a step with other rewards, coefficients or losses, and the changes.
 
 Shapes: B rows, T completion width. One process: gradients are compared tensor by tensor.
 """
@@ -19,7 +19,7 @@ from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 REWARDS = ("reward_funcs", "reward_options", "reward_model_name_or_path", "task")
-# Keys by which other completions would have been sampled, or another model trained.
+# Keys that would change the completions or the model.
 OTHER_RUN = (
     *("model_name_or_path", "trust_remote_code", "attn_implementation", "model_init_kwargs"),
     *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A step as it was and as it would have been."""
+    """A step with its own and with other settings."""
 
     step: int
     changes: Mapping[str, tuple[Any, Any]]  # the keys of the config that differ, with both values
@@ -54,7 +54,7 @@ class WhatIf:
 
             arccos(<g, h> / (|g| |h|))
 
-        NaN where one of them is 0.
+        NaN if one gradient is 0.
         """
         lengths = math.prod(self.lengths(name))
         if not lengths:
@@ -63,7 +63,7 @@ class WhatIf:
         return math.degrees(math.acos(max(-1.0, min(1.0, product / lengths))))
 
     def lengths(self, name: str | None = None) -> tuple[float, float]:
-        """Return the lengths of both gradients, or of those of one tensor."""
+        """Return the norms of both gradients, or of those of one tensor."""
         was, now = (self._product(side, side, name) for side in (self.was, self.would_be))
         return math.sqrt(was), math.sqrt(now)
 
@@ -73,11 +73,11 @@ class WhatIf:
 
 
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
-    """Look at a step as it was, and with the config of another trainer; neither takes it.
+    """Compare a step with the same under the config of another trainer; neither takes it.
 
-    The other gets state and completions of the run, and is asked for nothing but their rewards,
-    where those differ. ValueError if there are several processes, a key differs by which other
-    completions would have been sampled, or nothing differs.
+    The other trainer gets state and completions of the run, and only computes rewards, if these
+    differ. ValueError if there are several processes, no key differs, or a key differs that would
+    have changed the completions.
     """
     own = replay.trainer
     other.on_resume(replay.run.config)
@@ -103,16 +103,16 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     greedy = None if batch.greedy is None else scored(batch.greedy)
     would_be = _side(other, scored(batch).with_columns(greedy=greedy))
     was = _side(own, batch)
-    own.checkpointer.put_back(numbers)  # running statistics have seen the step
+    own.checkpointer.put_back(numbers)  # running statistics have changed
     return WhatIf(step=step, changes=changes, batch=batch, was=was, would_be=would_be)
 
 
 def _changes(
     own: PolicyGradientTrainer, other: PolicyGradientTrainer, has_episodes: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the keys that differ, if the completions of one run may be those of the other."""
+    """Return the differing keys; ValueError if they would change the completions."""
     if own.runtime.world > 1 or own.runtime.kind != "DDP":
-        raise ValueError("what would have been is computed by one process: launch no others")
+        raise ValueError("replay with other keys runs in one process: use no launcher")
     before, after = (asdict(one.resolved_args()) for one in (own, other))
     changes = {
         key: (before[key], after[key])
@@ -122,8 +122,8 @@ def _changes(
     for key in changes:
         if key in OTHER_RUN:
             raise ValueError(
-                f"{key} cannot be changed for completions that are there: train another run, and "
-                "compare the two by rlhf-pg compare"
+                f"{key} cannot be changed for existing completions: train another run, and "
+                "compare the two with rlhf-pg compare"
             )
         if key in REWARDS and has_episodes:
             raise ValueError(f"{key} cannot be changed for episodes, which are not played again")
@@ -139,7 +139,7 @@ def _changes(
 
 
 def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
-    """Estimate advantages, and compute the gradient of the whole step at the present weights."""
+    """Estimate advantages, and compute the gradient of the whole step at the current weights."""
     meter, learner = Meter(), trainer.learner
     batch, metrics = trainer.estimate(learner.score(batch), meter)
     learner.module.train()

@@ -1,1 +1,1 @@
-"""Reports of a run on itself: numbers, lines, trackers, pages."""
+"""Reporting of runs: metrics, files, trackers, pages."""

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-Z = 1.959964  # of a normal distribution, for 95 %
+Z = 1.959964  # 97.5 % quantile of the normal distribution
 # Metrics in the table; the JSON has all of them.
 SHOWN = re.compile(
     r"reward|rewards/.*/mean|(pass|majority)@\d+|completions/(mean_length|clipped_ratio)"

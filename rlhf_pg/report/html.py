@@ -1,8 +1,8 @@
 """One self-contained HTML file: our script and style, uPlot, and data that stays data.
 
-Texts of models, servers and users reach the page as JSON and as compressed bytes alone, inside
-elements that a browser does not run, and the script makes text nodes of them. The policy of the
-page (CSP) lets it run only its own scripts, known by their hashes, and fetch nothing.
+Texts of models, servers and users are in the page only as JSON and as compressed bytes, inside
+elements that a browser does not run, and the script makes text nodes of them. The page's content
+security policy (CSP) allows only its own scripts, by their hashes, and no requests.
 """
 
 import base64
@@ -18,7 +18,7 @@ from rlhf_pg.report.run_files import finite
 
 PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")
-# Two scripts: the library, and ours as one, in this order.
+# Two scripts: the library, then our own.
 LIBRARY = "uPlot.iife.min.js"
 OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 
@@ -26,9 +26,9 @@ OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 def table(
     title: str, head: list[str], rows: list[list[str]], dimmed: int = 0, note: str = ""
 ) -> dict[str, Any]:
-    """Return a small table of text as a page has it, with control characters made visible.
+    """Return a small text table for a page, with control characters made visible.
 
-    The last `dimmed` rows matter less; the note stands below the title.
+    The last `dimmed` rows are shown dimmed; the note is below the title.
     """
     return {
         "title": visible(title),
@@ -42,9 +42,9 @@ def table(
 def write_document(
     path: Path, title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
 ) -> None:
-    """Write a page with what its script shows (data, and packed tokens by step).
+    """Write a page with data for its script, and packed tokens by step.
 
-    Whoever opens it meanwhile, and after an OSError, sees the earlier one, whole.
+    The earlier page stays intact until the new one is complete, and after an OSError.
     """
     style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), our_script()]
@@ -53,7 +53,7 @@ def write_document(
         f"style-src {hash_of(style)}; img-src data:; connect-src 'none'; base-uri 'none'; "
         "form-action 'none'"
     )
-    # JSON in ASCII that cannot end the element in which it stands, nor a line of a script.
+    # JSON in ASCII that cannot end its element, nor a line of a script.
     said = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
     said = said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     partial = path.with_name(f"partial-{path.name}")
@@ -70,7 +70,7 @@ def write_document(
                 f'<script type="application/json" id="data">{said}</script>\n'
             )
             file.writelines(f"<script>{script}</script>\n" for script in scripts)
-            # Behind the scripts, which show the curves while these are still being read.
+            # After the scripts, which show the curves while these are still being read.
             for step, content in steps:
                 encoded = base64.b64encode(content).decode()
                 file.write(f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n')
@@ -87,10 +87,10 @@ def hash_of(text: str) -> str:
 
 
 def part(name: str) -> str:
-    """Return a file of the page."""
+    """Return the text of a file of the page."""
     return (PARTS / name).read_text(encoding="utf-8")
 
 
 def our_script() -> str:
-    """Return the page's own script, which sees no names but its own."""
+    """Return the page's own script, in a scope of its own."""
     return "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"

@@ -28,13 +28,13 @@ from rlhf_pg.report.run_files import (
 
 logger = logging.getLogger(__name__)
 
-FIRST = 3.0  # seconds until the first page, which a short run never needs
-SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
+FIRST = 3.0  # seconds until the first page, which a short run does not need
+SHARE = 100  # updating the page takes at most 1 / SHARE of the time
 SHOWN = ("reward", "kl", "entropy")
 
 
 class LiveReport:
-    """The report of a run, kept up to date in at most 1 % of its time; failures are one warning."""
+    """The report of a run, updated in at most 1 % of its time; failures cause one warning."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock
@@ -42,7 +42,7 @@ class LiveReport:
         self._has_failed = False
 
     def update(self) -> None:
-        """Write the report if that is due."""
+        """Write the report if it is due."""
         if self.clock() >= self._due:
             self.finish(running=True)
 
@@ -53,7 +53,7 @@ class LiveReport:
             from rlhf_pg.report.run_page import write_report
 
             write_report(self.directory, running=running)
-        except Exception as error:  # a full disk, a damaged file: never the end of a run
+        except Exception as error:  # a full disk or a damaged file must not end a run
             if not self._has_failed:
                 logger.warning(
                     "%s is not up to date: %s", self.directory / "report.html", told(error)
@@ -75,7 +75,7 @@ class Journal:
             return
         directory.mkdir(parents=True, exist_ok=True)
         if after_step > 0:
-            self.say(f"going on after step {after_step}")
+            self.say(f"resuming after step {after_step}")
         elif (moved := set_aside(directory)) is not None:
             self.say(moved)
         self._metrics = JsonLines(directory / METRICS, after_step)
@@ -84,26 +84,26 @@ class Journal:
         self._directory = directory
         self._report = LiveReport(directory)
         for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
-            if int(file.stem[-8:]) > after_step:  # of a step that a resumed run takes again
+            if int(file.stem[-8:]) > after_step:  # a resumed run repeats this step
                 file.unlink()
 
     def say(self, line: str) -> None:
-        """Print a line, with characters escaped that the terminal does not know."""
+        """Print a line, escaping characters that the terminal cannot show."""
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
         line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
         self._show(lambda: self.console.print(Text(line), soft_wrap=True))
 
     def _show(self, act: Callable[[], None]) -> None:
-        """Show something, or stop showing anything if that fails."""
+        """Show something; if that fails, disable the console."""
         try:
             act()
-        except (OSError, SystemExit) as error:  # a full disk, a reader that has left
+        except (OSError, SystemExit) as error:  # a full disk, or a closed pipe
             self.console.quiet = True
             logger.warning("console output is disabled: %s", error)
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
-        """Show a live bar in a terminal, elsewhere about twenty lines, and report at the end."""
+        """Show a progress bar in a terminal or else about twenty lines, and report at the end."""
         self._total = total_steps
         done, text = MofNCompleteColumn(), TextColumn("{task.description}")
         columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
@@ -119,7 +119,7 @@ class Journal:
                 self._report.finish()
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Save the line of a step, and show it."""
+        """Save the metrics of a step, and show them."""
         if not self.is_main:
             return
         self._metrics.write(metrics)

@@ -1,4 +1,4 @@
-"""Numbers of a step: summed where they arise, and reduced over processes once."""
+"""Metrics of a step: summed locally, and reduced over processes once."""
 
 import math
 import time
@@ -20,13 +20,13 @@ KEYS = (
 
 
 class Meter:
-    """A collector of means, as sums and counts that add up over micro-batches and processes, and of
-    extremes, for names that end in /min or /max.
+    """Collects means, as sums and counts that add up over micro-batches and processes, and extremes
+    for names that end in /min or /max.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
-        self._highest: dict[str, list[Tensor]] = {}  # for /min: of the negative
+        self._highest: dict[str, list[Tensor]] = {}  # for /min: of the negated values
         self.seconds: dict[str, float] = {}
         self._made = time.perf_counter()
 
@@ -38,7 +38,7 @@ class Meter:
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Add to the sum and the count of a mean."""
         total = total.detach().to(torch.float64)
-        # Filling in a number spares the synchronisation that copying it to a GPU would cost.
+        # Filling in a number avoids the synchronisation of copying it to a GPU.
         count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
         self._sums.setdefault(name, []).append(torch.stack([total, count]))
 
@@ -52,7 +52,7 @@ class Meter:
         self._highest.setdefault(name, []).append(highest)
 
     def absorb(self, other: "Meter") -> None:
-        """Add all that another meter has seen."""
+        """Add everything in another meter."""
         for own, theirs in ((self._sums, other._sums), (self._highest, other._highest)):
             for name, parts in theirs.items():
                 own.setdefault(name, []).extend(parts)
@@ -91,16 +91,16 @@ def reward_metrics(
     """Compute the reward metrics over all ranks, from the totals of completions.
 
     Args:
-        raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
-        trained: (N,K) as they are trained on, weighted.
-        groups: (N,). If it is None, or no two rows share one, `reward_std` is over all rows, and
-            there is no `frac_reward_zero_std`.
+        raw: (N,K) raw scores, one column per source; NaN where one does not apply.
+        trained: (N,K) weighted training rewards.
+        groups: (N,). If it is None, or no two rows share a group, `reward_std` is over all rows,
+            and there is no `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
-        # Over all completions, whatever their prompts; a single one has no std.
+        # Over all completions of all prompts; a single one has no std.
         valid = column[~column.isnan()]
         metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
     if groups is not None and len(torch.unique(groups)) == len(groups):

@@ -1,7 +1,7 @@
-"""The model card of a run, `final/README.md`: how the model was trained, on what, and how it went.
+"""The model card of a run, `final/README.md`: method, data, rewards, settings and curves.
 
-Names and texts in it are data from outside: they are escaped, and paths of this machine and
-addresses of servers left out.
+Names and texts in it are untrusted: they are escaped, and paths of this machine and addresses of
+servers are left out.
 """
 
 import html
@@ -19,9 +19,9 @@ from huggingface_hub import ModelCardData
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.report.run_files import PACKAGES, PLACES, RunFiles, version
 
-MOST_ROWS = 12  # of the table of the reward
+MOST_ROWS = 12  # rows in the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
-ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # of a server
+ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # a server's address
 LONGEST_RUBRIC = 80  # characters
 PAPERS = {
     "GRPO": "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
@@ -34,7 +34,7 @@ PAPERS = {
 def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Path) -> str:
     """Return the model card of a run in Markdown, from its config and `metrics.jsonl`.
 
-    The config has the name of the algorithm too; the fingerprint is that of the training data.
+    The config includes the name of the algorithm; `fingerprint` is the training data's.
     """
     algorithm = str(config["algorithm"])
     base = config.get("model_name_or_path")
@@ -44,7 +44,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
     rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
     scored = ", ".join(literal(_named(name)) for name in rewards if name)
-    # The header that the Hub reads; only what can be an id of the Hub is one.
+    # The header for the Hub, with names that can be Hub ids.
     header = ModelCardData(
         library_name="peft" if config.get("use_peft") else "transformers",
         base_model=base if base and _is_hub_id(base) else None,
@@ -74,12 +74,12 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
 
 
 def literal(text: Any) -> str:
-    """Return one line of text that Markdown and HTML show as it is."""
+    """Return one line of text, escaped for Markdown and HTML."""
     return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", html.escape(quoted(str(text)), quote=False))
 
 
 def fenced(text: str, language: str) -> str:
-    """Return text as a block of code, whose fence is longer than any in the text."""
+    """Return text as a code block, with a fence longer than any in the text."""
     text = visible(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -91,7 +91,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _named(value: Any) -> Any:
-    """Return a value without the directories of this machine and the addresses of servers."""
+    """Return a value without local directories and addresses of servers."""
     if isinstance(value, str) and (address := ADDRESS.fullmatch(value)):
         return f"{address[1] or ''}a server"
     if isinstance(value, str):
@@ -111,7 +111,7 @@ def _named(value: Any) -> Any:
 
 
 def _curve(directory: Path) -> str:
-    """Return a table of a few steps, the last among them."""
+    """Return a table of a few steps, including the last."""
     lines = RunFiles(directory).metrics
     if not lines:
         return "No step was taken."

@@ -1,8 +1,8 @@
-"""The files that a run leaves behind, and the record of a step.
+"""The files of a run, and the record of a step.
 
 Beside `config.yaml` and `metrics.jsonl` a run directory has
 
-- `trace.jsonl`: a line for every beginning of the run (`Start`), every step and every checkpoint.
+- `trace.jsonl`: a line for every start of the run (`Start`), every step and every checkpoint.
 - `tokens/step-00000010.safetensors`: the completions that a step trained on (`StepTokens`).
 - `completions.jsonl`: every completion of each `log_completions_steps`-th step, for readers.
 
@@ -41,7 +41,7 @@ TOKENS = "tokens"
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
-# Keys of a config that say where things are, not how the run learns.
+# Keys of a config with locations, which do not affect the result.
 PLACES = {
     *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
     *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
@@ -52,18 +52,18 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A beginning of a run, or of its continuation: what it ran on, and its weights by then.
+    """A start of a run, new or resumed: its environment and initial weights.
 
-    `rewards` and `weights` are fingerprints by name: of the source of each reward function, None
-    if unknown, and of each tensor of the models, where those of a critic begin with "critic.".
+    `rewards` and `weights` are fingerprints by name: of the source of each reward function (None
+    if unknown), and of each tensor of the models (a critic's names begin with "critic.").
     """
 
-    step: int  # the steps that were taken before
-    versions: Mapping[str, str]  # of Python and of the packages, by name
+    step: int  # steps taken before
+    versions: Mapping[str, str]  # of Python and of packages, by name
     processes: int
     backend: str  # DDP, FSDP2, ZeRO-2 and so on
     device: str  # name of the accelerator, or "cpu" with the kind of processor
-    data: str | None = None  # fingerprint of the rows of the data in any order
+    data: str | None = None  # fingerprint of the data's rows, independent of their order
     rewards: Mapping[str, str | None] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,29 +73,29 @@ class StepTokens:
     """The N completions of a step with their M tokens, one completion after another.
 
     `numbers` are NaN where the policy did not choose the token. "advantage" and "sampler_logprob"
-    are exact; others, in logged steps, are rounded to float16. The texts of a logged step are
-    together the completions; a token that ends within a character has an empty one, and the next
-    has the character.
+    are exact; other numbers, in logged steps, are rounded to float16. The texts of a logged step
+    join to the completions; a token that ends within a character has an empty text, and the next
+    one has the character.
     """
 
     prompt_index: NDArray[np.int64]  # (N,)
-    sample: NDArray[np.int32]  # (N,) of the prompt
-    row: NDArray[np.int64]  # (N,) of the dataset
+    sample: NDArray[np.int32]  # (N,) sample number within the prompt
+    row: NDArray[np.int64]  # (N,) row of the dataset
     rank: NDArray[np.int32]  # (N,) the process that trained on it
     truncated: NDArray[np.bool_]  # (N,)
-    prompt_lengths: NDArray[np.int32]  # (N,); -1 for the prompt of the completion before
+    prompt_lengths: NDArray[np.int32]  # (N,); -1 for the same prompt as the completion before
     prompt_ids: NDArray[np.int32]  # one prompt after another
     lengths: NDArray[np.int32]  # (N,) tokens of each completion
     ids: NDArray[np.int32]  # (M,)
     action: NDArray[np.bool_]  # (M,) whether the policy chose the token
-    score_at: NDArray[np.int64]  # (S,) the tokens with scores
-    scores: NDArray[Any]  # (S,K); NaN for none of a source
+    score_at: NDArray[np.int64]  # (S,) indices of tokens with scores
+    scores: NDArray[Any]  # (S,K); NaN where a source has none
     numbers: Mapping[str, NDArray[Any]]  # (M,) each, by name
     texts: Sequence[str] | None = None  # M
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """(N,) the first token of each completion."""
+        """(N,) the index of the first token of each completion."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def dense_scores(self) -> NDArray[Any]:
@@ -115,7 +115,7 @@ class StepTokens:
         return prompts
 
     def save(self, path: Path) -> None:
-        """Write the file, which gets its name when it is whole."""
+        """Write the file, which gets its name when it is complete."""
         tensors = dict(vars(self))
         numbers, texts = tensors.pop("numbers"), tensors.pop("texts")
         for name, x in numbers.items():
@@ -123,7 +123,7 @@ class StepTokens:
         tensors["scores"] = _exact(self.scores)
         if texts is not None:
             encoded = [text.encode("utf-8", "replace") for text in texts]
-            lengths = [len(text) for text in encoded]  # seldom more than a byte has room for
+            lengths = [len(text) for text in encoded]  # rarely more than fit in a byte
             tensors["text"] = np.frombuffer(b"".join(encoded), np.uint8)
             tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(max(lengths, default=0)))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class StepTokens:
 
     @classmethod
     def load(cls, path: Path) -> "StepTokens":
-        """Read a file that `save` wrote."""
+        """Read a file from `save`."""
         stored = load_file(path)
         texts = None
         if "text" in stored:
@@ -146,31 +146,31 @@ class StepTokens:
 
 
 def _exact(x: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers in the smaller of float32 and float64 that has all of them."""
+    """Return numbers as float32 if that is exact, else as float64."""
     single = x.astype(np.float32)
     return single if np.array_equal(single, x, equal_nan=True) else x.astype(np.float64)
 
 
 def half(x: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers in float16, which has no large ones."""
+    """Return numbers as float16, clipped to its range."""
     clipped: NDArray[Any] = np.clip(x, -65504, 65504)
     return clipped.astype("<f2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The record of a step; complete on the main process alone."""
+    """The record of a step; complete only on the main process."""
 
     trace: Mapping[str, Any]
     tokens: StepTokens | None = None  # of all completions
     greedy: StepTokens | None = None  # of the greedy completions that an estimator needs
-    completions: Sequence[Mapping[str, Any]] = ()  # for completions.jsonl, where they are due
-    shown: Sequence[int] = ()  # which of them the console shows
+    completions: Sequence[Mapping[str, Any]] = ()  # for completions.jsonl, if due
+    shown: Sequence[int] = ()  # indices of those for the console
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The directory of a run, of which any file may be missing."""
+    """The directory of a run; any file may be missing."""
 
     directory: Path
 
@@ -196,7 +196,7 @@ class RunFiles:
 
     @property
     def starts(self) -> list[Start]:
-        """The beginnings of the run: one, and another each time it was resumed."""
+        """The starts of the run: one, and another for each resume."""
         return [Start(**line) for line in self._trace if "versions" in line]
 
     @cached_property
@@ -206,7 +206,7 @@ class RunFiles:
 
     @cached_property
     def weights(self) -> dict[int, dict[str, str]]:
-        """Fingerprints of the trained tensors, by the steps of checkpoints."""
+        """Fingerprints of the trained tensors, by step of the checkpoint."""
         saved = (line for line in self._trace if "weights" in line and "versions" not in line)
         return {line["step"]: line["weights"] for line in saved}
 
@@ -219,10 +219,10 @@ class RunFiles:
 
 
 def run_of(name: str) -> RunFiles:
-    """Return the run of a directory; ValueError if that holds none, or its config is not YAML."""
+    """Return the run in a directory; ValueError if there is none, or its config is not YAML."""
     run = RunFiles(Path(name))
     if not run.directory.exists():
-        raise ValueError(f"{quoted(name)} does not exist: name the output_dir of a run")
+        raise ValueError(f"{quoted(name)} does not exist: pass the output_dir of a run")
     if not any((run.directory / file).is_file() for file in OF_A_RUN):
         inside = {path.parent.name for x in OF_A_RUN for path in run.directory.glob(f"*/{x}")}
         hint = f"; in it are the runs {', '.join(map(quoted, sorted(inside)))}" if inside else ""
@@ -236,23 +236,23 @@ def run_of(name: str) -> RunFiles:
 
 
 def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
-    """Return the place of the record of a step's completions."""
+    """Return the path of the record of a step's completions."""
     return directory / TOKENS / f"{'greedy-' * greedy}step-{step:08d}.safetensors"
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line has its step.
+    """A file with one JSON object per line; each has its step.
 
-    Opened again, it keeps the lines up to a step, which a resumed run does not repeat. Lines that
-    cannot be read, after a crash or a fault of the disk, are removed too. If that cannot be done
-    (OSError), what was there stays. Unless `synced`, the system decides when lines go to the disk.
+    When it is opened again, lines after `keep_through_step`, which a resumed run repeats, are
+    removed. So are unreadable lines from a crash or a disk fault. If that fails (OSError), the file
+    is unchanged. Unless `synced`, the system decides when lines are flushed to disk.
     """
 
     def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:
         lines = path.read_bytes().splitlines() if path.exists() and keep_through_step else []
         steps = [_step(line) for line in lines]
         if math.inf in steps[:-1]:
-            logger.warning("%s has lines that cannot be read: they are left out", path)
+            logger.warning("%s has unreadable lines, which are removed", path)
         kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
         whole = path.with_name(f"partial-{path.name}")
         whole.write_bytes(b"".join(line + b"\n" for line in kept))
@@ -263,7 +263,7 @@ class JsonLines:
         self._has_failed = False
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Append a line for each record; if the disk is full, they are missing: one warning."""
+        """Append a line for each record; if the disk is full, warn once and drop them."""
         size = None
         try:
             with self.path.open("a") as file:
@@ -277,12 +277,12 @@ class JsonLines:
                 logger.warning("%s lacks lines from here on: %s", self.path, error)
             self._has_failed = True
             if size is not None:
-                with suppress(OSError):  # half of the line would spoil the next
+                with suppress(OSError):  # half a line would spoil the next one
                     os.truncate(self.path, size)
 
 
 def _step(line: bytes) -> float:
-    """Return the step of a line; infinity if it is not one of ours."""
+    """Return the step of a line; infinity if the line is invalid."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -290,12 +290,12 @@ def _step(line: bytes) -> float:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON; NaN and infinities become null, foreign values text."""
+    """Return a record as a line of JSON; NaN and infinities become null, other objects text."""
     return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities by None at any depth, and keys by text."""
+    """Replace NaN and infinities by None, and keys by text, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -304,7 +304,7 @@ def finite(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines, if it is there, and skip all other lines."""
+    """Read the records of a file of JSON lines, if it exists; skip invalid lines."""
     records = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):
@@ -322,7 +322,7 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed, by name."""
+    """Return the versions of Python and of installed packages, by name."""
     found = {"python": platform.python_version()}
     found |= {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
     return {name: number for name, number in found.items() if number != "unknown"}

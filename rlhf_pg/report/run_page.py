@@ -1,4 +1,4 @@
-"""`report.html` of a run: its curves, known trouble in them, its tokens, and what it ran on."""
+"""`report.html` of a run: its curves with known troubles, its tokens and its environment."""
 
 import fnmatch
 import logging
@@ -18,9 +18,9 @@ from rlhf_pg.report.troubles import is_number, troubles
 logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
-MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
-# A line for each chart: its title, patterns of its keys, and what it shows. A number goes to the
-# first chart that has its key; "Other" takes what is left, a chart each.
+MOST_POINTS = 4_000  # points of a curve; with more, neighbouring steps are averaged
+# A line for each chart: its title, patterns of keys, and a description. A metric goes to the first
+# chart with its key; each of the rest has a chart under "Other".
 CATALOGUE = """
 # Reward
 Reward by source | reward rewards/*/mean rewards/greedy | Weighted total, and raw mean by source.
@@ -63,10 +63,10 @@ NO_CURVES = {"step", "num_tokens"}  # they are the axes
 
 
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
-    """Write the report of a run, from its files alone, and return its path.
+    """Write the report of a run, only from its files, and return its path.
 
-    What is missing, of a run that was killed or is an old one, is not shown. With `running` the
-    page reloads itself, as the run writes it again.
+    Data that a killed or old run lacks are not shown. With `running` the page reloads itself, since
+    the run updates it.
     """
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
@@ -90,7 +90,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
         "subtitle": [visible(part) for part in _subtitle(files) if part],
         "runs": [curve],
         "charts": charts_of(curve["metrics"]),
-        # Numbers that the run has a place for, but never computed.
+        # Metrics that the run has, but never computed.
         "absent": sorted(
             visible(key) for key in known if all(line.get(key) is None for line in lines)
         ),
@@ -106,10 +106,10 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
 
 
 def _subtitle(files: RunFiles) -> list[str]:
-    """Return what a run is, in a few words each: algorithm, model, steps, versions."""
+    """Return short descriptions of a run: algorithm, model, steps, versions."""
     config, lines = files.config, files.metrics
     model = Path(str(config.get("model_name_or_path") or ""))
-    if model.name == "final":  # of an earlier run
+    if model.name == "final":  # an earlier run's
         model = model.parent
     last, planned = (lines[-1]["step"] if lines else 0), config.get("max_steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > last else ""
@@ -123,9 +123,9 @@ def _subtitle(files: RunFiles) -> list[str]:
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts of these numbers, in order; each number is in one of them.
+    """Return the charts of these metrics, in order; each metric is in one of them.
 
-    A chart has a heading under which it stands (`group`), a `title`, `what` it shows, and `keys`.
+    A chart has a heading (`group`), a `title`, a description (`what`), and `keys`.
     """
     left = [key for key in keys if key not in NO_CURVES]
     charts, group = [], ""
@@ -145,7 +145,7 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def curve_data(files: RunFiles) -> dict[str, Any]:
-    """Return the numbers of a run in columns, over steps, tokens and seconds."""
+    """Return the metrics of a run in columns, over steps, tokens and seconds."""
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
     columns = {
@@ -155,7 +155,7 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
     known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
     x = {"step": known.get("step", np.zeros(0))}
     x["time"] = np.nancumsum(known.get("step_time", np.zeros(len(lines))))
-    if "num_tokens" in known:  # a counter, which where it is missing is as before
+    if "num_tokens" in known:  # a counter: if missing, unchanged
         x["tokens"] = np.maximum.accumulate(np.nan_to_num(known["num_tokens"]))
     width = -(-len(lines) // MOST_POINTS) or 1
     ends = np.minimum(np.arange(width, len(lines) + width, width), len(lines)) - 1
@@ -173,7 +173,7 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """Return a value of a config as YAML would have it, in one line."""
+    """Return a value of a config as YAML, on one line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)

@@ -1,12 +1,12 @@
-"""The logged steps of a run: which of them a page has room for, and their tokens, packed for it.
+"""The logged steps of a run: the choice of steps for a page, and their packed tokens.
 
 A packed step is gzip of: the length of a header (4 bytes, little-endian), the header (JSON), and
 arrays of M tokens each, one after another: the entry of the header's vocabulary (4 bytes),
-whether the policy chose the token (1 byte), and each column as float16. The bytes of a number lie
-in planes, first all lowest bytes, which compress better so.
+whether the policy chose the token (1 byte), and each column as float16. The bytes of numbers are
+in planes, first all lowest bytes, which compresses better.
 
-Everything that a model, an environment or a server has said is made visible here already: what the
-page gets has no control characters but line breaks.
+All texts of models, environments and servers are made visible here: the page gets no control
+characters except line breaks.
 """
 
 import gzip
@@ -27,11 +27,11 @@ from rlhf_pg.report.troubles import is_number
 MOST_COMPLETIONS = 10_000
 MOST_TOKENS = 3_000_000
 LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
-LONGEST_EXTRA = 300  # characters of a further column
+LONGEST_EXTRA = 300  # characters of an extra column
 OWN = {"step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated", "error"}
 
-# The numbers of a token, in the order in which they are shown; a run has those that it computes.
-# The colour of one that is diverging shows its sign, of others the size.
+# The numbers of a token in display order; a run has those that it computes. Colours show the sign
+# of diverging columns, and the size of the others.
 COLUMNS = [
     {"name": name, "label": label, "what": what, "key": key, "diverging": key != "p"}
     for name, label, key, what in (
@@ -47,7 +47,7 @@ NAMES = [str(column["name"]) for column in COLUMNS]
 
 
 class LoggedSteps:
-    """The logged steps of a run, whose tokens are read one step at a time."""
+    """The logged steps of a run; tokens are read one step at a time."""
 
     def __init__(self, files: RunFiles) -> None:
         self.files = files
@@ -57,7 +57,7 @@ class LoggedSteps:
             self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
         given = files.config.get("reward_weights") or []
-        # Of the sources of reward, by name; 1 where not given.
+        # Weights of the sources of reward by name; 1 if not given.
         self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
 
     def packed(self, step: int) -> bytes:
@@ -73,7 +73,7 @@ class LoggedSteps:
             places = zip(tokens.prompt_index.tolist(), tokens.sample.tolist(), strict=True)
             said = [(place, by_place.get(place, {})) for place in places]
             lengths = tokens.lengths.tolist()
-            # One id may have several texts, where a character is spread over tokens.
+            # An id may have several texts if a character is spread over tokens.
             entries: dict[tuple[int, str], int] = {}
             pairs = zip(tokens.ids.tolist(), tokens.texts, strict=True)
             entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
@@ -109,7 +109,7 @@ class LoggedSteps:
         return gzip.compress(b"".join([struct.pack("<I", len(text)), text, *arrays]), 6, mtime=0)
 
     def summary(self, step: int) -> dict[str, Any]:
-        """Return what a page needs of a step before it is opened: its size, best and worst."""
+        """Return the summary of a step before it is opened: its size, best and worst."""
         totals = [
             (total, record.get("prompt_index"), record.get("sample"))
             for record in self.records[step]
@@ -130,7 +130,7 @@ class LoggedSteps:
         }
 
     def chosen(self) -> tuple[list[int], str]:
-        """Return the steps that a page has room for, and a note if these are not all."""
+        """Return the steps that fit in a page, and a note if some do not."""
         steps = list(self.records)
         sizes = {step: self.summary(step) for step in steps}
         scored = [step for step in steps if sizes[step]["best"] is not None]
@@ -155,7 +155,7 @@ class LoggedSteps:
 
 
 def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
-    """Return what is known of a completion beside its tokens."""
+    """Return the data of a completion other than its tokens."""
     names = [name for name in record if name.startswith("rewards/")]
     scores = {name: record[name] for name in names if is_number(record[name])}
     extra = [
@@ -175,9 +175,9 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 
 
 def _turns(said: Any) -> list[list[str]]:
-    """Return the roles and texts of a chat; of a plain text one pair without a role.
+    """Return the roles and texts of a chat; for plain text one pair without a role.
 
-    Parts that are not text, calls of tools and all else that a message has are shown as JSON.
+    Parts other than text, tool calls and other fields of a message are shown as JSON.
     """
     turns = []
     for one in said if isinstance(said, list) else [said] if said else []:
@@ -204,5 +204,5 @@ def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
 
 
 def _planes(numbers: NDArray[Any]) -> bytes:
-    """Return all lowest bytes, then all second ones, and so on."""
+    """Return all lowest bytes, then all second bytes, and so on."""
     return numbers.view(np.uint8).reshape(len(numbers), numbers.itemsize).T.tobytes()

@@ -27,10 +27,10 @@ PROJECT = "rlhf_pg"
 
 
 class Trackers:
-    """The trackers of the main process; in other processes nothing is opened.
+    """The trackers of the main process; other processes open none.
 
-    `Accelerator` has these too, but there one that fails ends the others and the run. `names` are
-    those of `report_to`; ValueError if one is not installed.
+    In `Accelerator` a tracker that fails would end the others and the run. `names` come from
+    `report_to`; ValueError if a tracker is not installed.
     """
 
     def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
@@ -46,22 +46,22 @@ class Trackers:
     def opened(
         self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
     ) -> Iterator[None]:
-        """Open the trackers for a run, and close them however it ends.
+        """Open the trackers for a run, and close them at its end.
 
-        A resumed run has more to lose: there a tracker that cannot start is left out. Otherwise it
-        is a ValueError on all processes, or the others would hang.
+        If a tracker cannot start, a resumed run goes on without it; a new run raises ValueError, on
+        all processes so that none hangs.
         """
         try:
             failure = self._start(directory, run_name, config)
             if failure is not None and resumed:
-                logger.warning("%s; it gets nothing of this run", failure)
+                logger.warning("%s; the run goes on without it", failure)
                 failure = None
             reason = self._runtime.first_error(failure) if self._names else None
             if reason is not None:
                 raise ValueError(reason)
             yield
         except BaseException:
-            if "wandb" in self._open:  # or it shows the run as finished
+            if "wandb" in self._open:  # else it would show the run as finished
                 self._try("wandb", lambda tracker: tracker.tracker.finish(exit_code=1))
             raise
         finally:
@@ -70,21 +70,21 @@ class Trackers:
             self._open.clear()
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Report the line of a step, without the numbers that were not computed."""
+        """Report the metrics of a step, without those that were not computed."""
         step = metrics["step"]
         values = {k: v for k, v in finite(metrics).items() if v is not None and k != "step"}
         for name in list(self._open):
             self._try(name, lambda tracker: tracker.log(values, step=step))
 
     def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
-        """Open all trackers that can start; return what went wrong."""
+        """Open all trackers that can start; return the errors."""
         if not (self._names and self._runtime.is_main):
             return None
         plain = {
             k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
         }
         failures = []
-        id_file = directory / "run-id"  # a resumed run goes on under it
+        id_file = directory / "run-id"  # a resumed run reuses it
         resumed = id_file.exists()
         for name in self._names:
             try:
@@ -94,7 +94,7 @@ class Trackers:
                 tracker.start()
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
-            except Exception as error:  # of whatever kind its library raises
+            except Exception as error:  # each library has its own errors
                 failures.append(f"report_to: {name} cannot start: {told(error)}")
                 if name in self._open:
                     self._try(name, lambda tracker: tracker.finish())
@@ -102,12 +102,12 @@ class Trackers:
         return "; ".join(failures) or None
 
     def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
-        """Do something with a tracker; one that fails is left out of the rest of the run."""
+        """Call a tracker; one that fails is dropped for the rest of the run."""
         try:
             act(self._open[name])
-        except Exception as error:  # of whatever kind its library raises
+        except Exception as error:  # each library has its own errors
             del self._open[name]
-            text = "report_to: %s failed and gets nothing from here on: %s"
+            text = "report_to: %s failed and is disabled: %s"
             logger.warning(text, name, told(error))
 
 

@@ -1,7 +1,7 @@
-"""Known trouble, found in the curves of a run: what it is, when it began and what to do.
+"""Known troubles in the curves of a run: their kind, their first step and a remedy.
 
-Each rule looks at the mean over a window of steps, so that a single bad step is not reported, and
-skips the steps in which its number was not computed.
+Each rule uses the mean over a window of steps, so that a single bad step is not reported, and
+skips steps in which its metric was not computed.
 """
 
 import sys
@@ -18,17 +18,17 @@ Points = list[tuple[int, float]]  # step, value
 
 @dataclass(frozen=True)
 class Trouble:
-    """A stretch of a curve that is known trouble."""
+    """A stretch of a curve with a known trouble."""
 
-    key: str  # of the number whose curve shows it
-    step: int  # with which it began
-    until: int | None  # step with which it ended; None if it goes on
+    key: str  # the metric whose curve shows it
+    step: int  # first step
+    until: int | None  # last step; None if it goes on
     title: str
-    text: str  # what it means, and what to do
+    text: str  # explanation and remedy
 
 
 def troubles(lines: Sequence[Line]) -> list[Trouble]:
-    """Return the trouble of a run, from the lines of its steps; the earliest first."""
+    """Return the troubles of a run, from the lines of its steps; the earliest first."""
     entropy, kl, norms = (values(lines, key) for key in ("entropy", "kl", "grad_norm"))
     first_entropy = fmean(x for _, x in entropy[:WINDOW]) if len(entropy) > WINDOW else 0.0
     usual_kl = median(x for _, x in kl[: max(WINDOW, len(kl) // 2)]) if kl else 0.0
@@ -91,7 +91,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
 
 
 def _paid_lengths(lines: Sequence[Line], key: str) -> tuple[Points, Callable[[float], bool]]:
-    """Return lengths, 0 where the reward has not risen, and when they are too long."""
+    """Return lengths, 0 where the reward has not risen, and the test for too long ones."""
     rewards = dict(values(lines, "reward"))
     both = [(step, length, rewards[step]) for step, length in values(lines, key) if step in rewards]
     if len(both) <= WINDOW:
@@ -106,18 +106,18 @@ def _paid_lengths(lines: Sequence[Line], key: str) -> tuple[Points, Callable[[fl
 
 
 def values(lines: Sequence[Line], key: str) -> Points:
-    """Return the steps in which a number was computed, with it."""
+    """Return the steps in which a metric was computed, with its values."""
     return [(line["step"], float(line[key])) for line in lines if is_number(line.get(key))]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value of a line is a finite number, which a switch is not."""
+    """Return whether a value of a line is a finite number and not a bool."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and abs(value) <= sys.float_info.max
 
 
 def _stretch(points: Points, is_bad: Callable[[float], bool]) -> tuple[int, int | None] | None:
-    """Return the latest stretch of steps over which the mean of the window is bad, if any is."""
+    """Return the latest stretch of steps with a bad mean of the window, if any."""
     bad = [
         is_bad(fmean(value for _, value in points[end - WINDOW : end]))
         for end in range(WINDOW, len(points) + 1)
@@ -126,7 +126,7 @@ def _stretch(points: Points, is_bad: Callable[[float], bool]) -> tuple[int, int 
         return None
     last = len(bad) - 1 - bad[::-1].index(True)
     first = next((i + 1 for i in range(last, -1, -1) if not bad[i]), 0)
-    # The first step of the first bad window that is bad itself: trouble seldom begins at once.
+    # The first step that is bad itself in the first bad window: trouble rarely begins at once.
     window = points[first : first + WINDOW]
     began = next((step for step, value in window if is_bad(value)), window[0][0])
     return began, None if last == len(bad) - 1 else points[last + WINDOW - 1][0]

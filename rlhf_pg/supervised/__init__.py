@@ -1,3 +1,3 @@
-"""Supervised training, by the `Trainer` of transformers: examples, and what its runs share."""
+"""Supervised training with the `Trainer` of transformers."""
 
 from rlhf_pg.supervised.sft import train_sft as train_sft

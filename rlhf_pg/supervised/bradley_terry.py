@@ -1,4 +1,4 @@
-"""Training of a reward model on preference pairs, with the `Trainer` of transformers."""
+"""Train a reward model on preference pairs, with the `Trainer` of transformers."""
 
 import copy
 from array import array
@@ -35,7 +35,7 @@ from rlhf_pg.supervised.examples import load_sets, settle_data
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import run, training_arguments
 
-# Names of the head of a classifier, and of the weights that `transformers` adds for one.
+# Names of a classifier's head, whose weights `transformers` adds.
 HEADS = ("score", "classifier")
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
@@ -64,8 +64,8 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
         p = sigmoid(r_chosen - r_rejected),  confidence = max(p, 1 - p)
         error = sum_b n_b/N |share of pairs in the right order in b - mean confidence in b|
 
-    The bins cut the confidences of the (N,) scores from 1/2 to 1 into equal parts. 0 is perfect: of
-    pairs preferred with 80 %, 80 % are in the right order. A tie is half right.
+    The bins divide the confidences of the (N,) scores from 1/2 to 1 into equal parts. 0 is perfect:
+    80 % of the pairs preferred with 80 % are in the right order. A tie is half right.
     """
     apart = (chosen - rejected).double()
     confidence = torch.sigmoid(apart.abs())
@@ -85,16 +85,16 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
-    The arguments are those of `train_sft`, but for:
+    The arguments are those of `train_sft`, except:
 
     Args:
         model: a path or Hub id (a language model, or an adapter of one, gets a new head), or a
             loaded sequence classifier with `num_labels` 1; by default `args.model_name_or_path`.
         train_dataset: columns `chosen` and `rejected`, strings or chat messages; with a column
             `prompt` they continue it, without it they are whole texts or conversations. A column
-            `margin` has numbers by which the chosen text should be ahead. By default as
-            `args.dataset_name` says.
-        peft_config: of an adapter that is merged on saving.
+            `margin` has numbers by which the chosen text should be ahead. By default the dataset
+            `args.dataset_name`.
+        peft_config: a `peft` config of an adapter, which is merged on saving.
 
     Returns:
         On held-out pairs, `eval_accuracy` (the share with r_chosen > r_rejected), `eval_loss`
@@ -143,7 +143,7 @@ def train_reward_model(
         compute_loss_func=partial(pair_loss, center=args.center_rewards_coefficient),
     )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("a reward model is trained by DDP: launch it without FSDP and DeepSpeed")
+        raise ValueError("a reward model is trained with DDP: launch without FSDP and DeepSpeed")
 
     def save(path: Path) -> None:
         if trainer.is_world_process_zero():
@@ -156,7 +156,7 @@ def train_reward_model(
 
 
 class Pair(NamedTuple):
-    """Two texts as token ids, and by how much the first should be ahead."""
+    """Two texts as token ids, and the margin by which the first should be ahead."""
 
     chosen: Sequence[int]
     rejected: Sequence[int]
@@ -170,11 +170,11 @@ def load_pairs(
     limit: int | None,
     name: str,
 ) -> list[Pair]:
-    """Tokenize both texts of every pair; strings end with the EOS, if `args.append_eos` says so.
+    """Tokenize both texts of every pair; strings end with the EOS if `args.append_eos`.
 
-    The columns are `chosen` and `rejected`, and maybe `prompt` and `margin`. ValueError, with the
-    name of the dataset, if there are no rows, a column is missing, or a pair is none: equal texts,
-    a text of more than `limit` tokens, chats without a chat template.
+    The columns are `chosen` and `rejected`, and optionally `prompt` and `margin`. ValueError, with
+    the name of the dataset, if there are no rows, a column is missing, or a pair is invalid: equal
+    texts, a text of more than `limit` tokens, chats without a chat template.
     """
     with models.about(name):
         dataset = as_dataset(dataset)
@@ -183,8 +183,8 @@ def load_pairs(
         if missing := {"chosen", "rejected"} - set(dataset.column_names):
             raise ValueError(
                 f"the dataset has no column {min(missing)!r} (it has "
-                f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as "
-                "with dataset_columns"
+                f"{', '.join(dataset.column_names)}): rename the one with these texts, for "
+                "example by dataset_columns"
             )
         pairs = []
         for row, texts in enumerate(dataset):
@@ -234,9 +234,9 @@ def _tokenize_pair(
 
 
 def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:
-    """Return prompt and text as messages if either is, without what stands in both.
+    """Return prompt and text as messages if either is, without messages that are in both.
 
-    Public datasets have the prompt once more as text beside whole conversations.
+    Public datasets repeat the prompt as text beside whole conversations.
     """
     if isinstance(text, str) and isinstance(prompt, list):
         return prompt, [{"role": "assistant", "content": text}]
@@ -286,7 +286,7 @@ def pair_loss(
 
 
 class PairTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` of pairs, whose labels are their margins."""
+    """A `Trainer` for pairs; their margins are the labels."""
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
@@ -318,13 +318,13 @@ def collate(rows: Sequence[Pair], pad: int) -> dict[str, Tensor]:
 
 
 def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
-    """Freeze a classifier and add an adapter to it, in place; its head is trained as a whole."""
+    """Freeze a classifier and add an adapter, in place; its head is trained in full."""
     config = copy.deepcopy(config)
     config.task_type = "SEQ_CLS"
     head = next(name for name in HEADS if hasattr(model, name))
     config.modules_to_save = sorted({*(config.modules_to_save or ()), head})
     for name, parameter in model.named_parameters():
-        if not name.startswith(head):  # what is trained as a whole stays in float32
+        if not name.startswith(head):  # fully trained weights stay in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     return models.add_adapter(model, config)
 
@@ -332,7 +332,7 @@ def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
 def _load(
     model: str | PathLike[str] | PreTrainedModel | None, args: RewardModelConfig
 ) -> PreTrainedModel:
-    """Load a classifier, or a language model with its adapter, whose sum gets a new head."""
+    """Load a classifier, or a language model with its adapter merged, which gets a new head."""
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     options = models.init_options(args)
@@ -360,8 +360,8 @@ def _load(
         base = config.base_model_name_or_path
         if config.task_type != "CAUSAL_LM" or not base:
             raise ValueError(
-                f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a "
-                "language model that says what its base model is, or merge it first"
+                f"the adapter {path} is of kind {config.task_type}, on {base}: give one that is "
+                "of a language model and names its base model, or merge it first"
             )
         adapted = models.load_model(
             path, torch.float32, trust_remote_code=args.trust_remote_code, options=options

@@ -1,4 +1,4 @@
-"""Datasets as token ids and labels: completions of prompts, conversations, and plain text."""
+"""Make token ids and labels from completions of prompts, conversations or plain text."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from rlhf_pg.data.sources import made_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
 
-UNLABELLED = -100  # what the losses of transformers leave out
+UNLABELLED = -100  # the label that losses of transformers ignore
 
 Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 
 
 class Example(TypedDict):
-    """Token ids, and as many labels: the ids that are learnt, and elsewhere `UNLABELLED`."""
+    """Token ids and labels: the id where it is trained on, else `UNLABELLED`."""
 
     input_ids: Sequence[int]
     labels: Sequence[int]
@@ -32,7 +32,7 @@ class Example(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleMaker:
-    """A maker of examples from the rows of a dataset."""
+    """Makes examples from the rows of a dataset."""
 
     tokenizer: PreTrainedTokenizerBase
     args: SFTConfig
@@ -41,13 +41,13 @@ class ExampleMaker:
 
     @property
     def completion(self) -> str | None:
-        """The column of what follows the prompt; None where conversations or texts are whole."""
+        """The column with completions; None if conversations or texts are whole."""
         if "messages" in self.columns and "completion" not in self.columns:
             return None
         return next((name for name in ("completion", "answer") if name in self.columns), None)
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
-        """Make the example of a row; None if it is to be left out, ValueError if it has a fault."""
+        """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None and "prompt" in self.columns:
             ids, mask = self._completed(row["prompt"], row[self.completion], number)
         elif "messages" in self.columns:
@@ -56,8 +56,8 @@ class ExampleMaker:
             ids, mask = self._text("", row["text"], number)
         if not any(mask[1:]):  # nothing predicts the first token
             raise ValueError(
-                f"row {number} has nothing to learn: it has a single token, or the assistant says "
-                "nothing that the template shows (assistant_only_loss)"
+                f"row {number} has nothing to train on: it has a single token, or no words of the "
+                "assistant that the template shows (assistant_only_loss)"
             )
         if self.limit is not None and len(ids) > self.limit:
             if self.args.long_examples == "error":
@@ -96,10 +96,10 @@ class ExampleMaker:
         return encode_turns(messages, self.tokenizer, where, read, self.args.assistant_only_loss)
 
     def _text(self, prompt: str, text: Any, number: int) -> Learnt:
-        """Encode text behind a prompt, tokenized as one where that keeps the prompt's tokens."""
+        """Encode text after a prompt, tokenized together if that keeps the prompt's tokens."""
         if self.args.assistant_only_loss:
             raise ValueError(
-                f"row {number} is text, and assistant_only_loss is for chats: leave it out, or "
+                f"row {number} is text, but assistant_only_loss is for chats: leave it out, or "
                 "give messages"
             )
         if not isinstance(text, str) or not text:
@@ -121,7 +121,7 @@ def load_examples(
     """Make the examples of a dataset with columns `prompt` and `completion` (or `answer`),
     `messages`, or `text`, of at most `limit` tokens.
 
-    ValueError, with the dataset's name, if a column is missing, a row has a fault, or none is left.
+    ValueError, with the dataset's name, if a column is missing, a row is invalid, or none is left.
     """
     with about(name):
         data = as_dataset(data)
@@ -131,7 +131,7 @@ def load_examples(
         if not has_prompts and not {"messages", "text"} & set(columns):
             raise ValueError(
                 "the dataset has no columns prompt and completion (or answer), messages, or text: "
-                f"it has {', '.join(columns)}. Say by dataset_columns which are meant"
+                f"it has {', '.join(columns)}. Rename columns by dataset_columns"
             )
         if args.completion_only_loss and not has_prompts:
             raise ValueError(
@@ -151,8 +151,8 @@ def load_examples(
 def settle_data(
     args: SupervisedConfig, train_dataset: Any, eval_dataset: Any
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return training rows and held-out sets by name, as given or as the config names them, with
-    prompts made; ValueError if there are none, or a key names what is not there.
+    """Return training rows and held-out sets by name, given or named by the config, with their
+    prompts; ValueError if there are none, or a named dataset does not exist.
     """
     train, held_out = given_or_named(args, train_dataset, eval_dataset)
     train = made_prompts(train, args, "train_dataset", of_texts=False)
@@ -160,6 +160,6 @@ def settle_data(
 
 
 def load_sets(load: Callable[..., Any], sets: Mapping[str, Dataset]) -> Any:
-    """Load held-out sets as the `Trainer` takes them: a single one without its name, or None."""
+    """Load held-out sets for the `Trainer`: a dict, a single set without its name, or None."""
     loaded = {name: load(data, name=f"eval_dataset {name}".rstrip()) for name, data in sets.items()}
     return loaded.get("", loaded or None)

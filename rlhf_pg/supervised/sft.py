@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a language model learns completions, conversations or plain text."""
+"""Supervised fine-tuning on completions, conversations or plain text."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from rlhf_pg.supervised.examples import (
 )
 from rlhf_pg.supervised.training import run, training_arguments
 
-# Largest change of packed logits, in their standard deviations, by rounding alone.
+# Largest change of packed logits by rounding, in units of their standard deviation.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
@@ -47,25 +47,25 @@ def train_sft(
 ) -> dict[str, float]:
     """Fine-tune a language model, and save it with its tokenizer in `args.output_dir/final`.
 
-    An earlier one is set aside.
+    An earlier run there is set aside.
 
     Args:
         model: a path or Hub id of a model or an adapter, or a loaded model; by default
             `args.model_name_or_path`.
         processing_class: the tokenizer; by default the one saved with the model.
         train_dataset: columns `prompt` and `completion` (or `answer`), as text or chat messages;
-            or `messages`, conversations; or `text`. By default as `args.dataset_name` says.
+            or `messages`, conversations; or `text`. By default the dataset `args.dataset_name`.
         eval_dataset: held-out data of the same kind, or several by name.
-        peft_config: a `peft` config of the adapter to train; by default as `args.use_peft` says.
+        peft_config: a `peft` config of the adapter to train; by default from `args.use_peft`.
 
     Returns:
-        `eval_loss` (nats per learnt token) and `eval_mean_token_accuracy` (the share of learnt
+        `eval_loss` (nats per trained token) and `eval_mean_token_accuracy` (the share of trained
         tokens that are the likeliest), if there is held-out data; also in
         `args.output_dir/metrics.json`.
 
     Raises:
-        ValueError: no model or data, a fault in a row, or an `args.output_dir` that another run
-            uses or that cannot be written to.
+        ValueError: no model or data, an invalid row, or an `args.output_dir` that another run uses
+            or that cannot be written to.
     """
     args = args.located()
     check_precision(args.dtype)
@@ -102,7 +102,7 @@ def train_sft(
 
 
 def longest(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Return the most tokens that a text may have; None if nothing limits them."""
+    """Return the most tokens of a text; None if there is no limit."""
     limits = [limit for limit in (max_length, models.max_positions(model)) if limit is not None]
     return min(limits, default=None)
 
@@ -156,10 +156,10 @@ def fit(
 
 
 class SFTTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` whose held-out loss is a mean over tokens, whatever the batches."""
+    """A `Trainer` whose held-out loss is a mean over all tokens, not over batches."""
 
     data_collator: Any
-    held_out_collator: Any = None  # pads, since packed rows cannot be counted
+    held_out_collator: Any = None  # pads, since packed rows cannot be counted one by one
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return batches of held-out examples, padded."""
@@ -172,7 +172,7 @@ class SFTTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[None, Tensor, Tensor]:
-        """Return for each row its loss, its right tokens and its learnt ones, (B,3)."""
+        """Return the loss, the correct tokens and the trained tokens of each row, (B,3)."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.pop("labels")
         with torch.no_grad():
@@ -182,9 +182,9 @@ class SFTTrainer(Trainer):  # type: ignore[misc]
 
 
 def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return for each row its negative log-likelihood, its right tokens and its learnt ones, (B,3),
-    by (B,T,V) logits, those of a place for the next one, and (B,T) labels, `UNLABELLED` where
-    nothing is learnt.
+    """Return the negative log-likelihood, the correct tokens and the trained tokens of each row,
+    (B,3), from logits (B,T,V), each for the next token, and labels (B,T), `UNLABELLED` for tokens
+    that are not trained on.
     """
     logits, labels = logits[:, :-1].float(), labels[:, 1:]
     learnt = labels != UNLABELLED
@@ -194,7 +194,7 @@ def token_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _token_means(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute loss and accuracy as means over all learnt tokens."""
+    """Compute loss and accuracy as means over all trained tokens."""
     loss, right, learnt = evaluation.predictions.astype(np.float64).sum(0)
     return {"loss": loss / learnt, "mean_token_accuracy": right / learnt}
 
@@ -208,7 +208,7 @@ def pad_examples(rows: Sequence[Example], pad: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
-    """Refuse to pack (ValueError) where one example changes the logits of the next in its row."""
+    """Refuse to pack if an example changes the logits of the next one in its row (ValueError)."""
     short = [list(row["input_ids"][:16]) for row in examples[:2]]
     first, second = short[0], short[-1]
     rows = model.get_input_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""The shared parts of supervised runs: arguments of the `Trainer`, resuming, saving."""
+"""Shared parts of supervised runs: arguments of the `Trainer`, resuming, saving."""
 
 import hashlib
 import json
@@ -27,16 +27,16 @@ from rlhf_pg.report.run_files import JsonLines
 
 logger = logging.getLogger(__name__)
 
-# Keys that are arguments of the `Trainer` of the same name.
+# Keys that are the `Trainer`'s arguments of the same name.
 ALIKE = (
     *("output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "learning_rate"),
     *("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "logging_steps"),
     "save_total_limit",
 )
 TIMED = ("_runtime", "_per_second", "epoch", "_preparation_time")  # of the `Trainer`'s own metrics
-MODEL = "model.sha256"  # file with the fingerprint of what a resumed run has to be given again
-# Of a micro-batch, where its size is chosen: padded tokens, and their logits. Those are 1 GiB in
-# float32, and the loss holds three to four times as much at its peak.
+MODEL = "model.sha256"  # file with the fingerprint of the model that a resumed run needs
+# Limits of an automatic micro-batch: padded tokens, and their logits. The logits are 1 GiB in
+# float32, and the loss needs three to four times as much at its peak.
 TOKENS, LOGITS = 16384, 2**28
 
 
@@ -64,8 +64,8 @@ def training_arguments(
     own, rest = divmod(args.batch_size, arguments.world_size)
     if rest:
         raise ValueError(
-            f"batch_size {args.batch_size} cannot be shared evenly by {arguments.world_size} "
-            "processes: make it a multiple of them"
+            f"batch_size {args.batch_size} cannot be split evenly over {arguments.world_size} "
+            "processes: make it a multiple of that number"
         )
     micro = micro_batch_size(own, args.micro_batch_size, longest, vocabulary)
     arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
@@ -74,17 +74,17 @@ def training_arguments(
 
 
 def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int = 1) -> int:
-    """Return how many examples a process forwards at a time: a divisor of its `own` share of a
+    """Return the number of examples in a micro-batch: a divisor of this process's share `own` of a
     batch.
 
-    "auto" is as many as keep `longest` tokens each within `TOKENS`, and their logits within
-    `LOGITS`; ValueError for a number that does not divide the share.
+    "auto" keeps examples of `longest` tokens within `TOKENS`, and their logits within `LOGITS`;
+    ValueError for a number that does not divide the share.
     """
     if isinstance(wanted, int):
         if own % wanted and wanted < own:
             raise ValueError(
-                f"micro_batch_size {wanted} does not divide the {own} examples of a batch that "
-                "belong to a process: choose a divisor, or auto"
+                f"micro_batch_size {wanted} does not divide the {own} examples of a process in a "
+                "batch: choose a divisor, or auto"
             )
         return min(wanted, own)
     most = max(1, min(TOKENS, LOGITS // vocabulary) // longest)
@@ -92,26 +92,26 @@ def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int 
 
 
 def run(trainer: Trainer, args: SupervisedConfig, save: Callable[[Path], None]) -> dict[str, float]:
-    """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
+    """Train, evaluate and save in `args.output_dir`, which is locked for other runs.
 
     An earlier run in it is set aside, unless one of its checkpoints is resumed. The metrics on
-    held-out data, if there are any, are in `metrics.json` too. `save` writes the model into a
-    directory; it is called by every process. ValueError if another run has the directory, it
-    cannot be written to, or has no checkpoint.
+    held-out data, if there are any, are in `metrics.json` too. Every process calls `save`, which
+    writes the model into a directory. ValueError if another run uses the directory, it cannot be
+    written to, or has no checkpoint.
     """
     directory, is_main = Path(args.output_dir), trainer.is_world_process_zero()
     checkpoint, data = checkpoint_of(args), fingerprint(trainer.train_dataset)
     if args.dataset_fingerprint not in (None, data):
         raise ValueError(
-            f"the training data have the fingerprint {data}, and dataset_fingerprint is "
-            f"{args.dataset_fingerprint}: they are other data, or another tokenizer; leave "
+            f"the training data have the fingerprint {data}, but dataset_fingerprint is "
+            f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave "
             "dataset_fingerprint out to train on them"
         )
     args = replace(args, dataset_fingerprint=data)
-    model = model_fingerprint(trainer.model) if is_main else None  # elsewhere it may be empty
+    model = model_fingerprint(trainer.model) if is_main else None  # may be sharded elsewhere
     if checkpoint is not None:
         check_resumed(Path(checkpoint), args, model)
-        trainer.accelerator.wait_for_everyone()  # before the config is written anew
+        trainer.accelerator.wait_for_everyone()  # before the config is written again
     goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == directory.resolve()
     with locked(directory) if is_main else nullcontext():
         if is_main:
@@ -123,7 +123,7 @@ def run(trainer: Trainer, args: SupervisedConfig, save: Callable[[Path], None]) 
         trainer.train(resume_from_checkpoint=checkpoint)
         measured = sorted(trainer.evaluate().items()) if trainer.eval_dataset else []
         metrics = {name: float(value) for name, value in measured if not name.endswith(TIMED)}
-        # The model is there whole or not at all; every process takes part.
+        # The model is saved completely or not at all; every process takes part.
         final, wait = directory / "final", trainer.accelerator.wait_for_everyone
         partial = atomic.partial_of(final)
         if is_main:
@@ -160,8 +160,8 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
     }
     if not whole:
         raise ValueError(
-            f"resume_from_checkpoint: {args.output_dir if latest else choice} holds no whole "
-            "checkpoint: name a directory checkpoint-N of an output_dir"
+            f"resume_from_checkpoint: {args.output_dir if latest else choice} has no complete "
+            "checkpoint: pass a directory checkpoint-N of an output_dir"
         )
     return whole[max(whole)]
 
@@ -185,7 +185,7 @@ def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -
     for key in sorted(kept & saved.keys()):
         if saved[key] != now[key]:
             raise ValueError(
-                f"{checkpoint} was saved by a run with {key} {saved[key]!r}, and it is "
+                f"{checkpoint} was saved by a run with {key} {saved[key]!r}, but it is now "
                 f"{now[key]!r}: resume with the same, or start a new run from its weights"
             )
 
@@ -200,14 +200,14 @@ def fingerprint(rows: Any) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of what is frozen in a model, its shapes, and the factors of adapters."""
+    """Return the SHA-256 of a model's frozen weights, shapes, and scales of adapters."""
     parts = [(n, part) for n, part in model.named_modules() if isinstance(part, LoraLayer)]
-    factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, which no tensor holds
+    factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, not in any tensor
     return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
 
 
 class _Journal(TrainerCallback):  # type: ignore[misc]
-    """A writer of what the `Trainer` logs into a file of JSON lines."""
+    """Writes the `Trainer`'s logs to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

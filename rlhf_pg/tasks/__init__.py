@@ -1,4 +1,4 @@
-"""Tasks by name: the embedded ones, which a tiny model learns on a CPU, and those of others."""
+"""Tasks by name: embedded ones, which a tiny model learns on a CPU, and other libraries'."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +15,8 @@ TASKS = {task.__name__: task for task in (arithmetic, preference, guess, calcula
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 42) -> Task:
     """Load a task by name: a key of `TASKS`, reasoning_gym:NAME, verifiers:NAME or openenv:URL.
 
-    The options are those of a third-party task, and the seed that of the data it generates.
-    ValueError if there is no such task, its package is missing, or an option is unknown.
+    `options` are for a third-party task, and `seed` for the data it generates. ValueError if there
+    is no such task, its package is missing, or an option is unknown.
     """
     if name in TASKS:
         return TASKS[name]()

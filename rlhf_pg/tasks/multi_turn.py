@@ -1,8 +1,8 @@
-"""Two tasks of several turns: a number guessed from hints, and sums with a calculator.
+"""Two multi-turn tasks: guess a number from hints, and sums with a calculator.
 
 - `guess`: "6>10<8" may follow "1-13:". The policy's turns are guesses; the environment answers ">"
   if the number is greater, "<" if it is less and "?" if the guess was not a number.
-- `calculator`: sums such as "37*48", hard to do in one's head, in a chat with a tool.
+- `calculator`: sums such as "37*48", hard without help, in a chat with a tool.
 """
 
 import json
@@ -68,7 +68,7 @@ class Guess:
     """The environment of one hidden number from 1 to n, with what has been found out so far."""
 
     def reset(self, example: dict[str, str]) -> str:
-        """Return the prompt as it is, with the range of the number."""
+        """Return the prompt, which has the range of the number."""
         self.number, self.low = int(example["answer"]), 1
         self.high = self.highest = int(example["prompt"].strip(":").split("-")[1])
         return example["prompt"]
@@ -77,7 +77,7 @@ class Guess:
         """Answer whether the number is greater or less than the guess.
 
         The reward is log(left before / left after) / log n, where `left` counts the numbers that
-        the answers leave possible: the rewards of an episode add up to 1 once one number is left.
+        are still possible: the rewards of an episode add up to 1 once a single number is left.
         """
         if not re.fullmatch("[0-9]{1,2}", completion):
             return "?", 0.0, False
@@ -93,7 +93,7 @@ class Guess:
 
 
 def _games(rows: list[dict[str, str]], chance: random.Random) -> list[Demonstration]:
-    """Demonstrate players who know the form of the game and heed only some answers."""
+    """Demonstrate players who know the rules but use only some of the answers."""
     games = []
     for _ in range(DEMONSTRATIONS):
         environment = Guess()

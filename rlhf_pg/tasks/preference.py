@@ -1,9 +1,9 @@
 """A task of short reviews with a hidden taste: "very fresh and not cold ." may follow "our soup
 here was ".
 
-The gold reward is what the reader really thinks; a reward model sees it only through noisy
-preferences between pairs of reviews. Tracking it beside the learned reward shows where the two
-diverge (Gao et al. 2023, "Scaling Laws for Reward Model Overoptimization").
+The gold reward is the reader's true taste; a reward model sees it only through noisy preferences
+between pairs of reviews. Logging it beside the learned reward shows where the two diverge (Gao et
+al. 2023, "Scaling Laws for Reward Model Overoptimization").
 """
 
 import math
@@ -39,8 +39,8 @@ VALENCES = {
 }
 # fmt: on
 
-# The grammar: which kinds of word may follow which. A review begins after a "start"; nothing may
-# follow "stop", nor an "other" word.
+# The grammar: the kinds of word that may follow each kind. A review begins after "start"; no word
+# may follow "stop" or an "other" word.
 FOLLOWS = {
     "start": {"modifier", "adjective"},
     "modifier": {"adjective"},
@@ -87,10 +87,10 @@ def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> 
 
 
 def gold_score(prompt: str, completion: str) -> float:
-    """Sum the valence of every adjective times its modifier's factor, less penalties for bad form.
+    """Sum the valence of every adjective times its modifier's factor, minus penalties for form.
 
     It is defined for any words. An adjective counts once, and only before the first ".". Each word
-    that the grammar does not allow after the one before it costs 0.5; a review that does not end in
+    that the grammar does not allow after the previous one costs 0.5; a review that does not end in
     "." costs 1.
     """
     words = completion.split()
@@ -152,7 +152,7 @@ def _phrase(prompt: str, mood: int, chance: random.Random) -> list[str]:
 
 
 def _draft(prompt: str, chance: random.Random) -> str:
-    """Write a review, now and then corrupted, since a reward model must see bad form."""
+    """Write a review, sometimes corrupted, since a reward model must see bad form."""
     words = _review(prompt, chance).split()
     if chance.random() >= CORRUPTED_SHARE:
         return " ".join(words)

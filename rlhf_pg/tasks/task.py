@@ -18,7 +18,7 @@ from rlhf_pg.tasks.tiny import tiny_decoder
 
 
 class Demonstration(NamedTuple):
-    """An episode to imitate: turn, answer, turn, answer, turn; only the turns are learnt."""
+    """An episode to imitate: turn, answer, turn, answer, turn; only turns are trained on."""
 
     prompt: Any  # text or chat messages
     turns: Sequence[str]
@@ -27,14 +27,14 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: data with a column `prompt`, and what scores completions."""
+    """A task: data with a column `prompt`, and a reward or environments."""
 
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset | None = None
-    make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None  # of an embedded task's
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None  # for an embedded task
     max_positions: int = 64  # of the model to start from
-    # As `PolicyGradientTrainer` takes them; no reward if the environment pays.
+    # Arguments of `PolicyGradientTrainer`; no reward if the environment gives rewards.
     reward: Callable[..., list[float]] | None = None
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[[], Any] | None = None
@@ -46,13 +46,13 @@ class Task:
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
         """Make the untrained model of an embedded task, by torch's seed, and its tokenizer."""
         if self.make_tokenizer is None:
-            raise ValueError(f"the task {self.name} has no model: write model_name_or_path")
+            raise ValueError(f"the task {self.name} has no model: set model_name_or_path")
         tokenizer = self.make_tokenizer()
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
 
     def warm_started_model(self) -> str:
-        """Return the path of the task's own model, made once as `recipes/sft_{task}.yaml` says,
-        in a process of its own, so that it does not depend on how many ask for it.
+        """Return the path of the task's own model, trained once by `recipes/sft_{task}.yaml` in a
+        single separate process, so that it does not depend on the number of processes.
         """
         recipe = ["--config", str(recipe_file(f"sft_{self.name}.yaml"))]
         final = Path(parse(SFTConfig, recipe).output_dir) / "final"
@@ -74,7 +74,7 @@ class Task:
         """Return training and held-out preference pairs (else ValueError)."""
         if self.draw_pairs is None:
             raise ValueError(
-                f"the task {self.name} has no preference pairs to train a reward model on: take "
+                f"the task {self.name} has no preference pairs to train a reward model on: use "
                 "the task preference"
             )
         return self.draw_pairs()

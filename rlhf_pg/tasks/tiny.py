@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-# The chat begins with the names of the tools, which is all that a tiny model learns of them.
+# The chat begins with only the names of the tools, which is enough for a tiny model.
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
     "{% endif %}" + CHAT_TEMPLATE
@@ -42,7 +42,7 @@ def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenize
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of words parted by blanks, pad, EOS and the marks of a chat's turns."""
+    """Make a tokenizer of words separated by spaces, pad, EOS and the marks of a chat's turns."""
     return _tokenizer(words, pre_tokenizers.WhitespaceSplit())
 
 

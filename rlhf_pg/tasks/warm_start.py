@@ -1,6 +1,6 @@
 """The supervised warm start of an embedded task.
 
-`recipes/sft.py` runs it by hand; a recipe without a model runs it by itself.
+`recipes/sft.py` runs it by hand; a recipe without a model runs it automatically.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from rlhf_pg.tasks import Demonstration, load_task
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's answers; return `args.output_dir/final`, where it is."""
+    """Train a new model on the task's answers; return its path `args.output_dir/final`."""
     task = load_task(str(args.task))
     set_seed(args.seed)
     model, tokenizer = task.new_model()

@@ -171,7 +171,7 @@ def test_table_of_several_sets_has_their_names_and_mean() -> None:
     ("flags", "said"),
     [
         ([], "eval needs a model"),
-        (["{run}"], "has not ended"),
+        (["{run}"], "an unfinished run"),
         (["{model}"], "eval_dataset: write dataset_name"),
         (["{model}", "--json", "{run}/no/out.json"], "cannot be written"),
         (["dapo", "--config", "grpo"], "two recipes"),

@@ -48,7 +48,7 @@ def test_compare_prints_differences(tmp_path: Path, capsys) -> None:
 
 def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "runs" / "one", steps=2)
-    assert "does not exist: name the output_dir" in refused(capsys, "report", str(tmp_path / "no"))
+    assert "does not exist: pass the output_dir" in refused(capsys, "report", str(tmp_path / "no"))
     assert "in it are the runs one" in refused(capsys, "report", str(tmp_path / "runs"))
     assert "are required: RUN" in refused(capsys, "report")
     assert "needs two runs or more" in refused(capsys, "compare", str(run))

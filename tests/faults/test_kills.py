@@ -79,7 +79,7 @@ def test_killed_run_resumes_to_uninterrupted_result(tmp_path, unbroken, point, p
     resumed = start(output, resume_from_checkpoint="latest" if newest else None)
     assert resumed.returncode == 0, resumed.said
     whole = newest + (point == "save-rename" and partial == CHECKPOINT)  # its name was missing
-    assert (f"going on after step {whole}\n" in resumed.said) == (newest > 0)
+    assert (f"resuming after step {whole}\n" in resumed.said) == (newest > 0)
     assert left(output) == unbroken
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]

@@ -135,4 +135,4 @@ def test_unreadable_line_is_dropped_on_resume(tmp_path, caplog, bad) -> None:
     path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n{"step": 3}\n')
     JsonLines(path, 2)
     assert [line["step"] for line in read(path)] == [1, 2]
-    assert "has lines that cannot be read" in warnings_of(caplog)[0]
+    assert "has unreadable lines" in warnings_of(caplog)[0]

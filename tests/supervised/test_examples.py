@@ -253,13 +253,17 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"a": "b"}], {}, "no columns prompt and completion .* it has a. Say by dataset_columns"),
+        (
+            [{"a": "b"}],
+            {},
+            "no columns prompt and completion .* it has a. Rename columns by dataset_columns",
+        ),
         ([{"prompt": "b"}], {}, "no columns prompt and completion .* it has prompt"),
         ([{"text": "b"}], {"completion_only_loss": True}, "completion_only_loss needs columns"),
         ([{"prompt": "b", "completion": ""}], {}, "the completion in row 0 is empty: drop the row"),
         ([{"prompt": "b", "answer": None}], {}, "the answer in row 0 is empty"),
         ([{"prompt": "b", "completion": CHAT}], {}, "row 0: a prompt must be text or a list of"),
-        ([{"text": "b"}], {"assistant_only_loss": True}, "row 0 is text, and assistant_only_loss"),
+        ([{"text": "b"}], {"assistant_only_loss": True}, "row 0 is text, but assistant_only_loss"),
         ([{"text": ""}], {}, "the text in row 0 must be text, got ''"),
         ([{"text": "B"}], {}, "text in row 0 cannot be tokenized"),
         ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to learn"),
@@ -284,7 +288,7 @@ def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options
             "messages in row 0 is a list of messages, but the tokenizer has no chat_template",
         ),
         ("{{ raise_exception('odd') }}", CHAT, "messages in row 0 does not fit the chat template"),
-        (TAGGED, CHAT[:1], "row 0 has nothing to learn: .*the assistant says nothing"),
+        (TAGGED, CHAT[:1], "row 0 has nothing to train on: .*no words of the assistant"),
     ],
 )
 def test_chat_that_cannot_be_learnt_is_refused(tokenizer, template, chat, message):

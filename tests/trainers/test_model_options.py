@@ -143,7 +143,7 @@ def test_share_of_run_is_refused_and_whole_float_taken(key):
 def test_other_precision_of_launcher_is_refused(make, monkeypatch, asked, dtype, said):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     with pytest.raises(
-        ValueError, match=f"mixed_precision {asked}, and dtype is {dtype}: .*{said}"
+        ValueError, match=f"mixed_precision {asked}, but dtype is {dtype}: .*{said}"
     ):
         make(dtype=dtype)
 
