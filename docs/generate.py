@@ -392,8 +392,8 @@ def _choices(config: type, name: str) -> tuple[Any, ...]:
 
 
 def scaled() -> str:
-    """The text of scaling.md, with new tables in it."""
-    text = (ROOT / "docs" / "scaling.md").read_text()
+    """The text of distributed.md, with new tables in it."""
+    text = (ROOT / "docs" / "distributed.md").read_text()
     for name, make in scaling.TABLES.items():
         text = filled(text, name, make())
     return text
@@ -481,7 +481,7 @@ PAGES = {
     "docs/options.md": options,
     "docs/reliability.md": reliability,
     "docs/results.md": results,
-    "docs/scaling.md": scaled,
+    "docs/distributed.md": scaled,
     "docs/supervised.md": supervised,
     "CONTRIBUTING.md": contributing,
 }

@@ -1,5 +1,5 @@
-"""The table of docs/scaling.md: a step of GRPO on paper, and how far the same formulas are off on
-published throughputs. None of it is measured here; `make docs` puts it into the page.
+"""The table of docs/distributed.md: a step of GRPO on paper, and how far the same formulas are off
+on published throughputs. None of it is measured here; `make docs` puts it into the page.
 """
 
 import math

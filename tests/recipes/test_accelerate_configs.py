@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-SCALING = Path(__file__).parents[2] / "docs" / "scaling.md"
+SCALING = Path(__file__).parents[2] / "docs" / "distributed.md"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 # Every variable by which accelerate learns what to do.
 OURS = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "DS_")
@@ -125,7 +125,7 @@ def test_fsdp2_config_sets_fsdp_plugin(
 )
 @pytest.mark.slow
 def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: Path) -> None:
-    """Two machines, both of them this one, with the flags of docs/scaling.md."""
+    """Two machines, both of them this one, with the flags of docs/distributed.md."""
     if name == "zero2":
         pytest.importorskip("deepspeed")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -149,7 +149,7 @@ def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: P
 
 @pytest.mark.slow
 def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
-    """The script in docs/scaling.md, where SLURM has two machines with two GPUs each: all this one.
+    """The script in docs/distributed.md, as if SLURM had two machines with two GPUs each.
 
     It is told to use DDP, for which nothing has to be installed.
     """

@@ -15,7 +15,7 @@ from tests.gpu.check import Check, Result
 ROUNDS = 2
 TINY = Workload(prompts=2, shortest=4, longest=8, n=2, new=8)
 TINY_CASE = benchmark.Case(prompts=2, shortest=4, longest=8, n=2, new=8)
-# The step that docs/scaling.md has on paper: 256 completions of up to 1024 tokens.
+# The step that docs/distributed.md has on paper: 256 completions of up to 1024 tokens.
 PAPER = Workload(prompts=16, shortest=256, longest=256, n=16, new=1024)
 PHASES = ("rollout", "score", "update")
 
