@@ -224,7 +224,7 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
         ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
     ):
         settle_data(plain, train, None)
-    with pytest.raises(ValueError, match="train_dataset: write dataset_name"):
+    with pytest.raises(ValueError, match="train_dataset: set dataset_name"):
         settle_data(SFTConfig(), None, None)
 
 
