@@ -172,7 +172,7 @@ def test_table_of_several_sets_has_their_names_and_mean() -> None:
     [
         ([], "eval needs a model"),
         (["{run}"], "an unfinished run"),
-        (["{model}"], "eval_dataset: write dataset_name"),
+        (["{model}"], "eval_dataset: set dataset_name"),
         (["{model}", "--json", "{run}/no/out.json"], "cannot be written"),
         (["dapo", "--config", "grpo"], "two recipes"),
         (["{model}", "--tempreature", "1"], "tempreature"),

@@ -495,7 +495,7 @@ def test_trackers_accept_one_name_none_or_duplicates():
         ("xyzzy: 1", "'xyzzy'"),
         ("gamma: 0.9", "'gamma'"),  # a key of another algorithm
         ("off: 1", "'False'"),
-        ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' stands twice"),
+        ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' is given twice"),
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
         ("beta", "expected `key: value` lines"),

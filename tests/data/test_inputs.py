@@ -235,7 +235,7 @@ def test_arguments_that_say_nothing_are_not_given():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dataset_name": []}, "train_dataset: write dataset_name"),
+        ({"dataset_name": []}, "train_dataset: set dataset_name"),
         ({"dataset_columns": {"prompt": "text"}}, "no column 'text'; it has question, answer"),
         ({"dataset_columns": {}}, "no column 'prompt' .it has question, answer"),
         ({"reward_funcs": []}, "reward_funcs is empty"),

@@ -121,7 +121,7 @@ def test_wrong_key_raises(tmp_path, keys, message):
     ("name", "text", "message"),
     [
         ("missing.jsonl", None, "there is no file or folder"),
-        ("data.xlsx", "x", "an ending that is not known: use one of .jsonl"),
+        ("data.xlsx", "x", "an unknown file type: use one of .jsonl"),
         ("broken.jsonl", '{"prompt": \n', "cannot be loaded"),
     ],
 )

@@ -351,7 +351,11 @@ def test_missing_model_directory_raises():
     ("prompt", "completion", "message"),
     [
         ([says("ab")], [says("c", "assistant")], "text in row 1 is a list of .* no chat_template"),
-        ("a" * 60, "b" * 5, "text in row 1 has 65 tokens, beyond its max_position.* of 64"),
+        (
+            "a" * 60,
+            "b" * 5,
+            "text in row 1 has 65 tokens, more than the model's max_position.* of 64",
+        ),
         ("", "", "text in row 1 is empty"),
         ("a", "B", "text in row 1 cannot be tokenized"),
         ("a", [says("b")], "text in row 1: prompt and completion must both be strings or both"),

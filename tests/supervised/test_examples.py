@@ -224,7 +224,7 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
         ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
     ):
         settle_data(plain, train, None)
-    with pytest.raises(ValueError, match="train_dataset: write dataset_name"):
+    with pytest.raises(ValueError, match="train_dataset: set dataset_name"):
         settle_data(SFTConfig(), None, None)
 
 
@@ -266,7 +266,7 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
         ([{"text": "b"}], {"assistant_only_loss": True}, "row 0 is text, but assistant_only_loss"),
         ([{"text": ""}], {}, "the text in row 0 must be text, got ''"),
         ([{"text": "B"}], {}, "text in row 0 cannot be tokenized"),
-        ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to learn"),
+        ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to train on"),
         ([{"messages": "b"}], {}, "messages in row 0 must be a list of messages, got 'b'"),
         (Dataset.from_dict({"text": []}), {}, "it has no rows"),
         ([], {}, "give a datasets.Dataset or a list of dicts"),

@@ -336,7 +336,10 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset_fingerprint": "00"}, "dataset_fingerprint is 00: they are other data"),
+        (
+            {"dataset_fingerprint": "00"},
+            "dataset_fingerprint is 00: the data or the tokenizer differ",
+        ),
         ({"save_merged": True}, "save_merged is for a model with an adapter"),
         ({"use_peft": True, "peft_config": adapter()}, "there are two adapters"),
         ({"max_length": 3}, "train_dataset: row 0 has 4 tokens, more than the 3"),

@@ -17,7 +17,7 @@ DATA = arithmetic().train_dataset
         ({"train_dataset": DATA.rename_column("prompt", "question")}, "no column 'prompt'.*answer"),
         ({"train_dataset": DATA.select([])}, "train_dataset: the dataset has no prompts"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["1+1=", ""]})}, "row 1 is empty"),
-        ({"train_dataset": None}, "train_dataset: write dataset_name"),
+        ({"train_dataset": None}, "train_dataset: set dataset_name"),
         ({"model": None}, "no model"),
         ({"max_completion_length": 60}, "max_position_embeddings of 64"),
         ({"micro_batch_tokens": 10}, "micro_batch_tokens 10"),

@@ -289,7 +289,7 @@ def test_policy_as_value_model_is_refused(make, model_path):
         ({}, {"critic": "shared"}, "critic was 'separate' and is 'shared'"),
         (LORA, {}, "use_peft was True and is False"),
         (LORA, LORA | {"model": "moved"}, "another model: resume with the same base model"),
-        ({"peft_config": 8}, {"peft_config": 99}, "lora_alpha 8, and this one 99: .*peft_config"),
+        ({"peft_config": 8}, {"peft_config": 99}, "lora_alpha 8, but this one 99: .*peft_config"),
     ],
 )
 def test_changed_models_on_resume_are_refused(make, before, after, message, deeper_path, tmp_path):

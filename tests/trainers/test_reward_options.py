@@ -471,7 +471,7 @@ def test_changed_reward_function_on_resume_is_refused(make) -> None:
     again = make(normalize_rewards=True, reward_funcs=other)
     before = [p.clone() for p in again.model.parameters()]
     with pytest.raises(
-        ValueError, match="of rewards/digits, and this run has them of rewards/other"
+        ValueError, match="of rewards/digits, but this run has them of rewards/other"
     ):
         again.train(resume_from_checkpoint=True)
     assert all(p.equal(b) for p, b in zip(again.model.parameters(), before, strict=True))

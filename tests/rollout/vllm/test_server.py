@@ -280,7 +280,7 @@ FAULTS = {
     "NoneType": (200, short(logprobs=None)),
     "finish_reason 'abort'": (200, short(finish_reason="abort")),
     "7 of 6 tokens, 7 log-prob": (200, short(**logprobs(*[-1.0] * 7))),
-    "after EOS, which is the one at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
+    "after EOS, which is at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
     "'length' with 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
     "'stop' with 5": (200, short(finish_reason="stop")),
     "-inf is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
