@@ -17,6 +17,8 @@ REWARD = "def accuracy(prompts, completions, **_):\n    return [1.0 for _ in com
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
     """Leave the interpreter as it was: no module of a test stays known."""
+    for name in ("mine", "helpers"):  # another file's tests may have left them
+        sys.modules.pop(name, None)
     modules = dict(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield

@@ -249,7 +249,7 @@ def test_directory_without_state_is_no_checkpoint(tmp_path, make_there):
     checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
     if make_there:
         model_of(checkpointer).save_pretrained(path)
-    with pytest.raises(ValueError, match=r"elsewhere holds no .*state\.json"):
+    with pytest.raises(ValueError, match=r"elsewhere has no .*state\.json"):
         checkpointer.resume(str(path), RUNTIME)
 
 

@@ -236,7 +236,7 @@ def test_run_that_went_on_from_another_directory(make, tmp_path) -> None:
     assert Replay(make(**options | named)).make(4).differs == []
     with pytest.raises(ValueError, match="steps 3 to 4: step 2"):
         Replay(make(**options | named)).make(2)
-    with pytest.raises(ValueError, match="checkpoint of step 2 that is not there"):
+    with pytest.raises(ValueError, match="checkpoint of step 2 that is missing"):
         Replay(make(**options)).make(3)
 
 

@@ -139,7 +139,7 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         ),
         (["exact"], {"regex": {}}, "has regex, which reward_funcs does not name; it names exact"),
         (["exact"], {"exact": 3}, "reward_options of exact must be .*, got 3"),
-        (["judge:j"], {}, "judge:j: rubric is needed\nmodel is needed"),
+        (["judge:j"], {}, "judge:j: rubric is .*\nmodel is "),
         (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "'timeot'; did you mean 'timeout'"),
         (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "unknown key 'name'"),
         (
