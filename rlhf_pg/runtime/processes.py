@@ -1,7 +1,6 @@
 """Processes, their collectives, and the backends that distribute a module over them."""
 
 import atexit
-import os
 import platform
 import resource
 import time
@@ -12,7 +11,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    disable_fsdp_ram_efficient_loading,
+    gather_object,
+)
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
@@ -54,9 +57,8 @@ class Runtime:
         self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
-            # At exit, in reverse order. A gloo thread that drops a tensor aborts the process if the
-            # interpreter is about to end. Destroying a group ends its threads, except for a group
-            # that a module still holds, as under FSDP2: these threads end during the sleep.
+            # At exit, in reverse order: destroying a group ends its gloo threads, which may abort an
+            # ending interpreter; those of a group that a module holds (FSDP2) end during the sleep.
             atexit.register(time.sleep, LAST_TENSORS)
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
@@ -118,8 +120,7 @@ class Runtime:
     @waits
     def gather_objects(self, own: Any) -> list[Any]:
         """Return the picklable objects of all processes in order of rank."""
-        objects: list[Any] = gather_object([own])
-        return objects
+        return list(gather_object([own]))
 
     def all_reduce_max(self, x: int) -> int:
         """Take the maximum over all processes."""
@@ -175,7 +176,7 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     if kind == DistributedType.FSDP and state.fsdp_plugin.fsdp_version == 2:
         from rlhf_pg.runtime.fsdp import FSDPBackend
 
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # read by transformers
+        disable_fsdp_ram_efficient_loading()
         state.fsdp_plugin.cpu_ram_efficient_loading = False
         return "FSDP2", FSDPBackend
     if kind == DistributedType.DEEPSPEED:

@@ -4,7 +4,7 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -292,37 +292,32 @@ class Sampler:
         logged: dict[str, list[float]] = {}
         for name, numbers in (pair for one in judged for pair in one.metrics.items()):
             logged.setdefault(name, []).extend(numbers)
-        means = self._means({name: (sum(x), len(x)) for name, x in logged.items()})
-        failed, lost = dict[str, float](), dict[str, float]()
+        # Sum and count of every mean, by kind and name; processes may have logged other names.
+        sums = {("logged", name): (sum(x), len(x)) for name, x in logged.items()}
+        if self.args.on_reward_error != "error":
+            asked = sum(one.called for one in judged)
+            for name in (source.name for source in self.rewards.sources):
+                lost = sum(one.failed[name] for one in judged)
+                sums["calls", f"rewards/{name}/failed"] = (lost, asked)
+        if errors:
+            sums["episodes", ""] = (len(errors) - errors.count(None), len(errors))
+        means: dict[str, dict[str, float]] = {"logged": {}, "calls": {}, "episodes": {}}
+        everyone = self.runtime.gather_objects(sums)
+        for kind, name in sorted({pair for own in everyone for pair in own}):
+            pairs = [own.get((kind, name), (0, 0)) for own in everyone]
+            total, count = map(sum, zip(*pairs, strict=True))
+            means[kind][name] = total / max(count, 1)
+
         failure = next((one.first_failure for one in judged if one.first_failure), None)
         if failure:
             logger.warning("a reward function failed: %s", failure)
-        if self.args.on_reward_error != "error":
-            asked = sum(one.called for one in judged)
-            counts = {
-                s.name: sum(one.failed[s.name] for one in judged) for s in self.rewards.sources
-            }
-            failed = self._means({f"rewards/{k}/failed": (n, asked) for k, n in counts.items()})
-        if self.episode_runner is not None:
-            lost = self._means({"episodes": (len(errors) - errors.count(None), len(errors))})
-        error = next((one for one in errors if one), None)
-        for what, shares, first in (
-            ("call of a reward function", failed, failure),
-            ("episode", lost, error),
-        ):
-            if set(shares.values()) == {1.0}:
+        firsts = {"calls": failure, "episodes": next((one for one in errors if one), None)}
+        for kind, what in (("calls", "call of a reward function"), ("episodes", "episode")):
+            if set(means[kind].values()) == {1.0}:
                 with self.runtime.raise_together(ValueError):
-                    if first:
+                    if first := firsts[kind]:
                         raise ValueError(f"every {what} of the batch failed, the first: {first}")
-        return failed, means
-
-    def _means(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-        """Return means over all processes from sums and counts; names may differ between them."""
-        totals: dict[str, list[float]] = {}
-        for own in self.runtime.gather_objects(dict(sums)):
-            for name, pair in own.items():
-                totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0)), pair, strict=True)]
-        return {name: total / max(count, 1) for name, (total, count) in sorted(totals.items())}
+        return means["calls"], means["logged"]
 
     def episode_metrics(self, parts: Sequence[Batch]) -> dict[str, float]:
         """Compute metrics of episodes over all processes; empty without environment or tools."""

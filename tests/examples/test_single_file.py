@@ -83,8 +83,8 @@ def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
     assert max((a - b).abs().max() for a, b in moved) > 1e-3
 
 
-def test_editions_share_what_they_share() -> None:
-    """Sampling and log-probabilities are the same text in all four, and each fits an evening."""
+def test_editions_sample_and_score_by_the_same_text() -> None:
+    """Each edition stands alone, so the shared parts are copies, which must not drift apart."""
     texts = [(FOLDER / f"{name}.py").read_text() for name in ("grpo", "rloo", "reinforce", "ppo")]
     shared = {
         text[text.index("1. sampling") : text.index("\n\n\n# --", text.index(" 2. "))]

@@ -25,6 +25,7 @@ VERIFIERS: dict[str, Callable[..., float]] = {
         *(answers.format, answers.length, answers.repetition, programs.code),
     )
 }
+WAITING = ("math", "code")  # these wait for another process; threads only slow the others down
 FORMS = "file.py:NAME, module:NAME, model:PATH_OR_HUB_ID (no options), judge:NAME, http://ADDRESS"
 
 
@@ -72,6 +73,8 @@ class Verifier:
         blank: Any = [""] * len(completions)
         rows = (completions, completion_ids or blank, columns.get(column, blank))
         # Mathematics and programs run in their own processes, which should keep all cores busy.
+        if self.name not in WAITING:
+            return list(map(apply, *rows))
         with ThreadPoolExecutor(texts.cores_of_process()) as threads:
             return list(threads.map(apply, *rows))
 
