@@ -57,8 +57,8 @@ class Runtime:
         self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
-            # At exit, in reverse order: destroying a group ends its gloo threads, which may abort an
-            # ending interpreter; those of a group that a module holds (FSDP2) end during the sleep.
+            # At exit, in reverse order: destroying a group ends its gloo threads, which could abort
+            # an ending interpreter; those of a group that FSDP2 still holds end during the sleep.
             atexit.register(time.sleep, LAST_TENSORS)
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
