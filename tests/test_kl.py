@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlhf_pg.kl import KL_ESTIMATORS, KL_LOSSES, kl_estimate, kl_loss
+from rlhf_pg.kl import KL_LOSSES, kl_estimate, kl_loss
 
 NAN = float("nan")
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)  # policy over three tokens
@@ -54,16 +54,6 @@ def test_estimates_by_hand(u, estimator, expected):
     assert estimate(u, estimator).item() == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_estimates_are_elementwise(estimator):
-    logprobs, ref = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
-    together = kl_estimate(logprobs, ref, estimator)
-    for i in range(3):
-        torch.testing.assert_close(
-            together[:, i], kl_estimate(logprobs[:, i], ref[:, i], estimator)
-        )
-
-
 @pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_expected_value_is_kl(estimator):
@@ -104,28 +94,6 @@ def test_expected_policy_gradient_as_detached_penalty(estimator, target):
     torch.testing.assert_close(as_reward, gradient(target), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
-def test_k3_reward_gradient_vanishes_near_reference():
-    direction = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
-    kept = []
-    for distance in (0.1, 0.05):
-        ref = (LOGITS + distance * direction).log_softmax(0)
-        as_reward = gradient(
-            lambda p, q=ref: (p.detach().exp() * kl_estimate(p, q, "k3").detach() * p).sum()
-        )
-        kept.append((as_reward.norm() / gradient(lambda p, q=ref: kl(p, q)).norm()).item())
-    assert kept[0] == pytest.approx(0.0242, rel=1e-2)
-    assert kept[0] / kept[1] == pytest.approx(2, abs=0.1)  # and it vanishes with the distance
-
-
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_gradient_matches_finite_differences(estimator):
-    logprobs = (-torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).double()
-    ref = (-2 * torch.rand(2, 3, generator=torch.Generator().manual_seed(1))).double()
-    logprobs.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, estimator), logprobs)
-
-
 @pytest.mark.parametrize(
     ("u", "estimator", "value", "slope"),
     [
@@ -149,15 +117,6 @@ def test_k3_keeps_precision_near_zero():
     u = torch.tensor(1e-6, dtype=torch.float64)
     k3 = kl_estimate(u, torch.zeros_like(u), "k3")
     assert k3.item() == pytest.approx(5e-13, rel=1e-6, abs=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_dtype_is_kept(estimator, dtype):
-    assert (
-        kl_estimate(torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype), estimator).dtype
-        == dtype
-    )
 
 
 @pytest.mark.parametrize("estimator", ["k4", "", "K1"])
@@ -393,27 +352,6 @@ def numbers(seed, shape=(3, 4)):
     return -2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-@pytest.mark.parametrize(
-    ("estimator", "primitive"),
-    [
-        ("k2", lambda x, old, ref, u: (x - ref) ** 2 / 2),
-        ("k3", lambda x, old, ref, u: np.exp(ref - x) - 1 + x - ref),
-        ("k2_straight_through", lambda x, old, ref, u: (x - ref) ** 2 / 2),
-        ("k3_ratio", lambda x, old, ref, u: np.exp(x - old) * (np.exp(ref - x) - 1 + x - ref)),
-        ("k1_to_go", lambda x, old, ref, u: np.exp(x - old) * u[:, ::-1].cumsum(1)[:, ::-1]),
-    ],
-)
-def test_loss_gradient_matches_finite_differences(estimator, primitive):
-    # of what the gradient belongs to; u stays where it was
-    logprobs, old, ref = numbers(0), numbers(1), numbers(2)
-    x, *fixed = (each.numpy().copy() for each in (logprobs, old, ref))
-    u, step = (logprobs - ref).numpy(), 1e-6
-    logprobs.requires_grad_()
-    kl_loss(logprobs, old, ref, torch.ones(3, 4).bool(), estimator).sum().backward()
-    difference = primitive(x + step, *fixed, u) - primitive(x - step, *fixed, u)
-    np.testing.assert_allclose(logprobs.grad.numpy(), difference / (2 * step), rtol=1e-7, atol=1e-9)
-
-
 def test_sum_to_go_skips_tool_tokens():
     logprobs = torch.tensor([[-1.0, NAN, -2.0, -0.5, NAN]], requires_grad=True)
     ref = torch.tensor([[-1.5, NAN, -1.0, -2.5, NAN]])  # u = 0.5, -1, 2
@@ -472,13 +410,6 @@ def test_only_policy_gets_gradient(estimator):
     assert (logprobs.grad != 0).any()
     assert old.grad is None
     assert ref.grad is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@each_loss
-def test_loss_keeps_dtype(estimator, dtype):
-    x = torch.zeros(2, 3, dtype=dtype)
-    assert kl_loss(x, x, x, torch.ones(2, 3).bool(), estimator).dtype == dtype
 
 
 def test_sum_to_go_of_long_bf16_row_keeps_precision():

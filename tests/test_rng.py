@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pg.rng import mix, restore_rng, rng_tensors, shift, signed
+from rlhf_pg.rng import mix, restore_rng, rng_tensors, signed
 
 STEP = 0x9E3779B97F4A7C15
 
@@ -34,11 +34,6 @@ def test_mix_of_integers_of_any_size():
     assert mix(torch.tensor(states)).tolist() == [by_hand(x % 2**64) for x in states]
 
 
-def test_shift_fills_with_zeros():
-    assert shift(torch.tensor([-1, 8]), 1).tolist() == [2**63 - 1, 4]
-    assert [signed(x) for x in (2**63, 2**64 - 1, 2**64, 5)] == [-(2**63), -1, 0, 5]
-
-
 def seed_everything(seed):
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
@@ -63,12 +58,4 @@ def test_restored_generators_continue_from_saved_state(drawn):
     seed_everything(8)
     random.gauss(0, 1), np.random.normal()
     restore_rng(states)
-    assert draw() == expected
-
-
-def test_reading_generators_does_not_advance_them():
-    seed_everything(7)
-    expected = draw()
-    seed_everything(7)
-    rng_tensors()
     assert draw() == expected

@@ -20,7 +20,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +314,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+@cache
 def version(package: str) -> str:
     """Return the version of a package, or "unknown"."""
     with suppress(importlib.metadata.PackageNotFoundError):

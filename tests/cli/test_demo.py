@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.cli.demo import _score
-
 ROOT = Path(__file__).parents[2]
 HEAVY = {"deepspeed", "trl", "wandb", "mypy", "vllm", "bitsandbytes", "pytest", "tensorboard"}
 
@@ -44,10 +42,3 @@ def test_demo_in_environment_of_development_installs_nothing(commands, tmp_path)
     marker.touch()
     os.utime(marker, (2e9, 2e9))  # newer than what it is made from
     assert "pip install" not in commands()
-
-
-def test_score_of_one_prompt_has_no_interval() -> None:
-    # The standard error over prompts (1.96 of them to each side) needs two.
-    two = {"eval_reward": 0.5, "eval_reward_stderr": 0.1}
-    assert _score(two) == "held-out reward 0.500 (sampled; 95 % interval 0.304 to 0.696)"
-    assert _score(two | {"eval_reward_stderr": float("nan")}) == "held-out reward 0.500 (sampled)"

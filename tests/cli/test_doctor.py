@@ -59,14 +59,6 @@ def test_version_outside_range_is_broken(required) -> None:
     )
 
 
-def test_full_disk_is_said_and_not_fatal(monkeypatch) -> None:
-    usage = type("Usage", (), {"free": 1e6})
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
-    (disk,) = (one for one in module.surroundings() if one.name == "working directory")
-    assert (disk.found, disk.is_well, disk.is_needed) == ("0 GB free", False, False)
-    assert "free some space" in disk.remedy
-
-
 def test_driver_too_old_for_torch_is_said(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as NVML has it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -74,9 +66,3 @@ def test_driver_too_old_for_torch_is_said(monkeypatch) -> None:
     (gpu,) = (one for one in module.surroundings() if one.name.startswith("GPU"))
     assert (gpu.is_well, gpu.is_needed) == (False, False)
     assert "pytorch.org" in gpu.remedy
-
-
-def test_source_tree_that_is_not_installed_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(module, "NAME", "rlhf-pg-not-installed")
-    (one,) = module.packages()
-    assert (one.found, one.is_well) == ("unknown", False)

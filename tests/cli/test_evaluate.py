@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import os
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -103,31 +102,6 @@ def test_another_seed_draws_no_other_share(model_path, tmp_path, data, capsys) -
     assert evaluated(tmp_path, recipe, "--seed", "3")["prompts"] == {"": 4}
     chosen = evaluated(tmp_path, recipe, "--seed", "7", "--eval_dataset_name", data)
     assert chosen["prompts"] == {"": 9}
-
-
-def test_value_with_the_name_of_a_key_is_none(model_path, tmp_path, data) -> None:
-    recipe = recipe_of(tmp_path, model_path, data, dataset_test_split=0.4)
-    for name in ("task", "dataset_name"):
-        assert evaluated(tmp_path, recipe, "--run_name", name)["prompts"] == {"": 4}
-
-
-def test_prompts_of_training_are_called_so(make, tmp_path, data, capsys) -> None:
-    recipe = ["--dataset_name", data, "--reward_funcs", f"{tmp_path / 'my_rewards.py'}:digits"]
-    keys = {"dataset_name": data, "max_steps": 1, "train_dataset": None}
-    make(**keys).train()
-    run = str(tmp_path / "run")
-    main(["eval", run, *recipe[2:]])
-    assert "the prompts that the run was trained on" in capsys.readouterr().out
-    main(["eval", run, *recipe])
-    assert "the run was trained on" not in capsys.readouterr().out
-
-
-def test_file_that_cannot_be_written_is_refused_first(
-    model_path, tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    said = refused(capsys, model_path, "--json", str(tmp_path / "out.json"))
-    assert "out.json cannot be written" in said
 
 
 def test_run_directory_of_supervised_training_is_a_model(model_path, tmp_path, data) -> None:

@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.replay import tables
-from rlhf_pg.report.token_steps import NAMES
-from tests.report.synthetic import make_run, tokens_of
+from tests.report.synthetic import make_run
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -28,13 +24,6 @@ def test_report_is_written_into_the_run(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "run")
     assert said(capsys, "report", str(run)) == f"{run}/report.html\n"
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-
-
-def test_report_is_written_elsewhere(tmp_path: Path, capsys) -> None:
-    run = make_run(tmp_path / "run")
-    said(capsys, "report", str(run), "--out", str(tmp_path / "mine.html"))
-    assert (tmp_path / "mine.html").exists()
-    assert not (run / "report.html").exists()
 
 
 def test_compare_prints_differences(tmp_path: Path, capsys) -> None:
@@ -57,9 +46,3 @@ def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     assert "one/config.yaml: not valid YAML" in refused(capsys, "report", str(run))
     hostile = refused(capsys, "report", "\x1b[31m")
     assert "\x1b" not in hostile
-
-
-def test_tokens_of_a_row_are_not_cut_off_at_80_columns(capsys) -> None:
-    columns = {name: np.array([-0.00012345], np.float32) for name in NAMES}
-    Console(width=80).print(tables._tokens(tokens_of([(0, 0)], [1], [5], ["<eos>"], columns), 0))
-    assert "…" not in capsys.readouterr().out

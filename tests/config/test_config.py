@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import pytest
-import yaml
 
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.config import (
@@ -23,7 +22,7 @@ from rlhf_pg.losses import POLICY_LOSSES
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
 CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
-each_trainer = pytest.mark.parametrize("config", TRAINERS)
+PROCESS = "process_group_normalized"
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
 
@@ -58,17 +57,11 @@ def recipe(tmp_path):
     ("config", "key", "value"),
     [
         (GRPOConfig, "num_generations", 1),
-        (RLOOConfig, "num_generations", 1),
-        (GRPOConfig, "temperature", 0),
         (GRPOConfig, "temperature", float("nan")),
-        (GRPOConfig, "temperature", float("inf")),
         (GRPOConfig, "epsilon", 1.5),
         (GRPOConfig, "lora_dropout", 1),
-        (GRPOConfig, "max_grad_norm", -1),
         (PPOConfig, "lam", 1.01),
-        (PPOConfig, "beta", -0.1),
         (SFTConfig, "label_smoothing", 1.0),
-        (SFTConfig, "micro_batch_size", 0),
     ],
 )
 def test_number_out_of_range_is_refused(config, key, value):
@@ -113,18 +106,6 @@ def test_everything_wrong_is_told_at_once():
     assert any("micro_batch_tokens" in line for line in lines)
 
 
-def test_broken_rules_are_told_at_once():
-    with pytest.raises(ValueError, match="be") as refusal:
-        GRPOConfig(lora_r=3, target_kl=0.1, max_steps=0)
-    assert len(str(refusal.value).splitlines()) == 3
-
-
-def test_more_minibatches_than_prompts_raises():
-    assert GRPOConfig(prompts_per_step=4, num_mini_batches=4).num_mini_batches == 4
-    with pytest.raises(ValueError, match=r"num_mini_batches .*prompts_per_step \(4\)"):
-        GRPOConfig(prompts_per_step=4, num_mini_batches=5)
-
-
 @pytest.mark.parametrize("more", [{"num_iterations": 2}, {"num_mini_batches": 2}])
 def test_vanilla_loss_with_several_updates_raises(more):
     assert ReinforceConfig().policy_loss == "vanilla"
@@ -134,56 +115,52 @@ def test_vanilla_loss_with_several_updates_raises(more):
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
+    ("config", "options", "key"),
     [
-        (
-            RLOOConfig,
-            {"kl_controller": "adaptive", "kl_horizon": 12},
-            "kl_horizon must be above",
-        ),
-        (
-            GRPOConfig,
-            {"sampler_correction": "token_mask", "sampler_clip_min": 3.0},
-            "sampler_clip_min must be below sampler_clip_max",
-        ),
-        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef": 2.0}, "entropy_coef must be between"),
-        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef_min": 0.1}, "must be between"),
-        (
-            GRPOConfig,
-            {
-                "dynamic_sampling_rounds": 1,
-                "advantage_estimator": "process_group_normalized",
-            },
-            "dynamic_sampling_rounds",
-        ),
-        (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_controller adaptive"),
-        (
-            PPOConfig,
-            {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1},
-            "old_kl_target has no effect",
-        ),
+        (GRPOConfig, {"num_mini_batches": 17}, "num_mini_batches"),
+        (RLOOConfig, {"kl_controller": "adaptive", "kl_horizon": 12}, "kl_horizon"),
+        (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_horizon"),
+        (GRPOConfig, {"sampler_correction": "token_mask", "sampler_clip_min": 3.0}, "clip_min"),
+        (GRPOConfig, {"sampler_clip_max": 9.0}, "sampler_clip_max"),
+        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef": 2.0}, "entropy_coef"),
+        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef_min": 0.1}, "entropy_coef_min"),
+        (PPOConfig, {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1}, "old"),
         (GRPOConfig, {"top_k": 50}, "top_k 50 .* truncated_sampling: ignore"),
         (PPOConfig, {"top_p": 0.9}, "^top_p 0.9"),
         (RLOOConfig, {"min_p": 0.1}, "^min_p 0.1"),
-        (GRPOConfig, {"eval_success_threshold": 0.5}, "without num_generations_eval above 1"),
-        (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
-        (GRPOConfig, {"delta": 1.1}, "delta must be above"),
-        (GRPOConfig, {"max_steps": 0}, "max_steps must be"),
+        (GRPOConfig, {"eval_success_threshold": 0.5}, "num_generations_eval"),
+        (GRPOConfig, {"stop": ["a", ""]}, "stop"),
+        (GRPOConfig, {"delta": 1.1}, "delta"),
+        (GRPOConfig, {"max_steps": 0}, "max_steps"),
         (PPOConfig, {"importance_sampling_level": "sequence"}, "importance_sampling_level .*'gae'"),
         (GRPOConfig, {"scale_rewards": "none", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
-        (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
-        (
-            GRPOConfig,
-            {"reward_squash": "min_max", "normalize_rewards": True},
-            "both set the scale of a score",
-        ),
-        (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
-        (RLOOConfig, {"kl_estimator": "k3_ratio"}, "kl_estimator 'k3_ratio'"),
-        (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
+        (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
+        (GRPOConfig, {"reward_squash": "min_max", "normalize_rewards": True}, "reward_squash"),
+        (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator"),
+        (RLOOConfig, {"kl_estimator": "k3_ratio"}, "kl_estimator"),
+        (GRPOConfig, {"sync_ref_model": True}, "beta"),
+        (ReinforceConfig, {"advantage_estimator": "leave_one_out"}, "num_generations"),
+        (ReinforceConfig, {"prompts_per_step": 1}, "num_generations"),
+        (RLOOConfig, {"gamma": 0.5}, "gamma"),
+        (ReinforceConfig, {"epsilon": 0.1}, "epsilon .*'vanilla'"),
+        (GRPOConfig, {"advantage_estimator": "gae"}, "'gae'"),
+        (PPOConfig, {"advantage_estimator": "leave_one_out"}, "critic.*gae"),
+        (PPOConfig, {"critic": "shared", "value_model_name_or_path": "x"}, "value_model_name"),
+        (GRPOConfig, {"target_kl": 0.1}, "num_iterations or num_mini_batches"),
+        (GRPOConfig, {"lora_r": 8}, "lora_r .*use_peft"),
+        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules"),
+        (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "disable_dropout"),
+        (GRPOConfig, {"router_aux_loss_coef": 0.1, "disable_dropout": False}, "disable_dropout"),
+        (GRPOConfig, {"rollout_engine": "native", "vllm_max_model_length": 9}, "rollout_engine"),
+        (GRPOConfig, {"rollout_engine": "vllm", "rollout_cache_tokens": 9}, "rollout_engine"),
+        (GRPOConfig, {"rollout_engine": "vllm", "vllm_server_timeout": 9.0}, "rollout_engine"),
+        (GRPOConfig, {"rollout_engine": "vllm_server", "vllm_server_base_url": "a:1"}, "http://"),
+        (GRPOConfig, {"dynamic_sampling_rounds": 1, "advantage_estimator": PROCESS}, "dynamic"),
+        (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
     ],
 )
-def test_harmful_option_combination_raises(config, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_option_that_harms_or_has_no_effect_is_refused(config, options, key):
+    with pytest.raises(ValueError, match=key):
         config(**options)
 
 
@@ -203,10 +180,6 @@ def test_off_policy_sampler_is_corrected_by_default(options, correction):
     assert args.correction_of(args.rollout_engine) == correction
 
 
-def test_updates_per_step_are_passes_times_minibatches():
-    assert GRPOConfig(num_iterations=3, num_mini_batches=2).updates_per_step == 6
-
-
 # ----------------------------------------------------------------------------------------- types
 
 
@@ -214,35 +187,19 @@ def test_updates_per_step_are_passes_times_minibatches():
     ("key", "value"),
     [
         ("seed", 1.5),
-        ("seed", "x"),
-        ("seed", None),
         ("seed", True),
-        ("beta", True),
-        ("micro_batch_tokens", True),
         ("epsilon_high", "none"),
-        ("disable_dropout", 3),
         ("dtype", "float16"),
-        ("aggregation", "mean"),
-        ("scale_rewards", False),
         ("algorithm", "rloo"),
-        ("output_dir", None),
         ("reward_weights", [1.0, "a"]),
-        ("max_prompt_length", 1.5),
         ("advantage_estimator", "nothing_like_it"),
-        ("policy_loss", "ppo"),
         ("report_to", ["wandb", "neptune"]),
-        ("stop", ["a", {}]),
         ("dataset_test_split", 1.5),
     ],
 )
 def test_wrong_type_raises_with_key(key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be .*got "):
         GRPOConfig(**{key: value})
-
-
-def test_wrong_mapping_is_told_what_one_looks_like():
-    with pytest.raises(ValueError, match=r'dataset_columns must be a mapping such as {"key": "val'):
-        GRPOConfig(dataset_columns=["question"])
 
 
 def test_ints_become_floats_and_lists_become_tuples():
@@ -311,15 +268,6 @@ def test_defaults_match_algorithm(config, expected):
     assert (*names, c.beta, c.kl_placement, c.kl_estimator) == expected
 
 
-def test_more_defaults():
-    assert GRPOConfig().scale_rewards == "group"
-    assert ReinforceConfig().gamma == 1
-    ppo = PPOConfig()
-    assert (ppo.gamma, ppo.lam, ppo.normalize_advantages) == (1, 0.95, True)
-    assert (ppo.vf_coef, ppo.cliprange_value, ppo.bootstrap_truncated) == (0.1, 0.2, False)
-    assert all(config().temperature == 1 and config().disable_dropout for config in TRAINERS)
-
-
 @each_config
 def test_help_lists_every_key(capsys, config):
     with pytest.raises(SystemExit) as done:
@@ -339,13 +287,6 @@ def test_subclass_with_undocumented_key_is_parsed(capsys):
     assert mine(beta=1, own=5).beta == 1
     with pytest.raises(ValueError, match=r"^beta must be"):
         mine(beta=-1)
-
-
-def test_help_lists_names_of_registries(capsys):
-    with pytest.raises(SystemExit):
-        parse(GRPOConfig, ["--help"])
-    words = set(re.findall(r"\w+", capsys.readouterr().out))
-    assert {*ADVANTAGES, *POLICY_LOSSES} <= words
 
 
 # ------------------------------------------------------------------------ defaults < YAML < flags
@@ -397,45 +338,23 @@ def test_flag_replaces_keys_of_what_it_replaces(recipe, flag, kept):
     assert {key: getattr(config, key) for key in kept} == kept
 
 
-def test_config_flag_may_be_anywhere(recipe):
-    recipe.write_text("beta: 0.5\nseed: 7\n")
-    config = parse(GRPOConfig, ["--beta", "0.25", f"--config={recipe}"])
-    assert (config.beta, config.seed) == (0.25, 7)
-
-
 @pytest.mark.parametrize(
     ("line", "key", "value"),
     [
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string to PyYAML
-        ("learning_rate: 1.0e-5", "learning_rate", 1e-5),
-        ("beta: 1", "beta", 1.0),
         ("epsilon_high: null", "epsilon_high", None),
-        ("epsilon_high: 0.3", "epsilon_high", 0.3),
-        ("model_name_or_path: ~", "model_name_or_path", None),
-        ("max_prompt_length: 64", "max_prompt_length", 64),
-        ("max_steps: -1", "max_steps", -1),
         ("gradient_checkpointing: true", "gradient_checkpointing", True),
         ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
-        ("disable_dropout: false", "disable_dropout", False),
         ("reward_weights: [1, 0.5]", "reward_weights", (1.0, 0.5)),
-        ("reward_weights: [-1.5]", "reward_weights", (-1.5,)),
-        ("reward_weights: null", "reward_weights", None),
-        ("output_dir: runs/a b", "output_dir", "runs/a b"),
         ("output_dir: '007'", "output_dir", "007"),
-        ("scale_rewards: none", "scale_rewards", "none"),
         ("report_to: [tensorboard, wandb]", "report_to", ("tensorboard", "wandb")),
         ("report_to: trackio", "report_to", ("trackio",)),
         ("report_to: none", "report_to", ()),
-        ("report_to: []", "report_to", ()),
-        ("run_name: third try", "run_name", "third try"),
         ("stop: </answer>", "stop", ("</answer>",)),
         ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
-        ("stop: null", "stop", None),
         ('stop: ["--seed", "7"]', "stop", ("--seed", "7")),
-        ("stop: [7]", "stop", ("7",)),
         ("run_name: 2026", "run_name", "2026"),
         ("run_name: --seed", "run_name", "--seed"),
-        ("lora_target_modules: null", "lora_target_modules", None),
         ("reward_weights: 2", "reward_weights", (2.0,)),
     ],
 )
@@ -454,7 +373,7 @@ def test_flags_have_declared_type():
     assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
 
 
-@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig, RewardModelConfig])
+@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -477,12 +396,6 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
     assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
 
 
-def test_trackers_accept_one_name_none_or_duplicates():
-    assert GRPOConfig(report_to="wandb").report_to == ("wandb",)
-    assert GRPOConfig(report_to="none").report_to == ()
-    assert GRPOConfig(report_to=["trackio", "wandb", "trackio"]).report_to == ("trackio", "wandb")
-
-
 # ------------------------------------------------------------------------------------- refusals
 
 
@@ -491,31 +404,18 @@ def test_trackers_accept_one_name_none_or_duplicates():
     ("text", "said"),
     [
         ("betta: 0.1", "'betta'; did you mean 'beta'?"),
-        ("num_generation: 4", "did you mean 'num_generations'?"),
-        ("xyzzy: 1", "'xyzzy'"),
         ("gamma: 0.9", "'gamma'"),  # a key of another algorithm
         ("off: 1", "'False'"),
         ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' is given twice"),
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
-        ("beta", "expected `key: value` lines"),
         ("seed: 1.5", "seed must be"),
-        ("seed: null", "seed must be"),
-        ("output_dir: null", "output_dir must be"),
-        ("beta: high", "beta must be"),
         ("beta: -1", "beta must be"),
-        ("beta: [1, 2]", "beta must be"),
         ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
         ("dtype: float16", "dtype must be 'float32'"),
-        ("gradient_checkpointing: 3", "gradient_checkpointing must be"),
-        ("reward_weights: [a]", "reward_weights must be"),
-        ("max_steps: {a: 1}", "max_steps must be"),
-        ("policy_loss: clipped", "policy_loss must be one of"),
-        ("report_to: [wandb, neptune]", "report_to must be"),
         ("algorithm: rloo", "algorithm must be 'grpo', got 'rloo'"),
         ('stop: ["--seed", 7, {a: 1}]', "stop must be"),
         ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
-        ("seed: 2026-02-30", "not valid YAML"),
     ],
 )
 def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, text, said):
@@ -523,21 +423,6 @@ def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, tex
     error = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert said in error
     assert str(recipe) in re.sub(r" ", "", error)
-
-
-def test_unrelated_bad_key_gets_no_suggestion(capsys, recipe):
-    recipe.write_text("xyzzy: 1\n")
-    assert "did you mean" not in error_of(capsys, GRPOConfig, "--config", str(recipe))
-
-
-def test_binary_recipe_is_one_error(capsys, recipe):
-    recipe.write_bytes(b"output_dir: \xff\n")
-    assert "recipe.yaml: cannot be read" in error_of(capsys, GRPOConfig, "--config", str(recipe))
-
-
-def test_missing_recipe_is_one_error(capsys, tmp_path):
-    error = error_of(capsys, GRPOConfig, "--config", str(tmp_path / "no.yaml"))
-    assert "no.yaml: cannot be read" in error
 
 
 @pytest.mark.parametrize(
@@ -560,7 +445,7 @@ def test_bad_flag_is_one_error_with_name(capsys, flags, said):
     assert ".yaml" not in error
 
 
-@pytest.mark.parametrize(("config", "other"), [(a, b) for a in CONFIGS for b in CONFIGS if a != b])
+@pytest.mark.parametrize(("config", "other"), [(GRPOConfig, RLOOConfig), (PPOConfig, SFTConfig)])
 def test_recipe_of_other_algorithm_is_rejected(capsys, recipe, config, other):
     recipe.write_text(f"algorithm: {other().algorithm}\n")
     assert "algorithm must be" in error_of(capsys, config, "--config", str(recipe))
@@ -568,35 +453,13 @@ def test_recipe_of_other_algorithm_is_rejected(capsys, recipe, config, other):
     assert parse(config, ["--config", str(recipe)]) == config()
 
 
-def test_value_may_equal_foreign_key():
-    assert parse(GRPOConfig, ["--output_dir", "bf16"]).output_dir == "bf16"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "xyzzy: 1",
-        "use_vllm: true",
-        "dtype: float16",
-        "seed: 1.5",
-        "beta: -1",
-    ],
-)
-def test_only_first_rank_prints_error(capsys, monkeypatch, recipe, text):
+def test_only_first_rank_prints_error(capsys, monkeypatch, recipe):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as refusal:
-        read(GRPOConfig, recipe, text)
+        read(GRPOConfig, recipe, "beta: -1")
     assert refusal.value.code == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_rank_without_launcher_prints_error(capsys, monkeypatch, recipe):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit):
-        read(GRPOConfig, recipe, "beta: -1")
-    assert "beta must be" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------- dump
@@ -650,21 +513,6 @@ def test_dumped_config_parses_back_to_itself(config, tmp_path):
         assert parse(config, ["--config", str(tmp_path / "config.yaml")]) == original
 
 
-@each_trainer
-def test_dump_is_plain_yaml_of_every_key(config, tmp_path):
-    dump(config(reward_weights=(1.0, 2.0)), tmp_path / "config.yaml")
-    values = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert list(values) == keys(config)
-    assert values["reward_weights"] == [1.0, 2.0]
-    assert values["epsilon_high"] is None
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_non_finite_number_raises(value):
-    with pytest.raises(ValueError, match="temperature must be a finite number"):
-        GRPOConfig(temperature=value)
-
-
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
@@ -687,83 +535,3 @@ def test_printed_values_are_escaped_for_terminal(capsys, recipe, text, flags):
     said = "".join(capsys.readouterr())
     assert said
     assert not [letter for letter in said if not letter.isprintable() and letter != "\n"]
-
-
-def test_value_with_newline_is_kept():
-    assert parse(GRPOConfig, ["--stop", "\n", "\x1b"]).stop == ("\n", "\x1b")
-
-
-def test_value_starting_with_dash_is_no_flag(recipe):
-    recipe.write_text("output_dir: -x\n")
-    assert parse(GRPOConfig, ["--config", str(recipe)]).output_dir == "-x"
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (ReinforceConfig, {"advantage_estimator": "leave_one_out"}, "raise num_generations"),
-        (ReinforceConfig, {"prompts_per_step": 1}, "raise num_generations"),
-        (
-            ReinforceConfig,
-            {"advantage_estimator": "leave_one_out", "num_generations": 2, "gamma": 0.5},
-            "gamma is not used by advantage_estimator 'leave_one_out'",
-        ),
-        (
-            GRPOConfig,
-            {"advantage_estimator": "leave_one_out", "scale_rewards": "none"},
-            "scale_rewards is not used by advantage_estimator 'leave_one_out'",
-        ),
-        (ReinforceConfig, {"epsilon": 0.1}, "epsilon is not used by policy_loss 'vanilla'"),
-        (GRPOConfig, {"advantage_estimator": "gae"}, "'gae' needs a critic"),
-        (
-            PPOConfig,
-            {"advantage_estimator": "leave_one_out"},
-            "does not use the critic.*choose gae",
-        ),
-        (
-            PPOConfig,
-            {"critic": "shared", "value_model_name_or_path": "x"},
-            "value_model_name_or_path has no effect without critic separate",
-        ),
-        (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
-        (GRPOConfig, {"lora_r": 8}, "lora_r has no effect without use_peft"),
-        (
-            GRPOConfig,
-            {"rollout_engine": "native", "vllm_max_model_length": 9},
-            "no effect without rollout_engine vllm:",
-        ),
-        (GRPOConfig, {"sampler_clip_max": 9.0}, "no effect without sampler_correction"),
-        (
-            GRPOConfig,
-            {"rollout_engine": "vllm", "sampler_correction": "none", "sampler_clip_max": 9.0},
-            "no effect without sampler_correction",
-        ),
-        (GRPOConfig, {"vllm_server_timeout": 9.0}, "no effect without rollout_engine vllm_server"),
-        (
-            GRPOConfig,
-            {"rollout_engine": "vllm", "rollout_cache_tokens": 9},
-            "rollout_cache_tokens has no effect without rollout_engine native",
-        ),
-        (
-            GRPOConfig,
-            {"rollout_engine": "vllm", "vllm_server_timeout": 9.0},
-            "vllm_server_timeout has no effect without rollout_engine vllm_server",
-        ),
-        (
-            GRPOConfig,
-            {"rollout_engine": "vllm_server", "vllm_server_base_url": "localhost:8000"},
-            "vllm_server_base_url must begin with http:// or https://, got 'localhost:8000'",
-        ),
-        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules has no effect"),
-        (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
-        (
-            GRPOConfig,
-            {"router_aux_loss_coef": 0.1, "disable_dropout": False},
-            "^router_aux_loss_coef needs disable_dropout: true",
-        ),
-        (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
-    ],
-)
-def test_useless_or_ignored_option_raises(config, options, message):
-    with pytest.raises(ValueError, match=message):
-        config(**options)

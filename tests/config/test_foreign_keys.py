@@ -49,12 +49,6 @@ def test_error_is_the_same_in_python_yaml_and_flags(capsys, tmp_path, key) -> No
         GRPOConfig(**{key: 1})
 
 
-def test_no_listed_name_is_a_key() -> None:
-    for config in TRAINERS:
-        assert not {*HINTS, *REASONS} & keys(config)
-    assert {*SUPERVISED_HINTS, *REASONS} & keys(SFTConfig) == {"packing"}
-
-
 def test_hints_name_keys() -> None:
     for hint in [*HINTS.values(), *SUPERVISED_HINTS.values()]:
         assert re.match(r"\w+", hint)[0] in OURS, hint

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.advantages import leave_one_out
 from rlhf_pg.report.metrics import Meter
 from tests.advantages import tabular
 from tests.advantages.tabular import MASK, SCORES
@@ -24,7 +23,6 @@ from tests.losses.test_policy_losses import (
     f64,
     few,
     gradient,
-    quarters,
 )
 
 EXAMPLE = load("p3o")
@@ -106,17 +104,6 @@ def test_p3o_gradient_matches_formula_with_fixed_other_ratio():
     equal(grad, by_differences(value, logprobs), 1e-8)
 
 
-@few
-@given(case=grouped())
-def test_p3o_gradient_at_ratio_one_is_rloo(case):
-    logprobs, _, scores, mask, groups = case
-    rows = mask.any(1)
-    advantages = torch.zeros_like(scores[:, 0])
-    advantages[rows] = leave_one_out(scores[rows, 0], groups[rows])
-    grad = gradient(lambda *x: p3o(*x, groups=groups), logprobs, logprobs, scores, mask)
-    equal(grad, torch.where(mask, -advantages[:, None], 0.0))
-
-
 @pytest.mark.parametrize("side", [-1e-3, 1e-3])
 @pytest.mark.parametrize(("kink", "score", "inside"), [(1.2, 1.0, -1), (0.8, -1.0, 1)])
 def test_p3o_gradient_around_kinks(kink, score, inside, side):
@@ -127,25 +114,3 @@ def test_p3o_gradient_around_kinks(kink, score, inside, side):
     slope = -score * 1.5 * math.exp(logprobs[0, 0]) if side * inside > 0 else 0
     grad = gradient(lambda *x: p3o(*x, groups=torch.zeros(2)), *case)
     assert grad[0].item() == pytest.approx(slope, rel=1e-12, abs=1e-15)
-
-
-@few
-@given(case=grouped(), shift=quarters)
-def test_p3o_ignores_group_score_shift(case, shift):
-    logprobs, old, scores, mask, groups = case
-    shifted = scores + shift * (groups == 7)[:, None]
-    equal(
-        p3o(logprobs, old, shifted, mask, groups=groups)[0],
-        p3o(logprobs, old, scores, mask, groups=groups)[0],
-    )
-
-
-def test_p3o_metrics_are_shares_of_clipped_pairs():
-    # Row ratios 1.5, 1, .5; only the pair with a lower score cuts 1.5, with a higher score .5
-    logprobs = f64([[1.5], [1.0], [0.5]]).log()
-    case = (logprobs, torch.zeros(3, 1).double(), f64([[1.0], [2.0], [0.0]]))
-    _, metrics = p3o(*case, torch.ones(3, 1).bool(), groups=torch.zeros(3))
-    assert metrics["clip_ratio/high_mean"].tolist() == [[0.5], [0], [0]]
-    assert metrics["clip_ratio/low_mean"].tolist() == [[0], [0], [1]]
-    assert metrics["clip_ratio/region_mean"].tolist() == [[0.5], [0], [1]]
-    equal(metrics["ratio"], logprobs.exp())

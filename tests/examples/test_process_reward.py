@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.advantages import process_group_normalized
-from rlhf_pg.report.run_files import read
 from tests.examples import load
 from tests.rewards.calling import Rewards
 from tests.rewards.test_reward_model import letters
@@ -79,17 +78,6 @@ def test_steps_end_at_tokens_of_other_policy_tokenizer():
     assert scores[3] == pytest.approx(sum(both) / 2, abs=2e-5)
 
 
-class Counting:
-    """A tokenizer that notes how many tokens it has decoded."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.tokens = tokenizer, 0
-
-    def decode(self, ids, **options):
-        self.tokens += len(ids)
-        return self.tokenizer.decode(ids, **options)
-
-
 def bytewise():
     """Of UTF-8, three bytes of which may be a character."""
     vocabulary = {char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -97,14 +85,6 @@ def bytewise():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def test_long_completions_are_decoded_in_linear_time():
-    counting = Counting(fused())
-    ids = ids_of("abcd." * 400)
-    steps = judge(policy_tokenizer=counting).steps(ids)
-    assert steps == [("abcd", 5 * i + 4) for i in range(400)]
-    assert counting.tokens < 4 * len(ids)
 
 
 @pytest.mark.parametrize("text", ["a\u20ac.b.\u20ac\u20ac.", "\u20ac\ufffd.\ufffd", "."])
@@ -120,11 +100,6 @@ def test_multi_token_characters_are_read_whole(text, cut):
     assert judge(policy_tokenizer=tokenizer).steps(ids) == (expected or [("", len(ids) - 1)])
 
 
-def test_invalid_bytes_are_decoded_in_linear_time():
-    counting = Counting(bytewise())
-    ids = counting.tokenizer("\u20ac")["input_ids"][:1] * 300
-    assert len(judge(policy_tokenizer=counting).steps(ids)) == 1
-    assert counting.tokens < 12 * len(ids)
 
 
 @pytest.mark.parametrize(
@@ -138,21 +113,6 @@ def test_invalid_bytes_are_decoded_in_linear_time():
 def test_what_cannot_be_judged_is_refused(labels, completion, ids, key):
     with pytest.raises(ValueError, match=key):
         judge(labels)(["hi"], [completion], [ids_of(ids)])
-
-
-def test_script_trains_with_two_tokenizers(model_path, tmp_path):
-    """The classifier's own reads the steps, the policy's finds them in its completions."""
-    kind = AutoModelForTokenClassification
-    tiny_model("llama", vocab_size=256, kind=kind).save_pretrained(tmp_path / "judge")
-    bytewise().save_pretrained(tmp_path / "judge")
-    flags = ["--task", "arithmetic", "--model_name_or_path", model_path]
-    flags += ["--prompts_per_step", "2", "--max_completion_length", "4", "--max_steps", "1"]
-    trainer = EXAMPLE.new_trainer(tmp_path / "judge", [*flags, "--output_dir", str(tmp_path)])
-    reward = trainer.rewards.sources[0].function
-    assert reward.policy_tokenizer is trainer.processing_class is not reward.tokenizer
-    trainer.train()
-    [line] = read(tmp_path / "metrics.jsonl")
-    assert 0 < line["reward"] < 1
 
 
 def test_step_scores_reach_process_estimator():

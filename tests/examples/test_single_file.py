@@ -19,8 +19,7 @@ PROMPTS = [f"{a}+{b}=" for a in (1, 22, 3) for b in (4, 55)]
 STEPS, LONGEST, RATE = 20, 6, 1e-3
 # The file, the trainer, and the same settings by the names of each.
 RUNS = {
-    "grpo": ("grpo", GRPOTrainer, {"num_generations": 4}, {"group": 4}),
-    "grpo with a KL": (
+    "grpo": (
         "grpo",
         GRPOTrainer,
         {"num_generations": 4, "beta": 0.1, "num_iterations": 2},

@@ -150,19 +150,6 @@ def at_depth(one: Growth, two: Growth, layers: int) -> Growth:
     return Growth(*growth)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANNED)
-def test_memory_in_header_is_planned_at_full_depth(name: str, tmp_path: Path) -> None:
-    assert gibibytes(planned(name, tmp_path)) == in_header(name)
-
-
-@pytest.mark.parametrize("name", ["tldr_sft", "tldr_reward_model"])
-def test_memory_of_supervised_recipe_is_sixteen_bytes_per_parameter(name: str) -> None:
-    model = recipe(name)[1]["model_name_or_path"]
-    model = architectures.LEFT_BY_RECIPES.get(model, model)
-    assert round(16e6 * architectures.PARAMETERS[model] / 2**30) == in_header(name)
-
-
 # -------------------------------------------------------------------------------- three steps each
 
 

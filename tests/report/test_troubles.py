@@ -87,15 +87,3 @@ def test_every_trouble_points_to_a_chart() -> None:
         (chart,) = charts_of([trouble.key])
         assert chart["group"] != "Other"
         assert trouble.text.endswith(".")
-
-
-def test_each_number_has_one_chart() -> None:
-    keys = ["step", "reward", "rewards/a/mean", "rewards/a/b/mean", "mine", "kl", "memory/peak_gb"]
-    keys += ["eval_reward", "eval_hard_reward", "eval_rewards/a/mean", "eval_loss", "kl/completion"]
-    charts = charts_of(keys)
-    assert sorted(key for chart in charts for key in chart["keys"]) == sorted(set(keys) - {"step"})
-    assert charts[0]["keys"] == ["reward", "rewards/a/mean", "rewards/a/b/mean"]
-    assert [chart["keys"][0] for chart in charts if chart["group"] == "Other"] == [
-        "eval_loss",
-        "mine",
-    ]

@@ -13,7 +13,7 @@ from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.agreement import Agreement
 
 # A few of every length: all of them would be tokenized anew for every trainer.
-PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::18])
+PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::180])
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
