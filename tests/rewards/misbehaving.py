@@ -70,10 +70,6 @@ def cannot_be_pickled(completions):
     return [(lambda: 1.0) if text == "bad" else 1.0 for text in completions]
 
 
-def loses_a_score(completions):
-    return [1.0 for text in completions if text != "bad"]
-
-
 def prints(completions):
     print("noise")
     return length(completions)
@@ -108,11 +104,6 @@ def sees(completions, trainer_state, step, ended, log_extra, log_metric, answer)
         [f"{step} {trainer_state.max_steps} {e} {a}" for e, a in zip(ended, answer, strict=True)],
     )
     log_metric("answers", len(answer))
-    return length(completions)
-
-
-def logs_too_few(completions, log_extra):
-    log_extra("seen", [1])
     return length(completions)
 
 

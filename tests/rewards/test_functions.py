@@ -69,21 +69,15 @@ KINDS = [length, slow_length, Length(), SlowLength(), lambda **kw: slow_length(*
 
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
 def test_reward_kinds_are_called_alike(function):
-    scores = call(function)
-    assert scores.tolist() == [[1], [2], [3]]
-    assert scores.dtype == torch.float64
-
-
-@pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
-def test_reward_works_inside_running_event_loop(function):
-    async def notebook():
+    async def notebook():  # with an event loop that runs already
         return call(function)
 
-    assert asyncio.run(notebook()).tolist() == [[1], [2], [3]]
+    for scores in (call(function), asyncio.run(notebook())):
+        assert scores.tolist() == [[1], [2], [3]]
+        assert scores.dtype == torch.float64
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda **kw: f(**kw)])
-def test_loop_bound_object_works_at_every_step(wrap):
+def test_loop_bound_object_works_at_every_step():
     """A lock that somebody waits for belongs to the loop of the first who did."""
     one_at_a_time = asyncio.Semaphore(1)
 
@@ -95,9 +89,8 @@ def test_loop_bound_object_works_at_every_step(wrap):
     async def asking(completions, **_):
         return await asyncio.gather(*map(ask, completions))
 
-    rewards = Rewards(wrap(asking))
     for _ in range(2):
-        assert sum_step_scores(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
+        assert call(asking, lambda **kw: asking(**kw)).tolist() == [[1, 1], [2, 2], [3, 3]]
 
 
 def test_interrupt_cancels_hanging_async_reward():
@@ -119,18 +112,6 @@ def test_interrupt_cancels_hanging_async_reward():
         signal.signal(signal.SIGINT, before)
     assert cleaned.wait(30)
     assert threading.active_count() <= threads + 1  # that of the loop
-
-
-def test_function_gets_all_inputs_by_keyword():
-    seen = {}
-
-    def look(prompts, completions, completion_ids, answer, tags):
-        seen.update(locals())
-        return [0.0] * 3
-
-    call(look)
-    inputs = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **COLUMNS}
-    assert {name: seen[name] for name in inputs} == inputs
 
 
 def test_trainer_arguments_go_only_to_functions_asking_for_them():
@@ -161,16 +142,6 @@ def test_trainer_arguments_go_only_to_functions_asking_for_them():
     assert state.global_step == 3
 
 
-def test_function_gets_only_what_its_signature_names():
-    def of_columns(answer):
-        return [float(text == "a") for text in answer]
-
-    assert call(of_columns, lambda completions: length(completions)).T.tolist() == [
-        [1, 1, 0],
-        [1, 2, 3],
-    ]
-
-
 def test_environments_are_handed_over_uncopied():
     environments = [object() for _ in PROMPTS]
     seen = []
@@ -199,19 +170,6 @@ def test_column_overrides_trainer_argument_of_same_name():
     known = {"ended": [True] * 3, "state": TrainerState(global_step=3)}
     scores = sum_step_scores(said(PROMPTS, COMPLETIONS, IDS, columns, **known))
     assert scores.tolist() == [[5, 0, 1], [6, 1, 2], [7, 1, 3]]
-
-
-def test_single_function_needs_no_list():
-    assert sum_step_scores(Rewards(length)(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [
-        [1],
-        [2],
-        [3],
-    ]
-
-
-def test_each_function_has_unweighted_column():
-    scores = call(length, says([7, 8, 9]), weights=[0.5, 2.0])
-    assert scores.tolist() == [[1, 7], [2, 8], [3, 9]]
 
 
 def test_no_completions_call_no_function():
@@ -247,31 +205,15 @@ def test_input_mutation_is_invisible_to_other_functions():
 # ------------------------------------------------------------------------------ names and weights
 
 
-@pytest.mark.parametrize(
-    ("functions", "names"),
-    [
-        ([length], ["length"]),
-        ([length, slow_length, Length()], ["length", "slow_length", "Length"]),
-        ([length, Length(), length], ["length", "Length", "length_2"]),
-        ([functools.partial(length)], ["partial"]),
-    ],
-)
-def test_repeated_function_names_are_numbered(functions, names):
-    assert Rewards(functions).names == names
-
-
-def test_function_names_are_unique():
+def test_names_are_unique_and_weights_leave_scores_as_they_are():
+    rewards = Rewards([length, Length(), length, functools.partial(length)], [0.1, 2, 0, -1])
+    assert rewards.names == ["length", "Length", "length_2", "partial"]
+    assert rewards.weights.tolist() == [0.1, 2, 0, -1]
+    assert rewards(PROMPTS, COMPLETIONS, IDS, {})[0].nansum(0).tolist() == [1] * 4
     functions = [says([], name) for name in ("a", "a", "a_2", "a_1", "a")]
-    assert len(set(Rewards(functions).names)) == 5
-
-
-@pytest.mark.parametrize(("weights", "expected"), [(None, [1, 1]), ([0.25, -2], [0.25, -2])])
-def test_weights_default_to_one(weights, expected):
-    assert Rewards([length, slow_length], weights).weights.tolist() == expected
-
-
-def test_weights_keep_precision():
-    assert Rewards([length], [0.1]).weights.double().tolist() == [0.1]
+    rewards = Rewards(functions)
+    assert len(set(rewards.names)) == 5
+    assert rewards.weights.tolist() == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -280,8 +222,6 @@ def test_weights_keep_precision():
         ([], None, ValueError, "reward_funcs is empty"),
         ([length, 3], None, TypeError, "must be callables or reward models .*, got 3"),
         ([length, slow_length], [1.0], ValueError, "got 1 for length, slow_length"),
-        ([length], [1.0, 2.0], ValueError, "got 2 for length"),
-        ([length], [], ValueError, "got 0 for length"),
     ],
 )
 def test_invalid_functions_or_weights_raise_immediately(functions, weights, error, message):
@@ -295,22 +235,16 @@ def test_invalid_functions_or_weights_raise_immediately(functions, weights, erro
 @pytest.mark.parametrize(
     "scores",
     [
-        [1, 0, -2.5],
         (1, 0, -2.5),
-        np.array([1, 0, -2.5]),
         np.array([1, 0, -2.5], dtype=np.float32),
-        torch.tensor([1, 0, -2.5]),
         torch.tensor([1, 0, -2.5], dtype=torch.bfloat16, requires_grad=True),
         [np.float32(1), np.int64(0), torch.tensor(-2.5)],
-        [True, False, -2.5],
+        [True, 0, -2.5],
     ],
     ids=lambda scores: type(scores).__name__,
 )
 def test_any_number_sequence_is_accepted(scores):
     assert call(says(scores)).tolist() == [[1], [0], [-2.5]]
-
-
-def test_scores_keep_precision():
     assert call(says([0.1, 1e-300, 1 + 2**-52])).flatten().tolist() == [0.1, 1e-300, 1 + 2**-52]
 
 
@@ -319,11 +253,8 @@ def test_scores_keep_precision():
     ("scores", "got"),
     [
         ([1.0, 2.0], "2 scores"),
-        ([1.0] * 4, "4 scores"),
-        ([], "0 scores"),
         (torch.zeros(2), "2 scores"),
         (None, "None"),
-        (1.0, "1.0"),
         (torch.tensor(1.0), r"tensor\(1"),
         ({"a": 1, "b": 2, "c": 3}, "{'a': 1"),
         ((x for x in (1.0, 2.0, 3.0)), "<generator"),
@@ -340,7 +271,6 @@ def test_wrong_number_of_scores_raises(scores, got):
     ("score", "shown"),
     [
         (math.nan, "nan"),
-        (math.inf, "inf"),
         (-math.inf, "-inf"),
         (np.float32("nan"), r"np.float32\(nan\)"),
         (torch.tensor(math.inf), r"tensor\(inf\)"),
@@ -350,17 +280,10 @@ def test_wrong_number_of_scores_raises(scores, got):
     ],
     ids=lambda x: str(x)[:9],
 )
-@pytest.mark.parametrize("container", [list, tuple])
-def test_invalid_score_error_names_function_and_completion(score, shown, container):
+def test_invalid_score_error_names_function_and_completion(score, shown):
     message = f"reward function said returned {shown}.* for completion 1 of the call"
     with pytest.raises(ValueError, match=message):
-        call(length, says(container([0.0, score, 1.0])))
-
-
-@pytest.mark.parametrize("scores", [np.array([0, np.nan, 1]), torch.tensor([0, math.inf, 1])])
-def test_array_scores_are_checked_like_list(scores):
-    with pytest.raises(ValueError, match=r"said returned (nan|inf) for completion 1"):
-        call(says(scores))
+        call(length, says([0.0, score, 1.0]))
 
 
 # ------------------------------------------------------------------------------- does not apply
@@ -372,15 +295,14 @@ def test_none_score_leaves_gap_in_its_column():
     assert scores[:, 1].isnan().tolist() == [True, False, True]
 
 
-def test_two_functions_may_score_disjoint_completions():
-    scores = call(says([1, None, None]), says([None, 2, 3]))
-    assert scores.nansum(1).tolist() == [1, 2, 3]
-
-
 @pytest.mark.fault(23, "None from every source is an error")
 def test_completion_scored_by_no_function_raises():
-    with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None for prompt 'q'"):
-        call(says([None, 1, None], "one"), says([1, 1, None], "two"))
+    assert call(says([1, None, None]), says([None, 2, 3])).nansum(1).tolist() == [1, 2, 3]
+    for none in (None, [None] * 3):
+        with pytest.raises(
+            ValueError, match=r"completion 2 .* one, two returned None for pr.* 'q'"
+        ):
+            call(says([None, 1, none], "one"), says([1, 1, none], "two"))
 
 
 # -------------------------------------------------------------------------------- scores of steps
@@ -388,10 +310,6 @@ def test_completion_scored_by_no_function_raises():
 NAN = pytest.approx(math.nan, nan_ok=True)
 STEPS = [[1.5], [None, 2], [0.5, None, -1.0]]
 PLACED = [[1.5, NAN, NAN], [NAN, 2, NAN], [0.5, NAN, -1.0]]
-
-
-def test_completion_score_is_at_last_token():
-    assert per_token(length)[:, :, 0].tolist() == [[1, NAN, NAN], [NAN, 2, NAN], [NAN, NAN, 3]]
 
 
 @pytest.mark.parametrize(
@@ -423,12 +341,6 @@ def test_each_function_scores_its_own_steps():
     assert sum_step_scores(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
 
 
-def test_list_ending_in_score_equals_plain_score():
-    numbers = [0.1, -1e-300, 1 + 2**-52]
-    lists = [[None] * (len(ids) - 1) + [x] for ids, x in zip(IDS, numbers, strict=True)]
-    assert per_token(says(numbers)).numpy().tobytes() == per_token(says(lists)).numpy().tobytes()
-
-
 def test_completion_score_is_at_last_action_token():
     mask = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1]]).bool()
     scores = per_token(length, says([[1], [5, None], [3, None, 4]]), action_mask=mask)
@@ -436,92 +348,46 @@ def test_completion_score_is_at_last_action_token():
     assert scores[:, :, 1].tolist() == [[1, NAN, NAN], [5, NAN, NAN], [3, NAN, 4]]
 
 
-def test_score_for_non_action_token_raises():
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([1, [], 1], "a list of 0 scores for completion 1 .* has 2 tokens"),
+        ([1, [0.0] * 3, 1], "a list of 3 scores for completion 1 .* has 2 tokens"),
+        ([1, 1, [0.0, math.nan, 1.0]], "nan for token 1 of completion 2 of the call"),
+        ([1, 1, [0.0, [1.0], 1.0]], r"\[1.0\] for token 1 of completion 2 of the call"),
+        ([1, 1, [None, 0.0, 1]], "0.0 for token 1 of completion 2 .* which the policy did not"),
+    ],
+)
+def test_invalid_steps_raise(steps, reason):
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    message = "said returned 0.0 for token 1 of completion 2 of the call, which the policy did not"
-    with pytest.raises(ValueError, match=message):
-        per_token(length, says([1, [1, 1], [None, 0.0, 1]]), action_mask=mask)
-
-
-@pytest.mark.parametrize("length_", [0, 1, 3])
-def test_list_length_must_match_tokens(length_):
-    message = f"said returned a list of {length_} scores for completion 1 .* has 2 tokens"
-    with pytest.raises(ValueError, match=message):
-        call(length, says([1.0, [0.0] * length_, 1.0]))
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf, "good", [1.0]], ids=str)
-def test_invalid_step_score_error_names_function_and_token(score):
-    with pytest.raises(
-        ValueError, match=r"said returned .* for token 1 of completion 2 of the call"
-    ):
-        call(length, says([1.0, 1.0, [0.0, score, 1.0]]))
-
-
-def test_only_none_lists_raise():
-    with pytest.raises(ValueError, match=r"completion 1 .* one, two returned None for prompt 'p'"):
-        call(says([1, None, 1], "one"), says([1, [None, None], 1], "two"))
+    with pytest.raises(ValueError, match=f"said returned {reason}"):
+        per_token(length, says(steps), action_mask=mask)
 
 
 # --------------------------------------------------------------------------------- it breaks down
-
-
-async def slow_failure(**_):
-    await asyncio.sleep(0.001)
-    raise KeyError("answer")
 
 
 def failure(**_):
     raise KeyError("answer")
 
 
-@pytest.mark.parametrize(
-    ("scores", "said"),
-    [
-        (torch.ones(3, device="meta"), "said raised NotImplementedError"),
-        ([torch.ones(1).to_sparse()] * 3, "said raised RuntimeError"),
-    ],
-)
-def test_unreadable_scores_raise_one_error(scores, said):
-    with pytest.raises(ValueError, match=said):
-        call(says(scores))
-
-
-def test_exception_text_is_escaped_redacted_and_truncated():
-    """Neither a terminal obeys it, nor does it fill one."""
-
-    def shouting(**_):
-        raise RuntimeError("\x1b[2J at https://judge/?key=S3CRET " + "a" * 10**6)
-
-    with pytest.raises(
-        ValueError, match=r"shouting raised .*: \\x1b\[2J at .*judge/\?\*\*\* aaa"
-    ) as caught:
-        call(length, shouting)
-    assert len(str(caught.value)) < 1200
-    with pytest.raises(ValueError, match="said returned 'aaa") as caught:
-        call(says(["a" * 10**6] * 3))
-    assert len(str(caught.value)) < 1200
-
-
-@pytest.mark.parametrize("function", [failure, slow_failure])
-def test_exception_names_function_and_keeps_cause(function):
+def test_exception_names_function_and_keeps_cause():
     with pytest.raises(ValueError, match="failure raised KeyError: 'answer'") as caught:
-        call(length, function)
+        call(length, failure)
     assert isinstance(caught.value.__cause__, KeyError)
 
+    async def short(**_):
+        return [1.0]
 
-def test_missing_column_raises_with_function_name():
-    def strict(completions, solution):
-        return [0.0] * 3
-
-    with pytest.raises(ValueError, match=r"reward function strict raised TypeError.*'solution'"):
-        call(strict)
+    with pytest.raises(ValueError, match="reward function short must return a list of 3 scores"):
+        call(short)
+    with pytest.raises(ValueError, match="said raised NotImplementedError"):
+        call(says(torch.ones(3, device="meta")))
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_column_named_like_sampled_input_raises(name):
-    with pytest.raises(ValueError, match=f"the dataset column '{name}' has the name of"):
-        call(length, columns={name: ["another"] * 3})
+def test_column_named_like_sampled_input_raises():
+    with pytest.raises(ValueError, match="the dataset column 'prompts' has the name of"):
+        call(length, columns={"prompts": ["another"] * 3})
 
 
 def test_source_of_function_or_object_has_a_fingerprint():
@@ -540,3 +406,5 @@ def test_logged_columns_may_be_arrays_and_tensors():
     inputs = RewardInputs(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=IDS, columns={})
     extra = Rewards(logs).judge(inputs, torch.ones(3, 3)).extra
     assert extra == {"array": [0, 1, 2], "tensor": [0.5, 1.0, 2.0], "numbers": [1.0, 2, None]}
+    with pytest.raises(ValueError, match="column 'seen' has 1 values for 3 completions"):
+        call(lambda log_extra: log_extra("seen", [1]))

@@ -77,12 +77,10 @@ def test_server_that_fails_is_asked_again_then_one_error(server):
     with pytest.raises(openai.InternalServerError):
         scores(make(server, retries=1), ["b"])
     assert len(server.asked) == 4
-    with pytest.raises(ValueError, match="reward function helpful raised InternalServerError"):
-        Rewards(make(server, retries=0))(["p"], ["c"], [[4]], {})
 
 
 def test_hanging_server_times_out(server):
-    server.answer = lambda asked: time.sleep(1.0) or by_length(asked)
+    server.answer = lambda asked: time.sleep(0.5) or by_length(asked)
     with pytest.raises(openai.APITimeoutError):
         scores(make(server, timeout=0.1, retries=0), ["a"])
 
@@ -134,16 +132,13 @@ def test_completion_stands_as_data_between_marks_that_it_cannot_guess(server):
     assert user["content"].count(mark) == 6
 
 
-def test_request_adds_fields_of_any_server(server):
-    scores(make(server, request={"max_tokens": 9, "chat_template_kwargs": {"a": 1}}), ["a"])
-    body = server.asked[0].body
-    assert (body["max_tokens"], body["chat_template_kwargs"]) == (9, {"a": 1})
-
-
-def test_rubric_is_read_from_a_file(server, tmp_path):
+def test_rubric_of_a_file_and_fields_of_any_server_are_sent(server, tmp_path):
     (tmp_path / "rubric.md").write_text("Be strict.\n")
-    scores(make(server, rubric=str(tmp_path / "rubric.md")), ["a"])
-    assert "by this rubric:\n\nBe strict.\n\n" in server.asked[0].body["messages"][0]["content"]
+    request = {"max_tokens": 9, "chat_template_kwargs": {"a": 1}}
+    scores(make(server, rubric=str(tmp_path / "rubric.md"), request=request), ["a"])
+    body = server.asked[0].body
+    assert "by this rubric:\n\nBe strict.\n\n" in body["messages"][0]["content"]
+    assert (body["max_tokens"], body["chat_template_kwargs"]) == (9, {"a": 1})
 
 
 def test_each_text_is_asked_once(server):
@@ -172,11 +167,9 @@ def test_questions_run_side_by_side_within_the_limit(server):
 @pytest.mark.parametrize(
     ("options", "said", "score"),
     [
-        ({}, '{"score": 10}', 1.0),
         ({}, '```json\n{"reason": "a {b}", "score": 5.5}\n```', 0.5),
         ({}, 'It says {"score": 10}, but: {"score": "1", "why": {"bad": 1}}', 0.0),
         ({"scale": "-1-1"}, '{"score": 0}', 0.5),
-        ({"scale": "0-100"}, '{"score": 25}', 0.25),
     ],
 )
 def test_verdict_is_mapped_to_unit_interval(server, options, said, score):
@@ -187,7 +180,6 @@ def test_verdict_is_mapped_to_unit_interval(server, options, said, score):
 GARBAGE = [
     chat("I would rather not."),
     chat('{"score": 11}'),
-    chat('{"score": true}'),
     chat(None, finish_reason="length"),
     Said({"choices": []}),
 ]
@@ -225,7 +217,6 @@ def test_missing_column_is_named_before_anything_is_asked(server):
     ("options", "reason"),
     [
         ({"rubric": "absent.md"}, "the rubric of judge:helpful: there is no file"),
-        ({"scale": "high"}, "scale must be two numbers"),
         ({"scale": "3-3"}, "scale must be two numbers"),
         ({"base_url": "http://me:word@host/v1"}, "a user, a password"),
     ],

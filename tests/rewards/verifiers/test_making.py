@@ -1,6 +1,5 @@
 """Making ready-made rewards: names, options, what is missing, and what all of them share."""
 
-import ast
 import inspect
 import pickle
 import re
@@ -11,7 +10,6 @@ import pytest
 from rlhf_pg.rewards import verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
 from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
-from tests.rewards.calling import Rewards
 
 # Options that each of them can be made with.
 ENOUGH = {
@@ -19,28 +17,13 @@ ENOUGH = {
     "json_schema": {"schema": {"type": "object"}},
     "length": {"longest": 5},
 }
-ANYWHERE = [name for name in VERIFIERS if name != "code"]  # which needs bubblewrap
 
 
-def test_the_names_are_those_of_the_docs() -> None:
-    assert list(VERIFIERS) == [
-        *("math", "exact", "numeric", "regex", "json_schema"),
-        *("format", "length", "repetition", "code"),
-    ]
-
-
-@pytest.mark.parametrize("name", ANYWHERE)
-def test_reward_has_its_name_and_survives_pickling(name) -> None:
-    made = make_verifier(name, ENOUGH.get(name, {}))
-    again = pickle.loads(pickle.dumps(made))
-    assert (again.__name__, again) == (name, made)
-
-
-def test_rewards_take_a_verifier_like_a_function() -> None:
-    rewards = Rewards([make_verifier("exact", {}), make_verifier("exact", {"ignore_case": True})])
-    scores = rewards(["p"] * 3, ["a", "A", "b"], [[1], [2], [3]], {"answer": ["a"] * 3})
-    assert rewards.names == ["exact", "exact_2"]
-    assert scores[:, 0].tolist() == [[1, 1], [0, 1], [0, 0]]
+def test_reward_has_its_name_and_survives_pickling() -> None:
+    for name in VERIFIERS.keys() - {"code"}:  # which needs bubblewrap
+        made = make_verifier(name, ENOUGH.get(name, {}))
+        again = pickle.loads(pickle.dumps(made))
+        assert (again.__name__, again) == (name, made)
 
 
 def test_row_without_truth_applies_to_no_one() -> None:
@@ -54,15 +37,11 @@ def test_row_without_truth_applies_to_no_one() -> None:
         ("exact", {"colum": "a"}, ["reward exact: ", "'colum'", "'column'"]),
         ("regex", {}, ["reward regex: pattern"]),
         ("regex", {"pattern": "(a"}, ["reward regex: ", "'(a'", "not a regular expression"]),
-        ("numeric", {"abs_tol": -1}, ["reward numeric: abs_tol"]),
         ("numeric", {"abs_tol": "much"}, ["reward numeric: abs_tol", "'much'"]),
         ("length", {}, ["reward length: ", "shortest", "longest"]),
         ("length", {"shortest": 5, "longest": 4}, ["shortest (5)", "longest (4)"]),
         ("format", {"tags": ["a", "a"]}, ["reward format: tags", "different"]),
-        ("repetition", {"max_penalty": 1.0}, ["reward repetition: max_penalty"]),
-        ("json_schema", {}, ["reward json_schema: schema"]),
         ("json_schema", {"schema": {"type": "objekt"}}, ["not a JSON schema", "objekt"]),
-        ("json_schema", {"schema": [1]}, ["reward json_schema: schema"]),
     ],
 )
 def test_wrong_option_is_one_error(name, options, words) -> None:
@@ -70,12 +49,6 @@ def test_wrong_option_is_one_error(name, options, words) -> None:
         make_verifier(name, options)
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
-
-
-def test_numbers_may_be_text() -> None:
-    assert make_verifier("numeric", {"abs_tol": "1e-3"}).options["abs_tol"] == 0.001
-    made = make_verifier("format", {"tags": ["a", "b"], "opened": True})
-    assert (made.options["tags"], made.opened) == (("a", "b"), True)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +84,6 @@ def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
 @pytest.mark.parametrize(
     ("completion", "text"),
     [
-        ("as it is", "as it is"),
-        ([{"role": "assistant", "content": "a"}], "a"),
         (
             [
                 {"role": "assistant", "content": "first"},
@@ -123,8 +94,6 @@ def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
             "last",
         ),
         ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
-        ([{"role": "assistant"}], ""),
-        ([{"role": "tool", "content": "tool"}], ""),
         ([], ""),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}], "a"),
     ],
@@ -136,17 +105,12 @@ def test_text_of_completion(completion, text) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("7", "7"),
         ("<think>6</think>7", "7"),
-        ("6</think>7", "7"),
-        ("<think>5</think>6<think>7</think>8", "8"),
         ("<think>6", ""),
         ("<think>5</think>6<think>7", "6"),
-        ("so <answer>7</answer> or so", "7"),
         ("<answer>6</answer><answer>7</answer>", "7"),
         ("<answer>7", "7"),
         ("<think><answer>6</answer></think>7", "7"),
-        ("", ""),
     ],
 )
 def test_answer_stands_outside_of_thinking(text, answer) -> None:
@@ -156,12 +120,10 @@ def test_answer_stands_outside_of_thinking(text, answer) -> None:
 @pytest.mark.parametrize(
     ("text", "held"),
     [
-        (r"\boxed{7}", "7"),
         (r"\boxed{6}, no: \boxed{7}.", "7"),
         (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),
         (r"\boxed{7", None),
-        ("7", None),
         (r"\boxed{" * 20_000, None),
     ],
 )
@@ -174,10 +136,3 @@ def test_docs_name_every_option() -> None:
     of_all = (inspect.signature(made).parameters.values() for made in VERIFIERS.values())
     options = {p.name for own in of_all for p in own if p.kind is p.KEYWORD_ONLY}
     assert [name for name in options if not re.search(rf"`{name}\b|`.*, {name}`", text)] == []
-
-
-def test_heavy_packages_are_imported_late() -> None:
-    for path in Path(verifiers.__file__).parent.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            said = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
-            assert not any(name in said for name in ("math_verify", "jsonschema", "referencing"))

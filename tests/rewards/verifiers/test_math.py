@@ -9,6 +9,16 @@ from rlhf_pg.rewards.verifiers import answers, make_verifier
 from tests.rewards import misbehaving as faults
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_process():
+    """Each takes seconds to import math-verify."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "cores_of_process", lambda: 1)
+        answers.workers.cache_clear()
+        yield
+    answers.workers.cache_clear()
+
+
 def boxed(text: str) -> str:
     return rf"\boxed{{{text}}}"
 
@@ -16,53 +26,34 @@ def boxed(text: str) -> str:
 @pytest.mark.parametrize(
     ("answer", "truth", "expected"),
     [
-        (boxed("42"), "42", 1),
         (boxed("42"), 42, 1),
         (boxed("41"), "42", 0),
         (boxed(r"\frac{1}{2}"), "1/2", 1),
         (boxed(r"\frac12"), boxed(r"\dfrac{1}{2}"), 1),
-        (boxed("0.5"), r"$\frac{1}{2}$", 1),
         (boxed(r"2\sqrt{2}"), r"\sqrt{8}", 1),
-        (boxed(r"\frac{\sqrt{2}}{2}"), r"\frac{1}{\sqrt{2}}", 1),
-        (boxed(r"\sqrt{2}"), "1.5", 0),
         (boxed(r"50\%"), "0.5", 1),
-        (boxed("50%"), r"50\%", 1),
         (boxed(r"5\text{ cm}"), "5", 1),
-        (boxed(r"5 \mathrm{cm}^2"), "5", 1),
         (boxed(r"\$5"), "5", 1),
-        (boxed(r"90^\circ"), "90", 1),
         (boxed("\u22123"), "-3", 1),
         (boxed("-3"), "\u22123", 1),
-        (boxed("3"), "-3", 0),
         (boxed("1{,}000"), "1000", 1),
-        (boxed("1,000"), "1000", 1),
         (boxed(boxed(r"\frac{1}{2}")), "1/2", 1),
         (boxed("(x+1)^2"), "x^2+2x+1", 1),
         (boxed("x=5"), "5", 1),
         (boxed(r"\{2,1\}"), r"\{1,2\}", 1),
         (boxed("(1, 2)"), "(1,2)", 1),
         (boxed("(2, 1)"), "(1,2)", 0),
-        (boxed("[0, 1)"), "[0,1)", 1),
         (boxed(r"\text{east}"), "east", 1),
-        (boxed(r"\text{west}"), "east", 0),
-        (boxed(r"1.5\times 10^3"), "1500", 1),
         (boxed(r"\begin{pmatrix}1\\2\end{pmatrix}"), r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
         # Several boxes are a set: to list all candidates is no answer.
         (" or ".join(map(boxed, "123")), "3", 0),
-        (f"{boxed('1')} and {boxed('2')}", r"\{1, 2\}", 1),
-        (boxed("1, 2, 3"), "3", 0),
         (boxed("8") + ". The final answer is $7$", "8", 1),
-        ("The answer is 42.", "42", 1),
         ("So we get $x = 42$", "42", 1),
         ("5 + 5 = 10\n#### 42", "42", 1),
         (boxed("42"), "6 times 7\n#### 42", 1),
-        (boxed("42"), "It is " + boxed("42") + ".", 1),
         (boxed("3"), ["2", "3"], 1),
-        (boxed("42") + "</think>", "42", 0),
         ("<think>" + boxed("42"), "42", 0),
         (r"\boxed{42", "42", 0),
-        (r"\boxed{}", "42", 0),
-        ("no idea", "42", 0),
         ("", "42", 0),
         (boxed("42"), None, None),
     ],
@@ -73,7 +64,7 @@ def test_math(answer, truth, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"), [(boxed("42"), 1), ("The answer is 42.", 0), ("$42$", 0), ("", 0)]
+    ("answer", "expected"), [(boxed("42"), 1), ("The answer is 42.", 0), ("$42$", 0)]
 )
 def test_only_boxes_count_if_wanted(answer, expected) -> None:
     assert make_verifier("math", {"boxed": True})([], [answer], None, answer=["42"]) == [expected]
@@ -91,26 +82,6 @@ def test_end_of_a_very_long_completion_is_seen() -> None:
     assert scores == [1, 0]
 
 
-def test_endless_computation_ends_in_any_thread() -> None:
-    """Powers of powers, in C and out of reach of exceptions; the others keep their scores."""
-    made = make_verifier("math", {"timeout": 1.0})
-    answers = [boxed("7"), boxed("9^{9^{9^{9}}}"), boxed("7")]
-    said: list = []
-    thread = threading.Thread(
-        target=lambda: said.append(made([], answers, None, answer=["7"] * 3)), daemon=True
-    )
-    thread.start()
-    thread.join(60)
-    assert said == [[1, 0, 1]]
-
-
-def test_scores_keep_their_rows_over_several_processes() -> None:
-    truths = [str(i) for i in range(40)]
-    answers = [boxed(str(i if i < 7 else i + 1)) for i in range(40)]
-    scores = make_verifier("math", {})([], answers, None, answer=truths)
-    assert scores == [float(i < 7) for i in range(40)]
-
-
 def test_process_that_cannot_start_is_an_error_not_a_wrong_answer(monkeypatch) -> None:
     monkeypatch.setattr(answers, "workers", lambda: Pool(1, ready=faults.breaks))
     with pytest.raises(NotStarted, match="ZeroDivisionError"):
@@ -119,3 +90,16 @@ def test_process_that_cannot_start_is_an_error_not_a_wrong_answer(monkeypatch) -
 
 def test_numbers_are_no_code() -> None:
     assert answers.compare(["1"], "__import__('os').getpid()", False) == 0
+
+
+def test_endless_computation_ends_in_any_thread() -> None:
+    """Powers of powers, in C and out of reach of exceptions; the others keep their scores."""
+    made = make_verifier("math", {"timeout": 1.0})
+    said: list = []
+    texts = [boxed("7"), boxed("9^{9^{9^{9}}}")]
+    thread = threading.Thread(
+        target=lambda: said.append(made([], texts, None, answer=["7"] * 2)), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert said == [[1, 0]]

