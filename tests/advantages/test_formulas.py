@@ -266,6 +266,25 @@ def test_n_step_matches_loop(case, gamma, n):
     equal(advantages, torch.where(mask, expected - values, 0.0))
 
 
+@few
+@given(case=episodes(), gamma=unit)
+def test_n_step_extremes_match_gae_extremes(case, gamma):
+    mask, rewards, values, bootstrap = case
+    for n, lam in ((1, 0.0), (None, 1.0)):
+        one_way = n_step(rewards, values, mask, n, gamma, bootstrap)
+        other_way = gae(rewards, values, mask, gamma, lam, bootstrap)
+        for a, b in zip(one_way, other_way, strict=True):
+            equal(a, b)
+
+
+@pytest.mark.proves("rlhf_pg.advantages.n_step")
+def test_n_step_keeps_last_reward_of_truncated_episode():
+    # R = [13, 12, 11]; with V as the last return, without its reward, A would be [2, 1, 0]
+    ones = torch.ones(1, 3).double()
+    advantages, _ = n_step(ones, 10 * ones, ones.bool(), None, bootstrap_value=f64([10]))
+    assert advantages.tolist() == [[3, 2, 1]]
+
+
 @pytest.mark.parametrize("n", [0, -1])
 def test_n_step_n_below_one_raises(n):
     with pytest.raises(ValueError, match="n must be at least 1"):

@@ -155,6 +155,35 @@ def test_clipped_surrogate_matches_loop(case, low, high):
     equal(clipped_surrogate(logprobs, old, advantages, mask, low, high)[0], expected)
 
 
+@pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
+@few
+@given(case=tokens())
+def test_only_clipped_tokens_have_zero_gradient(case):
+    mask, logprobs, old, advantages = case
+    grad = gradient(clipped_surrogate, logprobs, old, advantages, mask=mask)
+    cut = clipped_surrogate(logprobs, old, advantages, mask)[1]["clip_ratio/region_mean"] == 1
+    ratio = (logprobs - old).exp()
+    up, down = (ratio > 1.2) & (advantages > 0), (ratio < 0.8) & (advantages < 0)
+    assert torch.equal(cut, (up | down) & mask)
+    assert (grad[cut] == 0).all()
+    kept = mask & ~cut
+    equal(grad[kept], (-ratio * advantages)[kept])
+
+
+@pytest.mark.parametrize("name", POLICY)
+@few
+@given(case=tokens(2), shares=arrays(float, 4, elements=quarters))
+def test_row_advantage_is_broadcast_to_tokens(name, case, shares):
+    mask, logprobs, old = case
+    advantages = torch.tensor(shares[: len(mask), None])
+    loss = POLICY[name]
+    narrow = loss(logprobs, old, advantages, mask)
+    wide = loss(logprobs, old, advantages.expand(mask.shape), mask)
+    equal(narrow[0], wide[0])
+    for metric in narrow[1]:
+        equal(narrow[1][metric], wide[1][metric])
+
+
 @pytest.mark.proves(*(f"rlhf_pg.losses.{name}" for name in POLICY_LOSSES))
 @pytest.mark.parametrize("name", sorted(POLICY))
 @few
