@@ -54,7 +54,7 @@ def distribution(params: SamplingParams, kept: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept"), [({}, range(5)), ({"temperature": 0.7}, range(5)), *TRUNCATIONS]
+    ("fields", "kept"), [({"temperature": 0.7}, range(5)), ({"top_k": 3, "top_p": 0.8}, [1, 3])]
 )
 def test_draws_follow_exact_distribution(fields, kept):
     params, kept = SamplingParams(**fields), list(kept)
@@ -67,7 +67,7 @@ def test_draws_follow_exact_distribution(fields, kept):
 def test_draws_follow_large_distribution():
     logits = 2 * torch.randn(500, generator=torch.Generator().manual_seed(0))
     counts = torch.zeros(500, dtype=torch.long)
-    for noise in noise_of(N).split(10_000):
+    for noise in noise_of(N // 4).split(10_000):
         ids, _ = sample(logits.expand(len(noise), -1), SamplingParams(), noise)
         counts += torch.bincount(ids, minlength=500)
     assert chi_square_p(counts, logits.double().softmax(0)) > 1e-6
@@ -91,7 +91,7 @@ def test_temperature_matches_closed_form(temperature):
     torch.testing.assert_close(logprobs.exp(), (powers / powers.sum())[ids], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("noise", [0.0, LAST])
 def test_temperature_zero_is_greedy_with_logprobs_at_one(noise):
     logits = torch.stack([PROBS, PROBS.flip(0)]).log() + 3  # unnormalised, as logits are
     params = SamplingParams(temperature=0)
@@ -101,10 +101,9 @@ def test_temperature_zero_is_greedy_with_logprobs_at_one(noise):
 
 
 @pytest.mark.parametrize("low", [-INF, -1e4])  # probability 0, and one that underflows to 0
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("noise", "drawn"), [(0.0, 2), (LAST, 5)])
-def test_zero_probability_tokens_are_never_drawn(noise, drawn, dtype, low):
-    logits = torch.tensor([[low, low, 0.3, low, -1.0, 0.7, low]], dtype=dtype)
+def test_zero_probability_tokens_are_never_drawn(noise, drawn, low):
+    logits = torch.tensor([[low, low, 0.3, low, -1.0, 0.7, low]])
     ids, logprobs = sample(logits, SamplingParams(), torch.tensor([noise], dtype=torch.float64))
     assert ids.tolist() == [drawn]
     assert logprobs.isfinite().all()
@@ -126,9 +125,8 @@ def test_last_token_of_large_vocabulary_is_reachable():
     assert (ids == 49_999).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_rarer_than_float32_epsilon_keep_their_share(dtype):
-    logits = torch.tensor([0.0, -22, -22, -22], dtype=dtype)
+def test_tokens_rarer_than_float32_epsilon_keep_their_share():
+    logits = torch.tensor([0.0, -22, -22, -22])
     rare = math.exp(-22)  # 2.8e-10
     noise = 1 - rare * torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64)
     ids, _ = sample(logits.expand(4, -1), SamplingParams(), noise)
@@ -142,34 +140,27 @@ def test_each_token_owns_half_open_noise_interval():
     assert ids.tolist() == [0, 0, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-def test_half_precision_logits_are_sampled_in_float32(dtype, temperature):
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_half_precision_logits_are_sampled_in_float32(temperature):
     params = SamplingParams(temperature=temperature)
     logits = 3 * torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
-    logits = logits.to(dtype)
+    logits = logits.bfloat16()
     ids, logprobs = sample(logits, params, noise_of(64))
     exact = (logits.double() / (temperature or 1)).log_softmax(-1)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), exact[range(64), ids], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"temperature": 0.5, "top_p": 0.7}])
-def test_rows_are_sampled_independently(fields):
+def test_rows_are_sampled_independently_and_logits_left_unchanged():
     logits = 3 * torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    params, noise = SamplingParams(**fields), noise_of(50)
+    params = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1)
+    before, noise = logits.clone(), noise_of(50)
     ids, logprobs = sample(logits, params, noise)
+    assert logits.equal(before)
     for i in range(50):
         row_ids, row_logprobs = sample(logits[i : i + 1], params, noise[i : i + 1])
         assert row_ids.item() == ids[i]
         torch.testing.assert_close(row_logprobs[0], logprobs[i])
-
-
-def test_sampling_leaves_logits_unchanged():
-    logits = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
-    before = logits.clone()
-    sample(logits, SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1), noise_of(8))
-    assert torch.equal(logits, before)
 
 
 # --- uniform --------------------------------------------------------------------------------------
@@ -223,7 +214,7 @@ def test_reference_generator_matches_published_values():
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1])
+@pytest.mark.parametrize("seed", [0, 42, 2**63, -1])
 def test_uniform_matches_reference_generator(seed):
     for at in itertools.product([0, 1, 2**40], [0, 3, 1000], [0, 1, 4095]):
         assert one(seed, *at) == expected_uniform(seed, *at)
@@ -249,10 +240,9 @@ def test_noise_is_uniform_along_each_coordinate(axis):
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("lag", [1, 2])
-def test_neighbouring_noise_is_uncorrelated(axis, lag):
+def test_neighbouring_noise_is_uncorrelated(axis):
     noise = strips(axis)
-    pairs = torch.stack([noise[:, :-lag].flatten(), noise[:, lag:].flatten()])
+    pairs = torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()])
     assert abs(torch.corrcoef(pairs)[0, 1]) < 5 * pairs.shape[1] ** -0.5
     cells = (pairs * 20).long()
     counts = torch.bincount(cells[0] * 20 + cells[1], minlength=400)
@@ -273,20 +263,3 @@ def test_noise_does_not_depend_on_rest_of_batch():
     assert [one(3, d, s, 2) for d, s in zip(draws.tolist(), samples.tolist(), strict=True)] == (
         whole.tolist()
     )
-
-
-def test_uniform_leaves_arguments_unchanged():
-    draws, samples = torch.arange(5), torch.arange(5)
-    uniform(3, draws, samples, 2)
-    assert draws.tolist() == samples.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_noise_ignores_global_random_state():
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    first = one(1, 2, 3, 4)
-    torch.manual_seed(1)
-    assert one(1, 2, 3, 4) == first
-    torch.manual_seed(0)
-    one(1, 2, 3, 4)
-    assert torch.equal(torch.get_rng_state(), state)

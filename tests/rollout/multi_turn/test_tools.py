@@ -88,11 +88,9 @@ def test_turn_with_calls_is_answered_others_end_episode():
         ("{", "the call is not JSON"),
         ("[" * 10000, "the call is not JSON"),
         ("7", 'a call needs a "name" and "arguments"'),
-        ('{"name": 3}', 'a call needs a "name"'),
         ('{"name": "add", "arguments": [1]}', 'a call needs a "name"'),
         ('{"name": "exec", "arguments": {}}', "there is no tool 'exec', only add, shout, broken"),
         ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "argument 'c'"),
-        ('{"name": "add", "arguments": {"b": 1}}', "argument: 'a'"),
         ('{"name": "add", "arguments": {"a": "x"}}', "TypeError"),
         ('{"name": "broken", "arguments": {"text": "gone"}}', "OSError: gone"),
     ],
@@ -122,14 +120,6 @@ def test_slow_tool_gives_error_without_affecting_others():
     go.set()
 
 
-def test_non_text_results_become_json():
-    def table() -> dict:
-        """Numbers."""
-        return {"a": [1, None]}
-
-    assert answers(environment(table), called('{"name": "table"}')) == ['{"a": [1, null]}']
-
-
 def test_odd_results_are_readable_and_do_not_end_episode():
     def table(kind: int) -> dict:
         """Numbers.
@@ -137,12 +127,12 @@ def test_odd_results_are_readable_and_do_not_end_episode():
         Args:
             kind: which.
         """
-        return [{"a": "größer"}, {(1, 2): 3}, "\ud800"][kind]
+        return [{"a": ["größer", None]}, {(1, 2): 3}, "\ud800"][kind]
 
     playing = environment(table)
     said = [called(f'{{"name": "table", "arguments": {{"kind": {kind}}}}}') for kind in range(3)]
     right, wrong, half = answers(playing, "".join(said))
-    assert right == '{"a": "größer"}'
+    assert right == '{"a": ["größer", null]}'
     assert wrong.startswith("Error: TypeError: keys must be str")
     assert half == "?"
     assert playing.failures == 1
@@ -181,7 +171,6 @@ def test_tokenizer_with_response_template_parses_calls():
     ("tools", "message"),
     [
         ([lambda x: x], "no usable schema: .*<lambda>"),
-        (["add"], "no usable schema"),
         ([add, add], "two have the same name, among add"),
     ],
 )

@@ -209,15 +209,9 @@ def test_plain_factory_makes_ours_and_other_things_are_refused() -> None:
         with pytest.raises(ValueError, match="TrlEnvironments"):
             source_of(wrong)
 
+    class Mute(Door):
+        def move(self, where: str) -> str:
+            return where
 
-class Mute:
-    def reset(self):
-        pass
-
-    def move(self, where: str) -> str:
-        return where
-
-
-def test_method_without_docstring_is_named() -> None:
     with pytest.raises(ValueError, match=r"no usable schema: .*move"):
         TrlEnvironments(Mute).runner_options(TOKENIZER, 1.0, [])

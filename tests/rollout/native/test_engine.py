@@ -78,9 +78,8 @@ def test_logprobs_match_teacher_forced_forward(arch):
     assert_teacher_forced(model, PROMPTS, completions, atol)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_bf16_model_gives_float32_logprobs(arch):
-    model, logits = tiny_model(arch, dtype=torch.bfloat16), []
+def test_bf16_model_gives_float32_logprobs():
+    model, logits = tiny_model("llama", dtype=torch.bfloat16), []
     completions = engine_of(model).generate(PROMPTS, 4, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions, atol=0.15)  # bfloat16 rounds as it likes
     model.register_forward_hook(lambda *call: logits.append(call[-1].logits[0, -1]))
@@ -90,33 +89,19 @@ def test_bf16_model_gives_float32_logprobs(arch):
     assert completion.logprobs == pytest.approx(picked, abs=1e-6)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_prompt_alone_gives_same_samples_as_in_batch(arch):
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_samples_do_not_depend_on_batch(arch):
     engine = engine_of(tiny_model(arch))
-    ids = [4, 0, 9, 2, 7]
-    together = engine.generate(PROMPTS, 3, PARAMS, seed=1, prompt_ids=ids)
+    together = engine.generate(PROMPTS, 3, PARAMS, seed=1)
     alone = [
         completion
-        for prompt, i in zip(PROMPTS, ids, strict=True)
+        for i, prompt in enumerate(PROMPTS)
         for completion in engine.generate([prompt], 3, PARAMS, seed=1, prompt_ids=[i])
     ]
     assert_same(together, alone)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sample_does_not_depend_on_number_of_samples(arch):
-    engine = engine_of(tiny_model(arch))
-    few = engine.generate(PROMPTS, 2, PARAMS, seed=1)
-    many = engine.generate(PROMPTS, 5, PARAMS, seed=1)
-    assert_same(few, [many[5 * p + s] for p in range(len(PROMPTS)) for s in range(2)])
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_prompt_order_does_not_matter(arch):
-    engine = engine_of(tiny_model(arch))
-    forward = engine.generate(PROMPTS, 2, PARAMS, seed=1, prompt_ids=[0, 1, 2, 3, 4])
     backward = engine.generate(PROMPTS[::-1], 2, PARAMS, seed=1, prompt_ids=[4, 3, 2, 1, 0])
-    assert_same(backward, [forward[2 * p + s] for p in range(4, -1, -1) for s in range(2)])
+    assert_same(backward, [together[3 * p + s] for p in range(4, -1, -1) for s in range(2)])
+    assert engine.generate([], 3, PARAMS, seed=0) == []
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -128,14 +113,12 @@ def test_padding_width_leaves_samples_unchanged(arch):
         assert_same(batch[:3], alone)
 
 
-@pytest.mark.parametrize("window", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sliding_window_shorter_than_row_is_respected(window, dtype):
-    model = tiny_model("mistral", sliding_window=window, dtype=dtype)
+def test_sliding_window_shorter_than_row_is_respected():
+    model = tiny_model("mistral", sliding_window=4)
     prompts = [*PROMPTS, [1, 2, 4, 5, 6, 8, 9, 10, 12]]
     completions = engine_of(model).generate(prompts, 3, PARAMS, seed=3)
     assert_teacher_forced(model, prompts, completions, atol=1e-5)
-    unbounded = tiny_model("mistral", sliding_window=None, dtype=dtype)
+    unbounded = tiny_model("mistral", sliding_window=None)
     with pytest.raises(AssertionError, match="not close"):
         assert_teacher_forced(unbounded, prompts, completions, atol=1e-2)
 
@@ -151,30 +134,12 @@ def test_gradient_checkpointing_changes_nothing():
 # --- order and noise ------------------------------------------------------------------------------
 
 
-def test_completions_are_grouped_by_prompt():
-    model = tiny_model("llama")
-    completions = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
-    assert len(completions) == 3 * len(PROMPTS)
-    for p, prompt in enumerate(PROMPTS):
-        group = completions[3 * p : 3 * p + 3]
-        assert_teacher_forced(model, [prompt], group)
-        other = PROMPTS[(p + 2) % len(PROMPTS)]
-        with pytest.raises(AssertionError, match="not close"):
-            assert_teacher_forced(model, [other], group, atol=1e-2)
-
-
-def test_prompt_ids_count_from_zero_by_default():
-    engine = engine_of(tiny_model("llama"))
-    default = engine.generate(PROMPTS, 2, PARAMS, seed=0)
-    assert_same(engine.generate(PROMPTS, 2, PARAMS, seed=0, prompt_ids=range(5)), default)
-
-
 def test_seeds_draws_and_samples_all_differ():
     engine = engine_of(tiny_model("llama"), eos=[])
-    same = [[17, 4]] * 6
-    completions = [c for s in range(4) for c in engine.generate(same, 6, PARAMS, seed=s)]
-    assert len({tuple(c.tokens) for c in completions}) == 4 * 6 * 6
-    again = [c for s in range(4) for c in engine.generate(same, 6, PARAMS, seed=s)]
+    same = [[17, 4]] * 4
+    completions = [c for s in range(2) for c in engine.generate(same, 4, PARAMS, seed=s)]
+    assert len({tuple(c.tokens) for c in completions}) == 2 * 4 * 4
+    again = [c for s in range(2) for c in engine.generate(same, 4, PARAMS, seed=s)]
     assert again == completions
 
 
@@ -188,8 +153,7 @@ def test_global_random_state_is_neither_read_nor_advanced():
     assert engine.generate(PROMPTS, 2, PARAMS, seed=0) == first
 
 
-@pytest.mark.parametrize("copies", [1, 50])
-def test_short_completions_have_exact_probabilities(copies):
+def test_short_completions_have_exact_probabilities():
     """Every completion of up to two tokens, enumerated: 1 that ends at once and 5 * 6 others."""
     model, prompt, eos = tiny_model("llama", vocab_size=6), [1, 4], 2
     params = SamplingParams(temperature=1.5, max_tokens=2)
@@ -198,7 +162,7 @@ def test_short_completions_have_exact_probabilities(copies):
         first, second = teacher_forced(model, prompt, [a, 0], params.temperature).double().exp()
         followed = {(a, b): (first[a] * second[b]).item() for b in range(6)}
         exact |= {(a,): first[a].item()} if a == eos else followed
-    completions = engine_of(model, eos).generate([prompt] * copies, 20_000 // copies, params, 0)
+    completions = engine_of(model, eos).generate([prompt] * 20, 500, params, 0)
     index = {tokens: i for i, tokens in enumerate(exact)}
     drawn = torch.tensor([index[tuple(c.tokens)] for c in completions])
     probs = torch.tensor(list(exact.values()))
@@ -207,26 +171,17 @@ def test_short_completions_have_exact_probabilities(copies):
     torch.testing.assert_close(claimed, probs.log()[drawn], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
-def test_truncated_logprobs_are_renormalized(fields):
-    model = tiny_model("llama")
-    params = replace(PARAMS, **fields)
+def test_top_k_logprobs_are_renormalized():
+    model, params = tiny_model("llama"), replace(PARAMS, top_k=3)
     for i, c in enumerate(engine_of(model).generate(PROMPTS, 3, params, seed=0)):
         full = teacher_forced(model, PROMPTS[i // 3], c.tokens, params.temperature)
-        for token, logprob, row in zip(c.tokens, c.logprobs, full.exp(), strict=True):
-            ranked = row.sort(descending=True).values
-            kept = {
-                "top_k": ranked[:3],
-                "top_p": ranked[ranked.cumsum(0) - ranked < 0.7],
-                "min_p": ranked[ranked >= 0.2 * ranked[0]],
-            }[next(iter(fields))]
-            assert row[token] >= kept[-1]
-            assert logprob == pytest.approx((row[token] / kept.sum()).log().item(), abs=1e-4)
+        kept = full.topk(3).values.log_softmax(-1)
+        logprobs = torch.tensor(c.logprobs)
+        assert (logprobs[:, None] - kept).abs().amin(1).max() < 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_temperature_zero_is_greedy_and_ignores_noise(arch):
-    model = tiny_model(arch)
+def test_temperature_zero_is_greedy_and_ignores_noise():
+    model = tiny_model("llama")
     params = replace(PARAMS, temperature=0)
     completions = engine_of(model).generate(PROMPTS, 2, params, seed=0)
     assert_teacher_forced(model, PROMPTS, completions, temperature=1.0)
@@ -248,13 +203,12 @@ def test_generation_without_eos_has_full_length():
         assert {type(logprob) for logprob in completion.logprobs} == {float}
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, 10])
-def test_eos_only_truncates_completion(arch, max_tokens):
-    model = tiny_model(arch)
+@pytest.mark.parametrize("max_tokens", [1, 10])
+def test_eos_only_truncates_completion(max_tokens):
+    model = tiny_model("llama")
     endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=4)
     params = replace(PARAMS, max_tokens=max_tokens)
-    for eos in (7, 21, [7, 21], EOS, {30, 4}):
+    for eos in (7, EOS, {30, 4}):
         ends = [eos] if isinstance(eos, int) else eos
         completions = engine_of(model, eos).generate(PROMPTS, 8, params, seed=4)
         assert_same(completions, [cut(c, ends, max_tokens) for c in endless])
@@ -309,33 +263,17 @@ def cut_at_text(completion: Completion, stop: Sequence[str]) -> Completion:
     return completion
 
 
-def test_test_tokenizer_joins_without_spaces():
-    assert len(char_tokenizer()) == VOCAB
-    assert char_tokenizer().decode([0, 27, 25, 39]) == "abbz</s>"
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("width", [1, 3])
 def test_stop_string_ends_completion_and_is_kept(width):
     model, tokenizer = tiny_model("llama"), char_tokenizer()
     endless = engine_of(model, eos=[]).generate(PROMPTS, 3, PARAMS, seed=0)
     engine = engine_of(model, eos=[], tokenizer=tokenizer)
-    for completion in endless[::3]:
-        stop = tokenizer.decode(completion.tokens)[4 : 4 + width]
-        for params in (replace(PARAMS, stop=stop), replace(PARAMS, stop=["!", stop])):
-            completions = engine.generate(PROMPTS, 3, params, seed=0)
-            assert_same(completions, [cut_at_text(c, [stop]) for c in endless])
+    for completion in endless[::6]:
+        said = tokenizer.decode(completion.tokens)
+        for stop in ([said[4 : 4 + width]], ["!", said[-width:]]):  # the last allowed tokens
+            completions = engine.generate(PROMPTS, 3, replace(PARAMS, stop=stop), seed=0)
+            assert_same(completions, [cut_at_text(c, stop) for c in endless])
             assert "stop" in {c.finish_reason for c in completions}
-
-
-def test_stop_string_across_last_two_tokens_is_stop():
-    model, tokenizer = tiny_model("llama"), char_tokenizer()
-    [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=1)
-    stop = tokenizer.decode(endless.tokens[3:5])
-    params = replace(PARAMS, max_tokens=5, stop=stop)
-    engine = engine_of(model, eos=[], tokenizer=tokenizer)
-    [completion] = engine.generate([[17, 4]], 1, params, seed=1)
-    assert completion.tokens == endless.tokens[:5]
-    assert completion.finish_reason == "stop"
 
 
 def test_special_token_may_be_stop_string():
@@ -372,11 +310,6 @@ def test_eos_ends_completion_beside_stop_strings():
     assert_same(completions, first)
 
 
-def test_stop_strings_without_tokenizer_raise():
-    with pytest.raises(ValueError, match="tokenizer"):
-        engine_of(tiny_model("llama")).generate([[1]], 1, SamplingParams(stop="a"), seed=0)
-
-
 # --- the model is left as it was ------------------------------------------------------------------
 
 
@@ -387,28 +320,21 @@ def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_module_modes_are_restored(arch):
-    model = tiny_model(arch)
-    for modes in (mixed_modes(model), mixed_modes(model.train())):
-        engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
-        assert {name: module.training for name, module in model.named_modules()} == modes
-
-
-@pytest.mark.parametrize("calls", [1, 3])
-def test_module_modes_are_restored_after_error(calls):
+def test_module_modes_are_restored_even_after_error():
     model = tiny_model("llama")
     modes, seen = mixed_modes(model), []
 
     def fail(module, args):
         seen.append(module.training)
-        if len(seen) == calls:
+        if len(seen) == 3:
             raise RuntimeError("out of memory")
 
+    engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
+    assert {name: module.training for name, module in model.named_modules()} == modes
     model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
-    assert seen == [False] * calls
+    assert seen == [False] * 3
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
@@ -416,7 +342,6 @@ def test_module_modes_are_restored_after_error(calls):
     ("arch", "dropout"),
     [
         ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
-        ("opt", {"dropout": 0.5, "attention_dropout": 0.5}),
         ("llama", {"attention_dropout": 0.5}),
     ],
 )
@@ -446,40 +371,34 @@ def test_sampling_builds_no_graph_and_keeps_weights():
 # --- work done ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-@pytest.mark.parametrize("eos", [[], EOS, range(VOCAB)])
-def test_prompts_are_read_once_and_finished_rows_skipped(arch, eos):
-    model, shapes = tiny_model(arch), []
+def test_prompts_are_read_once_and_finished_rows_skipped():
+    model, shapes = tiny_model("llama"), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
         with_kwargs=True,
     )
-    completions = engine_of(model, eos).generate(PROMPTS, 6, PARAMS, seed=0)
+    completions = engine_of(model).generate(PROMPTS, 6, PARAMS, seed=0)
     lengths = [len(c.tokens) for c in completions]
     going = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
     assert shapes == [(1, sum(len(p) for p in PROMPTS))] + [(1, rows) for rows in going]
 
 
-def test_no_prompts_give_no_completions():
-    assert engine_of(tiny_model("llama")).generate([], 3, PARAMS, seed=0) == []
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_empty_prompt_raises_with_index():
+def test_unusable_arguments_raise():
+    engine = engine_of(tiny_model("llama"))
     with pytest.raises(ValueError, match="prompt 2 is empty"):
-        engine_of(tiny_model("llama")).generate([[1], [2, 3], [], [4]], 1, PARAMS, seed=0)
+        engine.generate([[1], [2, 3], [], [4]], 1, PARAMS, seed=0)
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        engine.generate([], 0, PARAMS, seed=0)
+    with pytest.raises(ValueError, match="prompt_ids has"):
+        engine.generate([[1], [2]], 1, PARAMS, 0, prompt_ids=[5])
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine.generate([[1]], 1, SamplingParams(stop="a"), seed=0)
 
 
-@pytest.mark.parametrize("n", [0, -1])
-@pytest.mark.parametrize("prompts", [[], [[1]]])
-def test_n_below_one_raises(prompts, n):
-    with pytest.raises(ValueError, match=f"n must be at least 1, got {n}"):
-        engine_of(tiny_model("llama")).generate(prompts, n, PARAMS, seed=0)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_context_may_be_filled_but_not_exceeded(arch):
     model = tiny_model(arch, max_position_embeddings=16)
     prompts = [[1], [5, 6, 7, 8, 9, 10]]
@@ -493,11 +412,8 @@ def test_context_may_be_filled_but_not_exceeded(arch):
     ("name", "value"),
     [
         ("temperature", -0.1),
-        ("temperature", float("nan")),
         ("top_k", -1),
         ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
         ("min_p", 1.1),
         ("max_tokens", 0),
     ],
@@ -505,18 +421,9 @@ def test_context_may_be_filled_but_not_exceeded(arch):
 def test_out_of_range_sampling_param_raises_with_name(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
         SamplingParams(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("min_p", 1), ("max_tokens", 1)],
-)
-def test_sampling_params_at_limits_are_accepted(name, value):
-    assert getattr(SamplingParams(**{name: value}), name) == value
-
-
-def test_sampling_params_defaults():
-    assert SamplingParams() == SamplingParams(1.0, 0, 1.0, 0.0, 256, None)
+    SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, max_tokens=1)
+    with pytest.raises(ValueError, match="empty string"):
+        SamplingParams(stop=["b", ""])
 
 
 def test_nan_logits_raise():
@@ -526,18 +433,6 @@ def test_nan_logits_raise():
         params = SamplingParams(max_tokens=4, temperature=temperature)
         with pytest.raises(FloatingPointError, match="NaN"):
             NativeEngine(model, [3], 0).generate([[1]], 2, params, 0)
-
-
-@pytest.mark.parametrize("prompt_ids", [[5], [5, 6, 7]])
-def test_wrong_number_of_prompt_ids_raises(prompt_ids):
-    engine = NativeEngine(tiny_model("llama"), [3], 0)
-    with pytest.raises(ValueError, match="prompt_ids has"):
-        engine.generate([[1], [2]], 1, SamplingParams(max_tokens=2), 0, prompt_ids=prompt_ids)
-
-
-def test_empty_stop_string_raises():
-    with pytest.raises(ValueError, match="empty string"):
-        SamplingParams(stop=["b", ""])
 
 
 @pytest.mark.parametrize(("size", "is_merged"), [(1e-5, False), (1.0, True)])

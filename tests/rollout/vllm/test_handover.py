@@ -124,17 +124,6 @@ def test_handed_over_experts_match_checkpoint(arch, tmp_path):
         assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
 
 
-def test_adapter_on_mixture_is_merged_first():
-    model = adapted(adapter(target_modules=["q_proj"]), arch="olmoe")
-    expected = dict(published_weights(models.merged(model)))
-    handed = dict(published_weights(model))
-    assert handed.keys() == expected.keys()
-    assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
-    plain = dict(published_weights(tiny_model("olmoe")))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not handed[name].equal(plain[name])
-
-
 @pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])
 def test_adapter_lost_in_rounding_is_logged_once(size, lost, caplog):
     model = get_peft_model(tiny_model("llama", dtype=torch.bfloat16), adapter())
