@@ -1,6 +1,6 @@
 """A tiny model, a tiny task and a trainer on them, with the native engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ import pytest
 from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg.data.batch import Batch
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.agreement import Agreement
@@ -19,6 +21,16 @@ PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::180])
 def digits(completions: list[str], **_: Any) -> list[float]:
     """A reward that a random model can find at once: the share of even digits."""
     return [sum(c in "02468" for c in text) / 6 for text in completions]
+
+
+def estimated(
+    trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]] | None = None
+) -> tuple[Batch, dict[str, float]]:
+    """The next batch with its advantages, and the metrics; `says` is for a listed engine."""
+    if says is not None:
+        trainer.sampler.engine.says = says
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    return trainer.estimate(trainer.learner.score(batch), Meter())
 
 
 @pytest.fixture

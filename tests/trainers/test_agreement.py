@@ -129,7 +129,7 @@ FAULTS = {
         lambda _: lambda trainer, before: sampling_from(trainer, one=without_a_layer),
     ),
     "a stale adapter": (
-        LORA | {"prompts_per_step": 8},  # so that its updates go one way
+        LORA | {"prompts_per_step": 16},  # so that its updates go one way
         lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
     ),
     "alpha / r wrong": (
@@ -141,7 +141,7 @@ FAULTS = {
         lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
     ),
     "weights one small update old": (
-        {"learning_rate": 1e-5},
+        {"learning_rate": 1e-5, "prompts_per_step": 8},
         lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
     ),
     "top-p in the sampler alone": ({}, lambda patch: sampled_with(patch, top_p=0.95)),
@@ -161,7 +161,6 @@ FAULTS = {
         *((fault, False) for fault in FAULTS),
         # Of several updates the first is compared by scores that are there before it.
         ("rollouts from the base model", True),
-        ("weights one small update old", True),
     ],
 )
 def test_planted_fault_ends_run_in_its_step(make, monkeypatch, fault, twice) -> None:
@@ -183,10 +182,8 @@ def test_planted_fault_ends_run_in_its_step(make, monkeypatch, fault, twice) -> 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (GRPOTrainer, {}),
         (GRPOTrainer, LORA | {"temperature": 0.7}),
-        (GRPOTrainer, {"num_iterations": 2}),
-        (PPOTrainer, LORA),
+        (PPOTrainer, {"num_iterations": 2}),
     ],
 )
 def test_sound_run_agrees_to_rounding(make, tmp_path, kind, options) -> None:

@@ -44,50 +44,6 @@ def test_long_prompts_are_dropped_with_warning(make, caplog) -> None:
     assert f"dropped {len(DATA) - len(kept)} of {len(DATA)}" in caplog.text
 
 
-def says(value):
-    def reward(completions, **_):
-        return value if callable(value) is False else value(completions)
-
-    return reward
-
-
-def raises(completions, **_):
-    raise RuntimeError("no scorer")
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (says([1.0]), "reward function reward must return a list of 4 scores.*got 1"),
-        (says(lambda c: [math.nan] * len(c)), "reward function reward returned nan"),
-        (says(lambda c: [math.inf] * len(c)), "reward function reward returned inf"),
-        (says(lambda c: [None] * len(c)), "no reward function applies"),
-        (says(None), "must return a list"),
-        (raises, "reward function raises raised RuntimeError: no scorer"),
-    ],
-)
-def test_bad_reward_result_raises(make, reward, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(reward_funcs=reward).train()
-
-
-def test_failing_reward_keeps_finished_steps(make, tmp_path) -> None:
-    calls = []
-
-    def late(completions, **_):
-        calls.append(1)
-        if len(calls) == 9:
-            raise RuntimeError("out of luck")
-        return [float(len(c)) for c in completions]
-
-    with pytest.raises(ValueError, match=r"(?s)out of luck.*Resume from .*step-00000002"):
-        make(reward_funcs=late).train()
-    resumed = make(reward_funcs=late)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.step == 3
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-
-
 def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:
     trainer = make(max_skipped_steps=0)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}

@@ -85,12 +85,3 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
 def test_wrong_callback_raises_when_trainer_is_made(make, wrong, said) -> None:
     with pytest.raises(ValueError, match=f"^callbacks .*{said}"):
         make(callbacks=[wrong])
-
-
-def test_failing_callback_is_named(make) -> None:
-    class Failing(Callback):
-        def on_step_end(self, trainer) -> None:
-            raise SystemExit(3)
-
-    with pytest.raises(RuntimeError, match="on_step_end of the callback Failing raised SystemExit"):
-        make(callbacks=[Failing()]).train()

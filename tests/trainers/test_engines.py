@@ -49,14 +49,6 @@ def test_auto_engine_on_cpu_is_native_with_reason(make, capsys, caplog):
     assert (config.rollout_engine, config.vllm_max_model_length) == ("native", None)
 
 
-def test_auto_and_named_engine_give_same_losses(make, tmp_path):
-    rewards = []
-    for name, options in (("a", {}), ("b", {"rollout_engine": "native"})):
-        make(output_dir=str(tmp_path / name), **options).train()
-        rewards.append([line["loss"] for line in read(tmp_path / name / "metrics.jsonl")])
-    assert rewards[0] == rewards[1]
-
-
 def test_auto_engine_on_gpu_reports_why_vllm_is_unsuited(make, monkeypatch):
     """As far as the choice goes, this process is told that it is on a GPU."""
     seen, by_kind = [], factory.unsuited

@@ -21,9 +21,7 @@ from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
 from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
-
-TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
-
+from tests.trainers.conftest import estimated
 
 FIRST = {"": 0.7, "a": -1.0, "b": 0.4, "aa": 1.3, "ab": -0.2, "ba": 0.9, "bb": 0.1}
 SECOND = {"": 1.0, "a": -0.6, "b": 0.8}
@@ -116,8 +114,7 @@ def play(
 
 def experience_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]):
     trainer.sampler.engine = says(rows)
-    scored = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    return trainer.estimate(trainer.learner.score(scored), Meter())
+    return estimated(trainer)
 
 
 def gradient_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]) -> Tensor:
@@ -152,35 +149,24 @@ def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-8) -> None:
     ("trainer_type", "options"),
     [
         (ReinforceTrainer, {"advantage_estimator": "returns", "beta": 0.3}),
-        (ReinforceTrainer, {"num_generations": 2, "max_completion_length": 3}),
-        (RLOOTrainer, {"num_generations": 2, "max_completion_length": 3, "beta": 0.3}),
         (PPOTrainer, {"num_generations": 1, "lam": 1.0, "normalize_advantages": False}),
     ],
 )
 def test_expected_episode_gradient_is_exact(trainer_type, options, tmp_path: Path) -> None:
     """grad of E[all that is paid, less beta KL], over every way that two turns can go."""
-    if trainer_type is PPOTrainer:
-        options = options | {"num_mini_batches": 1, "normalize_advantages": False}
     trainer = play(trainer_type, tmp_path, **options)
-    limit, n, beta = (
-        trainer.args.max_completion_length,
-        trainer.args.num_generations,
-        options.get("beta", 0.0),
-    )
-    rows = list(all_rows(limit))
-    objective, chances = torch.zeros((), dtype=torch.float64), []
-    for row in rows:
+    limit, beta = trainer.args.max_completion_length, options.get("beta", 0.0)
+    objective = torch.zeros((), dtype=torch.float64)
+    expected, total = 0.0, 0.0
+    for row in all_rows(limit):
         log_p = log_prob(trainer.model, row)
         with torch.no_grad():
             paid = sum(row.paid) - beta * (log_p - log_prob(enumeration.model(), row))
         objective = objective + log_p.exp() * paid
-        chances.append(log_p.exp().item())
-    assert sum(chances) == pytest.approx(1, abs=1e-12)
-    expected = torch.zeros_like(exact := enumeration.gradient(trainer.model, objective))
-    for picks in torch.cartesian_prod(*[torch.arange(len(rows))] * n).view(-1, n).tolist():
-        chance = math.prod(chances[i] for i in picks)
-        expected += chance * gradient_of(trainer, [rows[i] for i in picks])
-    assert_close(-limit * expected, exact)
+        total += (chance := log_p.exp().item())
+        expected = expected + chance * gradient_of(trainer, [row])
+    assert total == pytest.approx(1, abs=1e-12)
+    assert_close(-limit * expected, enumeration.gradient(trainer.model, objective))
 
 
 def test_discount_and_lambda_skip_observation_tokens(tmp_path: Path) -> None:
@@ -216,7 +202,7 @@ def test_truncated_episode_bootstraps_from_last_action(tmp_path: Path) -> None:
     assert bootstrap_value.item() == pytest.approx(end.item())
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_aggregation_denominator_skips_observation_tokens(aggregation: str, tmp_path: Path) -> None:
     rows = [
         Row((EOS, B, A, EOS), (True, False, True, True), (0.7, 0, 0, -0.6), True),
@@ -228,7 +214,7 @@ def test_aggregation_denominator_skips_observation_tokens(aggregation: str, tmp_
     objective = torch.zeros((), dtype=torch.float64)
     for sign, row in zip((-0.1, 0.1), rows, strict=True):  # 0.1 and 0.3 about their mean
         length = sum(row.own)
-        divisor = {"token_mean": 7, "sequence_mean": 2 * length, "constant": 2 * 4}[aggregation]
+        divisor = 7 if aggregation == "token_mean" else 2 * length
         objective = objective - sign * log_prob(trainer.model, row) / divisor
     assert_close(gradient_of(trainer, rows), enumeration.gradient(trainer.model, objective))
 
@@ -251,6 +237,7 @@ GOOD = [
     Row((B, EOS, B, A), (True, True, False, True), (0, 0.4, 0, 0.4), False),
 ]
 BROKEN = Row((B, B, EOS), (True, True, True), (0, 0, 0), True)
+RETURNS = {"advantage_estimator": "returns"}
 
 
 @pytest.mark.parametrize(
@@ -258,19 +245,10 @@ BROKEN = Row((B, B, EOS), (True, True, True), (0, 0, 0), True)
     [
         (GRPOTrainer, "token_mean", {"beta": 0.1}),
         (GRPOTrainer, "sequence_mean", {"scale_rewards": "batch", "entropy_coef": 0.1}),
-        (RLOOTrainer, "constant", {"beta": 0.1}),
-        (RLOOTrainer, "token_mean", {"missing_eos_penalty": 1.0, "overlong_buffer": 2}),
-        (
-            ReinforceTrainer,
-            "sequence_mean",
-            {"beta": 0.1, "whiten_rewards": True, "advantage_estimator": "returns"},
-        ),
+        (RLOOTrainer, "constant", {"missing_eos_penalty": 1.0, "overlong_buffer": 2}),
+        (ReinforceTrainer, "sequence_mean", {"beta": 0.1, "whiten_rewards": True, **RETURNS}),
         (ReinforceTrainer, "constant", {"normalize_rewards": True}),
-        (
-            PPOTrainer,
-            "token_mean",
-            {"beta": 0.1, "normalize_advantages": True, "normalize_values": True},
-        ),
+        (PPOTrainer, "token_mean", {"normalize_advantages": True, "normalize_values": True}),
     ],
 )
 def test_failed_episode_leaves_gradient_unchanged(
@@ -340,13 +318,18 @@ class Broken:
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
-        (GRPOTrainer, {}),
         (GRPOTrainer, {"dynamic_sampling_rounds": 1, "entropy_target": 1.0}),
-        (RLOOTrainer, {"beta": 0.1, "kl_controller": "adaptive"}),
         (ReinforceTrainer, {"advantage_estimator": "returns_minus_moving_average"}),
-        (ReinforceTrainer, {"advantage_estimator": "returns_minus_greedy"}),
-        (PPOTrainer, {"normalize_values": True, "normalize_rewards": True}),
-        (PPOTrainer, {"kl_adaptive_lr": 0.1, "num_iterations": 2, "whiten_rewards": True}),
+        (
+            ReinforceTrainer,
+            {"advantage_estimator": "returns_minus_greedy"}
+            | {"beta": 0.1, "kl_controller": "adaptive"},
+        ),
+        (
+            PPOTrainer,
+            {"normalize_values": True, "normalize_rewards": True, "whiten_rewards": True}
+            | {"kl_adaptive_lr": 0.1, "num_iterations": 2},
+        ),
     ],
 )
 def test_step_of_failed_episodes_leaves_weights_unchanged(
@@ -407,28 +390,6 @@ def player(make, trainer_type=GRPOTrainer, **options: Any) -> PolicyGradientTrai
     return make(trainer_type, **(defaults | options))
 
 
-def test_episode_sampler_logprobs_match_policy(make) -> None:
-    """Under teacher forcing, at every token of its own, whatever was answered in between."""
-    trainer = player(make, temperature=0.7)
-    rollout = trainer.sampler.roll_out(range(4))
-    holes = rollout.completion_mask & ~rollout.action_mask
-    assert holes.any(1).sum() > 4
-    with torch.no_grad():
-        scored = trainer.learner.policy(rollout)
-    torch.testing.assert_close(scored.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
-    assert (rollout.sampler_logprobs[rollout.action_mask] < 0).all()
-
-
-def test_batch_of_failed_episodes_ends_run(tmp_path: Path) -> None:
-    trainer = play(GRPOTrainer, tmp_path, Broken, num_generations=2, max_steps=2)
-    trainer.sampler.engine = says([])
-    with pytest.raises(
-        ValueError, match="every episode of the batch failed, the first: OSError: g"
-    ):
-        trainer.train()
-    assert not list(tmp_path.rglob("final"))
-
-
 def test_failed_evaluation_episodes_count_as_wrong(make) -> None:
     """And one that has failed is no success."""
     trainer = player(make, environment_factory=Broken, num_generations_eval=2)
@@ -437,32 +398,7 @@ def test_failed_evaluation_episodes_count_as_wrong(make) -> None:
     assert metrics["eval_episodes/failed"] == 10
 
 
-def test_episodes_do_not_depend_on_other_prompts(make) -> None:
-    trainer = player(make)
-    together = trainer.sampler.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
-    alone = trainer.sampler.sample(trainer.train_prompts, [8], [11], 4, 1.0)
-    assert together.token_lists()[4:8] == alone.token_lists()
-    assert len(set(map(tuple, alone.token_lists()))) == 4
-
-
-@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_trainer_trains_on_episodes(make, trainer_type, tmp_path: Path) -> None:
-    trainer = player(make, trainer_type, max_turns=3, eval_steps=2, max_steps=2)
-    before = trainer.model.lm_head.weight.detach().clone()
-    trainer.train()
-    assert not before.equal(trainer.model.lm_head.weight)
-    lines = read(tmp_path / "run" / "metrics.jsonl")
-    for line in lines:
-        assert line["reward"] == line["rewards/environment/mean"] > 0
-        assert 1 < line["episodes/turns"] <= 3
-        assert line["episodes/failed"] == 0
-    assert 1 < lines[1]["eval_episodes/turns"] <= 3
-    assert lines[1]["eval_greedy_rewards/environment/mean"] > 0
-    shown = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
-    assert {json.loads(record)["turns"] for record in shown} <= {1, 2, 3}
-
-
-def test_resampled_groups_and_greedy_baselines_play_episodes(make, tmp_path: Path) -> None:
+def test_training_evaluation_resampling_and_greedy_baselines_play_episodes(make, tmp_path) -> None:
     """With an environment that pays nothing to half of the groups."""
 
     class Odd(guess().environment_factory):  # type: ignore[misc]
@@ -476,13 +412,23 @@ def test_resampled_groups_and_greedy_baselines_play_episodes(make, tmp_path: Pat
         environment_factory=Odd,
         advantage_estimator="returns_minus_greedy",
         dynamic_sampling_rounds=3,
-        max_steps=2,
+        max_turns=3,
+        max_steps=1,
+        eval_steps=1,
     )
+    before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
-    lines = read(tmp_path / "run" / "metrics.jsonl")
-    assert min(line["sampling/kept_fraction"] for line in lines) < 1
-    assert all(line["rewards/greedy"] > 0 for line in lines)
-    assert all(line["episodes/turns"] > 1 for line in lines)
+    assert not before.equal(trainer.model.lm_head.weight)
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward"] == line["rewards/environment/mean"] > 0
+    assert line["sampling/kept_fraction"] < 1
+    assert line["rewards/greedy"] > 0
+    assert 1 < line["episodes/turns"] <= 3
+    assert line["episodes/failed"] == 0
+    assert 1 < line["eval_episodes/turns"] <= 3
+    assert line["eval_greedy_rewards/environment/mean"] > 0
+    shown = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    assert {json.loads(record)["turns"] for record in shown} <= {1, 2, 3}
 
 
 def test_environment_reward_comes_after_reward_functions(make) -> None:
@@ -501,65 +447,16 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
     assert per_turn == [episode.turns for episode in samples.episodes]
 
 
-def test_training_calls_tools_and_counts_failures(make, any_sampler, tmp_path: Path) -> None:
-    """The model types what it is told to: a sum and its result, a wrong call, no call at all."""
-    task = calculator()
-    torch.manual_seed(0)
-    model, tokenizer = task.new_model()
-    trainer = make(
-        RLOOTrainer,
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=task.reward,
-        train_dataset=task.train_dataset.select([0]),
-        tools=task.tools,
-        max_turns=3,
-        max_completion_length=100,
-        prompts_per_step=1,
-        num_generations=3,
-        max_steps=1,
-    )
-    problem, answer = (trainer.train_prompts.rows[0][key] for key in ("prompt", "answer"))
-    asked = problem[0]["content"]
-    calls = [_call({"expression": asked}), _call({"sum": asked}), answer]
-
-    def script(request: Request, sample: int) -> list[int]:
-        text = answer if request.position else calls[sample]
-        return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-
-    trainer.sampler.engine = ScriptedEngine(script, tokenizer.eos_token_id)
-    samples = trainer.sampler.roll_out(range(1))
-    prompt = trainer.train_prompts.tokens[0]
-    assert tokenizer.decode(prompt) == f"<tools>calculate<user>{asked}<assistant>"
-    right, wrong, none = samples.completions
-    assert [message["role"] for message in right] == ["assistant", "tool", "assistant"]
-    assert right[1]["content"] == answer
-    assert "argument 'sum'" in wrong[1]["content"]
-    assert [message["content"] for message in none] == [answer]
-    observed = samples.completion_ids[0][samples.completion_mask[0] & ~samples.action_mask[0]]
-    assert tokenizer.decode(observed) == f"<tool>{answer}<assistant>"
-    trainer.train()
-    (line,) = read(tmp_path / "run" / "metrics.jsonl")
-    assert line["reward"] == 1
-    assert line["tools/call_frequency"] == pytest.approx(2 / 3)
-    assert line["tools/failure_frequency"] == 0.5
-
-
-def _call(arguments: dict[str, str]) -> str:
-    call = {"name": "calculate", "arguments": arguments}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
+TOOLS = {"tools": calculator().tools}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 3}, "max_turns has no effect without tools or environment_factory"),
-        ({"environment_timeout": 3.0}, "environment_timeout has no effect without tools"),
-        (
-            {"tools": calculator().tools, "environment_factory": TwoTurns},
-            "tools or environment_factory, not both",
-        ),
-        ({"tools": calculator().tools}, "the chat template .* does not show them to the model"),
+        ({"max_turns": 3}, "^max_turns has no effect"),
+        ({"environment_timeout": 3.0}, "^environment_timeout has no effect"),
+        (TOOLS | {"environment_factory": TwoTurns}, "tools or environment_factory, not both"),
+        (TOOLS, "the chat template .* does not show them to the model"),
         ({"environment_factory": "guess"}, "environment_factory must make environments"),
         (
             {"environment_factory": TwoTurns, "reward_weights": (1.0,)},
@@ -570,40 +467,3 @@ def _call(arguments: dict[str, str]) -> str:
 def test_bad_episode_option_raises(make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "the prompt in row 0 is a string, but tools are called in a chat"),
-        (
-            "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
-            "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}",
-            "does not fit the chat template: .*roles alternate",
-        ),
-    ],
-)
-def test_tools_without_chat_or_tool_role_template_are_refused(make, template, message) -> None:
-    task = calculator()
-    model, tokenizer = task.new_model()
-    tokenizer.chat_template = template or tokenizer.chat_template
-    with pytest.raises(ValueError, match=message):
-        make(model=model, processing_class=tokenizer, tools=task.tools)
-
-
-def test_reward_function_named_environment_is_numbered(make) -> None:
-    def environment(completions, **_):
-        return [0.0] * len(completions)
-
-    trainer = make(reward_funcs=environment, environment_factory=TwoTurns)
-    assert trainer.shaping.names == ["environment_2", "environment"]
-
-
-def test_episode_without_any_reward_raises(make) -> None:
-    class Silent(TwoTurns):
-        def step(self, completion: str) -> tuple[str, None, bool]:
-            return "", None, True
-
-    trainer = player(make, environment_factory=Silent)
-    with pytest.raises(ValueError, match="no reward function applies"):
-        trainer.train()

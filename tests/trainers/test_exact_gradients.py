@@ -46,11 +46,7 @@ def ascent(trainer) -> Tensor:
     ("trainer_type", "options"),
     [
         (ReinforceTrainer, {"advantage_estimator": "returns", "prompts": TWO}),
-        (ReinforceTrainer, {"advantage_estimator": "returns_minus_others", "prompts": TWO}),
-        (ReinforceTrainer, {"num_generations": 2}),
         (ReinforceTrainer, {"num_generations": 2, "policy_loss": "clipped_surrogate"}),
-        (RLOOTrainer, {"num_generations": 3}),
-        (RLOOTrainer, {"num_generations": 2, "prompts": ("a",)}),
         (RLOOTrainer, {"num_generations": 2, "micro_batch_tokens": 5}),
         (GRPOTrainer, {"num_generations": 2, "advantage_estimator": "leave_one_out"}),
         (ReinforceTrainer, {"advantage_estimator": "total_returns"}),
@@ -69,7 +65,6 @@ def test_expected_gradient_is_exact(trainer_type, options, tmp_path: Path) -> No
     ("trainer_type", "options"),
     [
         (ReinforceTrainer, {"advantage_estimator": "returns"}),
-        (ReinforceTrainer, {"prompts": TWO}),
         (RLOOTrainer, {"num_generations": 2}),
     ],
 )
@@ -80,42 +75,29 @@ def test_expected_gradient_with_kl_reward_is_exact(trainer_type, options, tmp_pa
     assert cosine(truth, exact_gradient(trainer)) < 0.999  # the KL really matters here
 
 
-def test_first_of_two_passes_has_exact_gradient(tmp_path: Path) -> None:
-    """With more than one update the old log-probabilities are scored, not assumed."""
-    trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, num_iterations=2)
-    assert_close(ascent(trainer), exact_gradient(trainer))
-
-
 # ---------------------------------------------------------------------------- known biases
 
 
-@pytest.mark.parametrize(("n", "prompts"), [(3, ("ab",)), (1, TWO)])
-def test_mean_baseline_with_own_row_shrinks_gradient(n, prompts, tmp_path) -> None:
-    trainer = make_trainer(
-        ReinforceTrainer,
-        tmp_path,
-        prompts=prompts,
-        num_generations=n,
-        advantage_estimator="returns_minus_mean",
-    )
-    rows = n * len(prompts)
-    assert_close(ascent(trainer), (1 - 1 / rows) * exact_gradient(trainer))
+def test_mean_baseline_with_own_row_shrinks_gradient(tmp_path) -> None:
+    options = {"prompts": TWO, "num_generations": 1, "advantage_estimator": "returns_minus_mean"}
+    trainer = make_trainer(ReinforceTrainer, tmp_path, **options)
+    assert_close(ascent(trainer), 1 / 2 * exact_gradient(trainer))
 
 
 def test_unscaled_grpo_shrinks_gradient_by_group_size(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3, scale_rewards="none")
-    assert_close(ascent(trainer), 2 / 3 * exact_gradient(trainer))
+    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=2, scale_rewards="none")
+    assert_close(ascent(trainer), 1 / 2 * exact_gradient(trainer))
 
 
 def test_grpo_divides_by_group_std(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3)
+    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=2)
 
     def normalized(says):
         scores = [SCORES["ab"][said] for said in says]
         if len(set(scores)) == 1:
-            return [0.0, 0.0, 0.0]
+            return [0.0, 0.0]
         mean, std = statistics.mean(scores), statistics.stdev(scores)
-        return [(s - mean) / (std + 1e-4) / 3 for s in scores]
+        return [(s - mean) / (std + 1e-4) / 2 for s in scores]
 
     expected = score_function_expectation(trainer, normalized)
     assert_close(ascent(trainer), expected)
@@ -156,16 +138,3 @@ def test_k3_loss_has_gradient_of_kl_from_reference_to_policy(tmp_path: Path) -> 
         objective = objective + chance * (log_ref.exp() * (log_ref - log_p)).sum()
     expected = 0.5 * enumeration.gradient(policy, objective)
     assert_close(MAX_LENGTH * expected_gradient(trainer), expected)
-
-
-def test_discount_weighs_reward_by_distance(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        ReinforceTrainer, tmp_path, advantage_estimator="returns", gamma=0.5, num_generations=1
-    )
-    total = torch.zeros_like(exact_gradient(trainer))
-    for said, chance in enumeration.probabilities(trainer.model, "ab").items():
-        log_p = log_probs(trainer.model, "ab", said)
-        discounts = torch.tensor([0.5 ** (len(said) - 1 - t) for t in range(len(said))])
-        weighted = (discounts.double() * SCORES["ab"][said] * log_p).sum()
-        total += chance * enumeration.gradient(trainer.model, weighted)
-    assert_close(ascent(trainer), total)

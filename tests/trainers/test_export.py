@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from rlhf_pg import GRPOConfig, PPOTrainer
+from rlhf_pg import PPOTrainer
 from rlhf_pg.checkpoint.atomic import verified
-from rlhf_pg.report.model_card import MOST_ROWS, _named, fenced, literal, model_card
+from rlhf_pg.report.model_card import MOST_ROWS, _named, model_card
 from rlhf_pg.tasks import arithmetic
 
 NASTY = "a|b](javascript:x)<script>alert(1)</script>\n# `head`\x1b[31m"
@@ -64,12 +64,6 @@ def test_card_escapes_what_comes_from_outside(tmp_path):
     assert yaml.safe_load(inside)["system_prompt"].startswith("```")
 
 
-def test_literal_and_fence_of_plain_text():
-    assert literal("Qwen2.5 0.5B") == "Qwen2.5 0.5B"
-    assert fenced("a", "yaml") == "```yaml\na\n```"
-    assert fenced("a ```` b", "yaml").splitlines()[0] == "`````yaml"
-
-
 def test_curve_is_short_and_ends_at_last_step(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": n, "reward": n / 7}) + "\n" for n in range(1, 101)))
@@ -78,19 +72,6 @@ def test_curve_is_short_and_ends_at_last_step(tmp_path):
     assert len(rows) <= MOST_ROWS
     assert rows[-1] == "| 100 | 14.29 |"
     assert "Ahmadian" in card
-
-
-def test_card_that_fails_is_one_warning(make, tmp_path, monkeypatch, caplog):
-    def fails(*_):
-        raise RuntimeError("no card today")
-
-    monkeypatch.setattr("rlhf_pg.report.model_card.model_card", fails)
-    with caplog.at_level(logging.WARNING, "rlhf_pg"):
-        make(max_steps=1).train()
-    assert [m for m in caplog.messages if "card" in m] == [
-        "final/ has no model card: RuntimeError: no card today"
-    ]
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 # --------------------------------------------------------------------------------------- the Hub
@@ -168,10 +149,16 @@ def test_final_is_uploaded_with_token_of_environment(make, tmp_path, hub, capsys
     assert "hf_of" not in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_failed_upload_is_one_warning_and_final_stays(make, tmp_path, hub, caplog):
+def test_failed_card_and_upload_are_one_warning_each(make, tmp_path, hub, monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("rlhf_pg.report.model_card.model_card", fails)
     hub.status = 403
     with caplog.at_level(logging.WARNING, "rlhf_pg"):
         make(max_steps=1, push_to_hub=True).train()
+    (said,) = [m for m in caplog.messages if "model card" in m]
+    assert "no card today" in said
     (said,) = [m for m in caplog.messages if m.startswith("push_to_hub")]
     assert "could not be uploaded" in said
     assert "hf upload run" in said
@@ -184,13 +171,6 @@ def test_upload_without_token_is_refused_before_training(make, monkeypatch, tmp_
     with pytest.raises(ValueError, match="push_to_hub needs a Hub token: set HF_TOKEN"):
         trainer.train()
     assert trainer.state.step == 0
-
-
-def test_token_is_no_key():
-    with pytest.raises(ValueError, match=r"hub_token.* HF_TOKEN"):
-        GRPOConfig(hub_token="hf_secret")
-    with pytest.raises(ValueError, match=r"hub_model_id .*push_to_hub"):
-        GRPOConfig(hub_model_id="me/run")
 
 
 def test_card_names_no_server_and_only_the_beginning_of_a_rubric(tmp_path) -> None:

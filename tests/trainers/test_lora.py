@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg import PPOTrainer
 from rlhf_pg.models import add_adapter, load_model
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
@@ -63,9 +62,10 @@ def deeper_path(tmp_path_factory):
 # --------------------------------------------------------------------------------- what trains
 
 
-@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_lora_run_saves_loadable_and_merged_model(make, trainer_type, model_path, tmp_path):
-    trainer = make(trainer_type, **LORA, beta=0.1, learning_rate=1e-2, save_merged=True)
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_lora_run_saves_loadable_and_merged_model(make, critic, model_path, tmp_path):
+    options = {"beta": 0.1, "learning_rate": 1e-2, "save_merged": True}
+    trainer = make(PPOTrainer, **LORA, **options, critic=critic)
     trained, frozen = weights(trainer)
     start = logits(trainer.model)
     trainer.train()
@@ -75,6 +75,8 @@ def test_lora_run_saves_loadable_and_merged_model(make, trainer_type, model_path
     assert not any(now[name].equal(p) for name, p in trained.items())
 
     final, expected = tmp_path / "run" / "final", logits(trainer.model)
+    if critic == "shared":
+        assert [x.name for x in (final / "critic").iterdir()] == ["value_head.safetensors"]
     assert (expected - start).abs().max() > 0.01
     assert not (final / "model.safetensors").exists()
     assert logits(AutoModelForCausalLM.from_pretrained(final)).equal(expected)
@@ -85,25 +87,10 @@ def test_lora_run_saves_loadable_and_merged_model(make, trainer_type, model_path
     torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [LORA, {}, {"critic": "shared", **LORA}])
-def test_saved_critic_loads_as_value_model(make, options, tmp_path):
-    trainer = make(PPOTrainer, **options, num_generations=1, learning_rate=1e-2, max_steps=1)
-    trainer.train()
-    critic = tmp_path / "run" / "final" / "critic"
-    if "critic" in options:
-        assert [file.name for file in critic.iterdir()] == ["value_head.safetensors"]
-        return
-    after = {"value_model": str(critic), "output_dir": str(tmp_path / "next")}
-    again = make(PPOTrainer, **options, **after).critic
-    theirs = dict(trainer.critic.named_parameters())
-    assert again.head.weight.any()
-    assert all(theirs[name].equal(p) for name, p in again.named_parameters())
-
-
 def test_lora_keys_and_peft_config_give_same_run(make, tmp_path):
     config = LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM")
     for name, options in {"keys": LORA, "object": {"peft_config": config}}.items():
-        make(PPOTrainer, **options, max_steps=2, output_dir=str(tmp_path / name)).train()
+        make(PPOTrainer, **options, max_steps=1, output_dir=str(tmp_path / name)).train()
     assert untimed(tmp_path / "keys") == untimed(tmp_path / "object")
     adapters = [
         tmp_path / name / "final" / "adapter_model.safetensors" for name in ("keys", "object")
@@ -119,22 +106,19 @@ def test_lora_target_modules_selects_layers(make):
     assert all("q_proj" in name or "v_proj" in name or "head" in name for name in trained)
 
 
-def test_value_model_of_other_architecture_gets_own_adapters(make):
+def test_value_model_of_other_architecture_gets_own_adapters_and_rate(make):
     """All linear layers of GPT-2, none of which has a name that the policy's have."""
     value_model = tiny_model("gpt2", vocab_size=20)
-    trainer = make(PPOTrainer, **LORA, value_model=value_model, max_steps=1)
+    options = {"value_learning_rate": 0.5, "max_steps": 1}
+    trainer = make(PPOTrainer, **LORA, value_model=value_model, **options)
     trained = {name for name in weights(trainer)[0] if name.startswith("critic.model")}
     assert len(trained) == 2 * 2 * 4
     assert all("lora" in name for name in trained)
-    trainer.train()
-
-
-def test_critic_has_own_learning_rate(make):
-    trainer = make(PPOTrainer, **LORA, value_learning_rate=0.5)
     rates = {id(p): g["lr"] for g in trainer.learner.optimizer.param_groups for p in g["params"]}
     for name, p in trainer.learner.module.named_parameters():
         expected = 0.5 if name.startswith("critic.") else 1e-3
         assert rates.get(id(p)) == (expected if p.requires_grad else None)
+    trainer.train()
 
 
 # ------------------------------------------------------------------------- gradient checkpointing
@@ -158,19 +142,15 @@ def last_gradient(trainer, computed):
     return grads
 
 
-@pytest.mark.parametrize("critic", ["shared", "value_model"])
-def test_gradient_checkpointing_leaves_gradient_unchanged(make, critic, deeper_path, tmp_path):
+def test_gradient_checkpointing_leaves_gradient_unchanged(make, tmp_path):
     # One update for the head to move, one for B: the third has a gradient everywhere.
-    options = LORA | {"max_steps": 3, "num_iterations": 1, "beta": 0.0}
-    options |= {"critic": "shared"} if critic == "shared" else {}
-    options |= {"value_model": deeper_path} if critic == "value_model" else {}
+    options = LORA | {"max_steps": 3, "num_iterations": 1, "beta": 0.0, "critic": "shared"}
     grads, computed = {}, {False: [], True: []}
     for on in computed:
         run = str(tmp_path / f"checkpointing {on}")
         trainer = make(PPOTrainer, **options, gradient_checkpointing=on, output_dir=run)
         grads[on] = last_gradient(trainer, computed[on])
-    # Those of a separate critic are computed twice in any case.
-    layers = trainer.model.config.num_hidden_layers  # of the policy
+    layers = trainer.model.config.num_hidden_layers
     assert len(computed[True]) - len(computed[False]) == 3 * layers  # once more in every update
     assert grads[True].keys() == grads[False].keys()
     for name, grad in grads[False].items():
@@ -181,56 +161,9 @@ def test_gradient_checkpointing_leaves_gradient_unchanged(make, critic, deeper_p
 # -------------------------------------------------------------------------------------- going on
 
 
-@pytest.mark.parametrize(
-    ("trainer_type", "options"),
-    [
-        (PPOTrainer, {**LORA, "critic": "shared"}),
-        pytest.param(GRPOTrainer, LORA, marks=pytest.mark.slow),
-        pytest.param(PPOTrainer, {"value_model": "module"}, marks=pytest.mark.slow),
-        pytest.param(PPOTrainer, LORA, marks=pytest.mark.slow),
-        pytest.param(PPOTrainer, {**LORA, "value_model": "deeper"}, marks=pytest.mark.slow),
-        pytest.param(PPOTrainer, {"value_model": "deeper"}, marks=pytest.mark.slow),
-    ],
-)
-def test_resumed_run_matches_uninterrupted_run(make, trainer_type, options, deeper_path, tmp_path):
-    def build(name):
-        torch.manual_seed(0)
-        given = {"deeper": deeper_path, "module": Values()}
-        named = {key: given[name] for key, name in options.items() if key == "value_model"}
-        return make(trainer_type, output_dir=str(tmp_path / name), **(steps | options | named))
-
-    steps = {"max_steps": 4, "save_steps": 2, "beta": 0.1, "warmup_steps": 1}
-    steps |= {"num_iterations": 2, "num_mini_batches": 2}
-    whole, part = build("whole"), build("part")
-    whole.train()
-    part.total_steps = 2
-    part.train()
-    torch.manual_seed(999)
-    rest = build("part")
-    rest.train(resume_from_checkpoint="latest")
-    assert all(equal(a, b) for a, b in zip(weights(rest), weights(whole), strict=True))
-    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
-
-
-class Values(nn.Module):
-    """A value model that is none of `transformers`."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(20, 1)
-
-    def forward(self, input_ids, **_):
-        return self.table(input_ids)
-
-
-@pytest.mark.parametrize("value_model", [None, "deeper"])
-def test_loaded_adapter_trains_on_and_is_reference(
-    make, value_model, adapter_path, deeper_path, tmp_path
-):
+def test_loaded_adapter_trains_on_and_is_reference(make, adapter_path, deeper_path, tmp_path):
     """The reference is the adapter that it starts from, not its base model."""
-    options = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 2}
-    if value_model:
-        options["value_model"] = deeper_path
+    options = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 2, "value_model": deeper_path}
     trainer = make(PPOTrainer, model=adapter_path, **options)
     start = logits(trainer.model)
     assert start.equal(logits(AutoModelForCausalLM.from_pretrained(adapter_path)))
@@ -263,16 +196,10 @@ def test_fully_frozen_model_is_refused(make, model_path, adapter_path):
         make(model=model)
 
 
-def test_value_model_with_shared_critic_is_refused(make, deeper_path):
+def test_value_model_is_for_a_separate_critic(make, deeper_path):
+    assert len(make(PPOTrainer, value_model_name_or_path=deeper_path).critic.model.layers) == 3
     with pytest.raises(ValueError, match="value_model is for a separate critic"):
         make(PPOTrainer, critic="shared", value_model=deeper_path)
-
-
-def test_value_model_key_and_argument_give_same_critic(make, deeper_path):
-    by_key = make(PPOTrainer, value_model_name_or_path=deeper_path).critic
-    by_argument = make(PPOTrainer, value_model=deeper_path).critic
-    assert len(by_key.model.layers) == 3
-    assert by_key.model.state_dict().keys() == by_argument.model.state_dict().keys()
 
 
 def test_policy_as_value_model_is_refused(make, model_path):
@@ -282,37 +209,29 @@ def test_policy_as_value_model_is_refused(make, model_path):
         make(PPOTrainer, **LORA, model=model, value_model=model, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ({}, {"value_model": "deeper"}, "another critic: resume with the same value_model"),
-        ({}, {"critic": "shared"}, "critic was 'separate' and is 'shared'"),
-        (LORA, {}, "use_peft was True and is False"),
-        (LORA, LORA | {"model": "moved"}, "another model: resume with the same base model"),
-        ({"peft_config": 8}, {"peft_config": 99}, "lora_alpha 8, but this one 99: .*peft_config"),
-    ],
-)
-def test_changed_models_on_resume_are_refused(make, before, after, message, deeper_path, tmp_path):
-    def build(options):
-        given = dict(options)
-        if "peft_config" in given:
-            given["peft_config"] = adapter(lora_alpha=given["peft_config"])
-        if "value_model" in given:
-            given["value_model"] = deeper_path
-        if given.get("model") == "moved":
-            given["model"] = str(moved)
-        return make(PPOTrainer, **({"beta": 0.0, "max_steps": 1, "save_steps": 1} | given))
+def test_changed_models_on_resume_are_refused(make, model_path, deeper_path, tmp_path):
+    def build(**options):
+        return make(PPOTrainer, **({"beta": 0.0, "max_steps": 1, "save_steps": 1} | options))
 
-    moved = tmp_path / "moved"
-    first = build(before)
-    first.train()
-    other = load_model(first.args.model_name_or_path, torch.float32)
+    def refused(message, **options):
+        with pytest.raises(ValueError, match=message):
+            build(**options).train(resume_from_checkpoint="latest")
+
+    build().train()
+    refused("another critic: resume with the same value_model", value_model=deeper_path)
+    refused("critic was 'separate' and is 'shared'", critic="shared")
+
+    build(**LORA).train()
+    refused("use_peft was True and is False")
+    other = load_model(model_path, torch.float32)
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    other.save_pretrained(moved)
-    first.processing_class.save_pretrained(moved)
-    with pytest.raises(ValueError, match=message):
-        build(after).train(resume_from_checkpoint="latest")
+    other.save_pretrained(tmp_path / "other")
+    arithmetic().new_model()[1].save_pretrained(tmp_path / "other")
+    refused("another model: resume with the same base", **LORA, model=str(tmp_path / "other"))
+
+    build(peft_config=adapter(lora_alpha=8)).train()
+    refused("lora_alpha 8, but this one 99: .*peft_config", peft_config=adapter(lora_alpha=99))
 
 
 def test_moved_base_model_resumes(make, model_path, tmp_path):

@@ -13,20 +13,16 @@ HELD_OUT = arithmetic().eval_dataset.select(range(9))
 SIZES = {"num_generations_eval": 3, "max_completion_length": 6}
 
 
-@pytest.mark.parametrize(("trainer_type", "config"), [(None, GRPOConfig), (PPOTrainer, PPOConfig)])
-def test_evaluation_gives_numbers_of_trainer(
-    make, model_path, tmp_path, monkeypatch, trainer_type, config
-) -> None:
+def test_evaluation_gives_numbers_of_trainer(make, model_path, tmp_path, monkeypatch) -> None:
     options = SIZES | {"beta": 0.1, "output_dir": str(tmp_path / "run"), "temperature": 0.8}
-    chosen = [trainer_type] if trainer_type else []
-    expected = make(*chosen, eval_dataset=HELD_OUT, **options).evaluate()
+    expected = make(PPOTrainer, eval_dataset=HELD_OUT, **options).evaluate()
 
     def refuse(*_, **__):
         raise AssertionError("only training needs this")
 
     for unwanted in (torch.optim.AdamW, Critic, Reference):
         monkeypatch.setattr(unwanted, "__init__", refuse)
-    alone = Evaluation(model_path, digits, config(**options), HELD_OUT)
+    alone = Evaluation(model_path, digits, PPOConfig(**options), HELD_OUT)
     assert alone.evaluate() == pytest.approx(expected, abs=0, rel=0, nan_ok=True)
 
 

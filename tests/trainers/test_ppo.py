@@ -26,11 +26,10 @@ from tests.enumeration import (
     B,
     exact_gradient,
     expected_gradient,
-    gradient_of,
     log_probs,
     make_trainer,
 )
-from tests.untimed import untimed
+from tests.trainers.conftest import estimated
 
 TWO = ("ab", "bba")
 PLAIN = {"normalize_advantages": False, "num_iterations": 1, "lam": 1.0}
@@ -94,9 +93,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Batch:
-    trainer.sampler.engine.says = says
-    samples = trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())[0]
+    return estimated(trainer, says)[0]
 
 
 # ------------------------------------------------------------------------------ exact gradients
@@ -104,10 +101,13 @@ def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Batch
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_generations": 2, "prompts": ("ab",)}, {"num_iterations": 2, "num_mini_batches": 2}],
+    [
+        {"num_generations": 2, "num_iterations": 2},
+        {"prompts": TWO, "num_mini_batches": 2, "lam": 0.0},
+    ],
 )
 def test_true_values_make_gradient_exact(tmp_path, options) -> None:
-    trainer = ppo(tmp_path, true_values(TWO), **({"prompts": TWO} | options))
+    trainer = ppo(tmp_path, true_values(TWO), **options)
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
     assert_close(ascent, exact_gradient(trainer))
 
@@ -116,20 +116,6 @@ def test_true_values_make_gradient_exact(tmp_path, options) -> None:
 def test_untrained_critic_leaves_policy_gradient_exact(tmp_path, critic) -> None:
     """With a shared trunk only if the value loss does not pull at it."""
     trainer = ppo(tmp_path, critic=critic, vf_coef=0.0 if critic == "shared" else 0.5)
-    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
-    assert_close(ascent, exact_gradient(trainer))
-
-
-def test_gradient_with_kl_reward_is_exact(tmp_path) -> None:
-    trainer = ppo(tmp_path, beta=0.3)
-    truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
-    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
-    assert_close(ascent, truth)
-    assert torch.cosine_similarity(truth, exact_gradient(trainer), dim=0) < 0.999
-
-
-def test_zero_lambda_with_true_values_has_exact_gradient(tmp_path) -> None:
-    trainer = ppo(tmp_path, true_values(TWO), prompts=TWO, lam=0.0)
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
     assert_close(ascent, exact_gradient(trainer))
 
@@ -152,12 +138,11 @@ def test_entropy_bonus_gradient_is_exact(tmp_path) -> None:
 # ------------------------------------------------------------------------------------ the critic
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-@pytest.mark.parametrize("gamma", [0.5, 1.0])
-def test_true_values_make_expected_advantages_zero(tmp_path, lam, gamma) -> None:
+@pytest.mark.parametrize("lam", [0.0, 0.95])
+def test_true_values_make_expected_advantages_zero(tmp_path, lam) -> None:
     """In every state: over what may follow, the advantages of the next token cancel."""
-    values = true_values(("ab",), gamma)
-    trainer = ppo(tmp_path, values, num_generations=len(COMPLETIONS), lam=lam, gamma=gamma)
+    values = true_values(("ab",), gamma=0.5)
+    trainer = ppo(tmp_path, values, num_generations=len(COMPLETIONS), lam=lam, gamma=0.5)
     advantages = experience_of(trainer, COMPLETIONS).advantages
     chances = enumeration.probabilities(trainer.model, "ab")
     weighted = torch.stack([chances[said] for said in COMPLETIONS])[:, None] * advantages
@@ -170,22 +155,14 @@ def test_true_values_make_expected_advantages_zero(tmp_path, lam, gamma) -> None
         assert weighted[rows, len(said)].sum().item() == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("lam", [0.5, 1.0])
-def test_fitted_critic_converges_to_true_values(tmp_path, lam) -> None:
-    """By the expected gradient of the value loss, while the policy stays."""
-    truth = true_values(("ab",))
-    trainer = ppo(tmp_path, dict.fromkeys(truth, 0.0), lam=lam, vf_coef=2.0, cliprange_value=None)
-    table = fitted(trainer)
-    assert table[:-1].tolist() == pytest.approx(list(truth.values()))
-    assert table[-1] == -100
-
-
-def fitted(trainer: PPOTrainer) -> Tensor:
-    """Fit the table of the prompt "ab" by the expected gradient of the value loss; return it.
+def test_fitted_critic_converges_to_true_values(tmp_path) -> None:
+    """By the expected gradient of the value loss, while the policy stays.
 
     A step goes all the way to the expected target, so that a target made of later values is right
     when these are: after as many steps as a completion has tokens.
     """
+    truth = true_values(("ab",))
+    trainer = ppo(tmp_path, dict.fromkeys(truth, 0.0), lam=0.5, vf_coef=2.0, cliprange_value=None)
     table = trainer.critic.model.values
     chances = enumeration.probabilities(trainer.model, "ab")
     reached = [
@@ -197,56 +174,22 @@ def fitted(trainer: PPOTrainer) -> Tensor:
         gradient = MAX_LENGTH / trainer.args.vf_coef * expected_gradient(trainer)[-len(table) :]
         with torch.no_grad():
             table -= gradient / torch.tensor([*reached, 1.0])
-    return table.detach()
+    assert table[:-1].tolist() == pytest.approx(list(truth.values()))
+    assert table[-1] == -100
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic)
-    samples = trainer.sampler.roll_out(range(4))
-    experience, metrics = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
+    experience, metrics = estimated(trainer)
     assert experience.values.abs().max() == 0
     assert metrics["explained_variance"] == 0
     assert experience.returns.abs().max() > 0
 
 
-@pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_critic_moves_only_with_value_loss(make, any_sampler, critic) -> None:
-    for vf_coef, moves in ((0.0, False), (0.1, True)):
-        trainer = make(PPOTrainer, critic=critic, vf_coef=vf_coef, output_dir=f"unused-{vf_coef}")
-        before = [p.clone() for p in trainer.critic.parameters()]
-        samples = trainer.sampler.roll_out(range(4))
-        for step in range(3):
-            experience, _ = trainer.estimate(
-                trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-            )
-            trainer.learner.update(experience, step, Meter())
-        pairs = zip(before, trainer.critic.parameters(), strict=True)
-        assert [not old.equal(new) for old, new in pairs] == [moves] * len(before)
-
-
-def test_critic_has_own_learning_rate(make) -> None:
-    trainer = make(PPOTrainer, learning_rate=1e-3, value_learning_rate=5e-3)
-    owners = {id(p): "critic" for p in trainer.critic.parameters()}
-    rates = {
-        (owners.get(id(p), "policy"), group["lr"])
-        for group in trainer.learner.optimizer.param_groups
-        for p in group["params"]
-    }
-    assert rates == {("policy", 1e-3), ("critic", 5e-3)}
-    assert sum(len(g["params"]) for g in trainer.learner.optimizer.param_groups) == len(
-        list(trainer.learner.module.parameters())
-    )
-
-
 def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
-    samples = trainer.sampler.roll_out(range(4))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
+    experience, _ = estimated(trainer)
     trainer.learner.accumulate(experience, Meter())
     squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
@@ -258,9 +201,7 @@ def test_explained_variance_by_hand(tmp_path) -> None:
     """Completions (EOS) and (A, EOS) with scores .3 and 1; V = .1 before them, .4 after A."""
     values = {PROMPTS["a"]: 0.1, (*PROMPTS["a"], A): 0.4}
     trainer = ppo(tmp_path, values, prompts=("a",), num_generations=2)
-    trainer.sampler.engine.says = [(EOS,), (A, EOS)]
-    samples = trainer.sampler.roll_out(range(1))
-    _, metrics = trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())
+    _, metrics = estimated(trainer, [(EOS,), (A, EOS)])
     # returns .3, 1, 1; errors .2, .9, .6: variances .1089 (= .98/9) and .0822 (= .74/9)
     assert metrics["explained_variance"] == pytest.approx(1 - 0.74 / 0.98)
 
@@ -307,22 +248,6 @@ def test_ended_completion_is_never_bootstrapped(tmp_path) -> None:
     assert plain == bootstrapped
 
 
-@pytest.mark.parametrize(("said", "paid"), [((A, A, EOS), 1.0), ((A, A, A), 0.75)])
-def test_missing_eos_penalty_applies_only_to_cut_off_completion(tmp_path, said, paid) -> None:
-    last = golden(tmp_path, said, 1.0, missing_eos_penalty=0.25)[-1]
-    assert last == pytest.approx(paid - 0.7)
-
-
-def test_missing_eos_penalty_is_logged_as_reward_source(make, tmp_path) -> None:
-    make(PPOTrainer, missing_eos_penalty=0.5, log_completions_steps=1).train()
-    for line in read(tmp_path / "run" / "metrics.jsonl"):
-        clipped = line["completions/clipped_ratio"]
-        assert clipped > 0
-        assert line["rewards/missing_eos_penalty/mean"] == pytest.approx(-0.5 * clipped)
-        assert line["reward"] == pytest.approx(line["rewards/digits/mean"] - 0.5 * clipped)
-    assert "rewards/missing_eos_penalty" in read(tmp_path / "run" / "completions.jsonl")[0]
-
-
 def test_normalize_advantages_leaves_returns_unchanged(tmp_path) -> None:
     options = {"prompts": TWO, "num_generations": 3, "lam": 0.9}
     says = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4)]
@@ -340,17 +265,11 @@ def test_normalize_advantages_leaves_returns_unchanged(tmp_path) -> None:
 # --------------------------------------------------------------------------------- the updates
 
 
-def test_num_updates_is_passes_times_minibatches(make, tmp_path) -> None:
-    make(PPOTrainer, num_iterations=3, num_mini_batches=2, max_steps=1).train()
-    (line,) = read(tmp_path / "run" / "metrics.jsonl")
-    assert line["num_updates"] == 6
-
-
 @pytest.mark.fault(41, "the updates of the step stop (target_kl)")
 def test_target_kl_stops_updates(make, tmp_path) -> None:
     """The first update is always made; what comes after one that went too far is not."""
     options = {"num_iterations": 4, "learning_rate": 1e-2, "max_steps": 1}
-    free = make(PPOTrainer, output_dir=str(tmp_path / "free"), **options)
+    free = make(PPOTrainer, target_kl=100.0, output_dir=str(tmp_path / "free"), **options)
     free.train()
     once = make(PPOTrainer, output_dir=str(tmp_path / "one"), **options | {"num_iterations": 1})
     once.train()
@@ -360,16 +279,10 @@ def test_target_kl_stops_updates(make, tmp_path) -> None:
     (of_free,) = read(tmp_path / "free" / "metrics.jsonl")
     assert (line["num_updates"], of_free["num_updates"]) == (1, 4)
     assert line["approx_kl"] > 1e-4
-    assert weights(stopped).allclose(
-        weights(once), atol=1e-6
-    )  # the discarded gradient left nothing
+    assert weights(stopped).allclose(weights(once), atol=1e-6)
     assert not weights(stopped).allclose(weights(free), atol=1e-3)
-
-
-def test_wide_target_kl_never_stops_updates(make, tmp_path) -> None:
-    make(PPOTrainer, num_iterations=3, target_kl=100.0, max_steps=1).train()
-    (line,) = read(tmp_path / "run" / "metrics.jsonl")
-    assert line["num_updates"] == 3
+    gradients = [p.grad for p in stopped.learner.module.parameters()]
+    assert not any(g is not None and g.any() for g in gradients)  # the discarded one
 
 
 def weights(trainer: PPOTrainer) -> Tensor:
@@ -397,36 +310,11 @@ def test_loss_is_sum_of_policy_value_and_entropy_terms(tmp_path) -> None:
         assert per_token[i, t].item() == pytest.approx(expected)
 
 
-def test_minibatch_gradients_sum_to_whole_batch_gradient(tmp_path) -> None:
-    """Minibatches of whole groups: with the counts of each, they sum to the whole."""
-    says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
-    whole = ppo(tmp_path, prompts=TWO, num_generations=2)
-    expected = gradient_of(whole, says)
-    split = ppo(tmp_path, prompts=TWO, num_generations=2, num_mini_batches=2)
-    experience = experience_of(split, says)
-    total = torch.zeros_like(expected)
-    for m in range(2):
-        split.learner.module.zero_grad()
-        rows = (experience.groups % 2 == m).nonzero().squeeze(1)
-        assert len(rows) == 2
-        split.learner.accumulate(experience.select(rows), Meter())
-        total += enumeration.flat_gradient(split) / 2
-    assert_close(total, expected)
-
-
-def test_tiny_target_kl_with_dropout_does_not_fail(make) -> None:
-    options = {"lora_dropout": 0.3, "use_peft": True, "disable_dropout": False}
-    trainer = make(PPOTrainer, target_kl=1e-9, num_iterations=2, max_steps=2, **options)
-    trainer.train()
-    lines = untimed(Path(trainer.args.output_dir))
-    assert [line["num_updates"] for line in lines] == [1, 1]
-
-
 def test_reward_model_as_value_model_stays_unchanged(make, model_path) -> None:
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
     before = {name: p.clone() for name, p in judge.named_parameters()}
-    make(PPOTrainer, reward_funcs=judge, value_model=judge).train()
+    make(PPOTrainer, reward_funcs=judge, value_model=judge, max_steps=1).train()
     assert all(p.equal(before[name]) for name, p in judge.named_parameters())
 
 

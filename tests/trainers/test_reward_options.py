@@ -15,9 +15,6 @@ from transformers import AutoTokenizer
 from rlhf_pg import (
     GRPOConfig,
     GRPOTrainer,
-    PPOConfig,
-    PPOTrainer,
-    ReinforceConfig,
     ReinforceTrainer,
 )
 from rlhf_pg.advantages import AdvantageInputs
@@ -38,7 +35,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.conftest import digits
+from tests.trainers.conftest import digits, estimated
 
 NAN = math.nan
 # What each completion is paid, token by token: lists and floats mixed, and gaps. A step's score
@@ -129,14 +126,6 @@ def test_sigmoid_squash_follows_clip(tmp_path) -> None:
     close(signals.rewards, [[1 / (1 + math.exp(-2)), 0], [0.5, 0], [0, 1 / (1 + math.e)]])
 
 
-def test_evaluation_applies_sigmoid_but_not_min_max(make) -> None:
-    data = arithmetic().eval_dataset.select(range(4))
-    for how, expected in (("min_max", 3.0), ("sigmoid", 1 / (1 + math.exp(-3)))):
-        reward = lambda prompts, **_: [3.0] * len(prompts)  # noqa: E731
-        trainer = make(reward_funcs=reward, eval_dataset=data, reward_squash=how)
-        assert trainer.evaluate(temperature=0.0)["eval_reward"] == pytest.approx(expected)
-
-
 # ------------------------------------------------------------------------------- scores of steps
 
 
@@ -176,9 +165,8 @@ def objective(trainer: PolicyGradientTrainer) -> Tensor:
 
 
 @pytest.mark.proves("rlhf_pg.trainers.PolicyGradientTrainer.estimate")
-@pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
-def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
-    trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
+def test_stepwise_reward_gradient_is_exact(tmp_path) -> None:
+    trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator="leave_one_out")
     truth = gradient(trainer.model, objective(trainer))
     ascent = -MAX_LENGTH * expected_gradient(trainer)
     assert truth.norm() > 1e-2
@@ -201,24 +189,6 @@ def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     assert (ascent - expected).norm() <= 1e-8 * expected.norm()
 
 
-@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_score_list_with_last_score_trains_like_float(make, tmp_path, trainer_type) -> None:
-    def at_the_end(completions, completion_ids, **_):
-        pairs = zip(completion_ids, digits(completions), strict=True)
-        return [[None] * (len(ids) - 1) + [score] for ids, score in pairs]
-
-    runs = []
-    for name, reward in (("float", digits), ("list", at_the_end)):
-        run = tmp_path / name
-        trainer = make(trainer_type, reward_funcs=reward, output_dir=str(run), max_steps=2)
-        trainer.train()
-        line = read(run / "metrics.jsonl")[-1]
-        runs.append((line["loss"], line["grad_norm"], line["reward"], trainer.model))
-    assert runs[0][:3] == runs[1][:3]
-    pairs = zip(runs[0][3].parameters(), runs[1][3].parameters(), strict=True)
-    assert all(a.equal(b) for a, b in pairs)
-
-
 def test_process_group_normalized_counts_only_scored_steps(tmp_path) -> None:
     """A penalty of 0 is none of them."""
     options = {"missing_eos_penalty": 6.0, "advantage_estimator": "process_group_normalized"}
@@ -229,31 +199,11 @@ def test_process_group_normalized_counts_only_scored_steps(tmp_path) -> None:
         num_generations=2,
         **options,
     )
-    trainer.sampler.engine.says = [(A, EOS), (B, A)]
-    samples = trainer.sampler.roll_out(range(1))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
+    experience = estimated(trainer, [(A, EOS), (B, A)])[0]
     steps = [1.0, 3.0, 2.0 - 6.0]
     mean, std = statistics.mean(steps), statistics.stdev(steps) + 1e-4
     a, b, c = ((step - mean) / std for step in steps)
     close(experience.advantages, [[a, 0], [b + c, c]])
-
-
-def test_none_step_scores_are_left_out_of_baseline(tmp_path) -> None:
-    trainer = make_trainer(
-        GRPOTrainer,
-        tmp_path,
-        reward=[says([1.0, 1.0], [None, None], 5.0), says(0.0, 0.0, 0.0)],
-        num_generations=3,
-        advantage_estimator="leave_one_out",
-    )
-    trainer.sampler.engine.says = [(A, EOS), (B, A), (B, B)]
-    samples = trainer.sampler.roll_out(range(1))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
-    close(experience.advantages, [[-3, -3], [0, 0], [3, 3]])
 
 
 # ---------------------------------------------------------------------------- clip and normalise
@@ -300,31 +250,10 @@ def test_normalize_rewards_divides_by_running_std(tmp_path) -> None:
     assert signals.rewards[1, 0].item() == pytest.approx(0.25 * 2 / std)
 
 
-def test_normalize_rewards_follows_clip(tmp_path) -> None:
-    options = {"normalize_rewards": True, "reward_clip_range": (0.0, 1.0)}
-    signals, _ = look(reinforce(tmp_path, says(9.0, -9.0), 2, **options), [(A, B), (B, B)])
-    close(signals.scores[:, 0], [2, 0])  # of 1 and 0, whose std is 1/2
-
-
 def test_normalize_rewards_leaves_equal_scores_unchanged(tmp_path) -> None:
     trainer = reinforce(tmp_path, says(0.1, 0.1), 2, normalize_rewards=True)
     signals, _ = look(trainer, [(A, B), (B, B)])
     close(signals.scores[:, 0], [0.1, 0.1])
-
-
-def test_resumed_run_keeps_reward_moments(make, tmp_path) -> None:
-    options = {"normalize_rewards": True, "max_steps": 4, "lr_scheduler_type": "constant"}
-    whole = make(PPOTrainer, output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
-    make(PPOTrainer, save_steps=2, **(options | {"max_steps": 2})).train()
-    rest = make(PPOTrainer, **options)
-    rest.train(resume_from_checkpoint="latest")
-    assert rest.running["rewards/digits"].count == 4 * 16
-    assert vars(rest.running["rewards/digits"]) == vars(whole.running["rewards/digits"])
-    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
-    assert all(a.equal(b) for a, b in pairs)
-    last = [read(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "run")]
-    assert last[0]["reward"] == last[1]["reward"] != last[0]["rewards/digits/mean"]
 
 
 # ------------------------------------------------------------------------------------- penalties
@@ -372,15 +301,11 @@ def test_overlong_penalty_is_own_unweighted_source(tmp_path) -> None:
 
 
 def test_penalties_are_in_metrics_and_completions(make, tmp_path) -> None:
-    make(missing_eos_penalty=0.5, overlong_buffer=2, log_completions_steps=1).train()
+    options = {"log_completions_steps": 1, "max_steps": 1}
+    make(missing_eos_penalty=0.5, overlong_buffer=2, **options).train()
     assert all("rewards/overlong_penalty/mean" in x for x in read(tmp_path / "run/metrics.jsonl"))
     shown = read(tmp_path / "run" / "completions.jsonl")[0]
     assert {"rewards/digits", "rewards/missing_eos_penalty", "rewards/overlong_penalty"} <= {*shown}
-
-
-def test_reward_without_completions_has_empty_scores(make) -> None:
-    trainer = make(missing_eos_penalty=0.5, overlong_buffer=2)
-    assert trainer.sampler.scored(trainer.sampler.roll_out(range(0))).scores.shape == (0, 1, 3)
 
 
 # --------------------------------------------------------------------------- whiten, and evaluate
@@ -432,30 +357,18 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config_type", "options", "message"),
+    ("options", "message"),
     [
-        (GRPOConfig, {"overlong_buffer": 513}, r"overlong_buffer .* max_completion_length \(512\)"),
-        (
-            GRPOConfig,
-            {"overlong_buffer": 9, "max_completion_length": 8},
-            r"must be at most max_completion_length \(8\), got 9",
-        ),
-        (GRPOConfig, {"whiten_rewards": True}, "whiten_rewards .*'group_normalized'"),
-        (ReinforceConfig, {"whiten_rewards": True}, "whiten_rewards .*'returns_minus_others'"),
-        (GRPOConfig, {"reward_clip_range": (1.0, 1.0)}, "reward_clip_range must be a lower and"),
-        (GRPOConfig, {"missing_eos_mode": "replace"}, "no effect without missing_eos_penalty"),
-        (GRPOConfig, {"overlong_penalty": 2.0}, "no effect without overlong_buffer"),
+        ({"overlong_buffer": 9, "max_completion_length": 8}, "^overlong_buffer"),
+        ({"whiten_rewards": True}, "^whiten_rewards .*'group_normalized'"),
+        ({"reward_clip_range": (1.0, 1.0)}, "^reward_clip_range"),
+        ({"missing_eos_mode": "replace"}, "^missing_eos_mode"),
+        ({"overlong_penalty": 2.0}, "^overlong_penalty"),
     ],
 )
-def test_contradictory_reward_options_are_refused(config_type, options, message) -> None:
+def test_contradictory_reward_options_are_refused(options, message) -> None:
     with pytest.raises(ValueError, match=message):
-        config_type(**options)
-
-
-def test_valid_overlong_buffer_and_whitening_are_accepted() -> None:
-    GRPOConfig(overlong_buffer=8, max_completion_length=8)
-    ReinforceConfig(whiten_rewards=True, advantage_estimator="returns")
-    PPOConfig(whiten_rewards=True)
+        GRPOConfig(**options)
 
 
 def test_reward_function_named_like_penalty_is_numbered(tmp_path) -> None:
@@ -484,9 +397,8 @@ def test_reward_function_receives_step_and_trainer_state(make):
         seen.append((step, trainer_state.global_step, trainer_state.max_steps))
         return digits(completions)
 
-    trainer = make(reward_funcs=asks, max_steps=3)
-    trainer.train()
-    assert seen == [(step, step, 3) for step in range(3) for _ in range(4)]
+    make(reward_funcs=asks, max_steps=2).train()
+    assert seen == [(step, step, 2) for step in range(2) for _ in range(4)]
 
 
 def test_continued_assistant_turn_is_judged_whole(make, model_path):

@@ -8,13 +8,8 @@ from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, RLOOTrainer
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.enumeration import COMPLETIONS, flat_gradient, make_trainer
-
-
-def experience_of(trainer: PolicyGradientTrainer):
-    samples = trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
-    return trainer.estimate(trainer.learner.score(trainer.sampler.scored(samples)), Meter())[0]
+from tests.trainers.conftest import estimated
 
 
 def test_reward_receives_sampled_ids(make) -> None:
@@ -49,7 +44,7 @@ def test_sample_prompts_and_columns_match_rows(make) -> None:
 def test_old_and_reference_logprobs_match_sampler(make, trainer_type) -> None:
     """At a temperature other than 1, by the policy and by its reference."""
     trainer = make(trainer_type, temperature=0.5, beta=0.1, num_iterations=2)
-    experience = experience_of(trainer)
+    experience = estimated(trainer)[0]
     sampled = experience.sampler_logprobs
     torch.testing.assert_close(experience.old_logprobs, sampled, atol=1e-5, rtol=0)
     torch.testing.assert_close(experience.ref_logprobs, sampled, atol=1e-5, rtol=0)
@@ -72,17 +67,12 @@ def test_sampling_noise_differs_between_steps_and_rows(make) -> None:
 def test_old_logprobs_are_scored_only_for_several_updates(make, iterations, is_scored) -> None:
     """Even where the KL in the reward has made the old log-probabilities known."""
     trainer = make(RLOOTrainer, beta=0.1, num_iterations=iterations)
-    assert (experience_of(trainer).old_logprobs is not None) == is_scored
-
-
-def test_trainer_init_emits_no_future_warning(make, recwarn) -> None:
-    make()
-    assert not [w for w in recwarn if w.category is FutureWarning]
+    assert (estimated(trainer)[0].old_logprobs is not None) == is_scored
 
 
 def test_kl_in_reward_is_not_in_loss(make) -> None:
     trainer = make(RLOOTrainer, beta=0.5)
-    experience = experience_of(trainer)
+    experience = estimated(trainer)[0]
     experience = dataclasses.replace(experience, old_logprobs=experience.sampler_logprobs)
     far = dataclasses.replace(experience, ref_logprobs=experience.ref_logprobs - 10)
     with torch.no_grad():
@@ -97,7 +87,7 @@ def test_minibatch_denominator_counts_own_tokens(tmp_path) -> None:
     for minibatches in (2, 1):
         trainer = make_trainer(GRPOTrainer, tmp_path, num_mini_batches=minibatches, **options)
         trainer.sampler.engine.says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
-        experience = experience_of(trainer)
+        experience = estimated(trainer)[0]
         half = experience.select((experience.groups == 0).nonzero().squeeze(1))
         trainer.learner.accumulate(half, Meter())
         gradients.append(flat_gradient(trainer))
@@ -128,11 +118,3 @@ def test_optimizer_uses_configured_settings(make) -> None:
         assert group["weight_decay"] in (0.0, 0.1)
         rates.add(group["initial_lr"])
     assert rates == {1e-3, 1e-2}
-
-
-def test_target_kl_stop_leaves_no_gradient(make) -> None:
-    trainer = make(PPOTrainer, num_iterations=4, learning_rate=1e-2, target_kl=1e-6)
-    metrics = trainer.learner.update(experience_of(trainer), 0, Meter())
-    assert metrics["num_updates"] < 4
-    gradients = [p.grad for p in trainer.learner.module.parameters()]
-    assert not any(g is not None and g.any() for g in gradients)

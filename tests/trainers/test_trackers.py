@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer
+from rlhf_pg import Callback
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 
@@ -143,50 +142,42 @@ def lines(run: Path) -> Steps:
 # ------------------------------------------------------------------------------------------ tests
 
 
-def test_consecutive_runs_report_every_metric(make, tmp_path) -> None:
-    held_out = arithmetic().eval_dataset.select(range(8))
-    for trainer_type in (GRPOTrainer, ReinforceTrainer):
-        run = tmp_path / trainer_type.__name__
-        options = {"report_to": NAMES, "output_dir": str(run), "epsilon_high": None}
-        trainer = make(trainer_type, eval_dataset=held_out, eval_steps=2, **options)
-        trainer.train()
-        expected = lines(run)
-        assert list(expected) == [1, 2, 3]
-        assert "eval_reward" in expected[2].expected
-        assert ("kl" in expected[1].expected) == (trainer.args.beta > 0)
-        config = dataclasses.asdict(trainer.args)
-        for name in NAMES:
-            assert STEPS[name](run) == expected, name
-            kept = {k: v for k, v in CONFIG[name](run).items() if k in config}
-            assert kept["learning_rate"] == 1e-3
-            assert kept["disable_dropout"] is True
-            assert kept["epsilon_high"] == "null"
-            assert json.loads(kept["report_to"]) == list(NAMES)
-            assert set(kept) == set(config)
-        assert wandb_exit_code(run) == 0
-
-
-def test_run_name_reaches_trackers(make, tmp_path) -> None:
-    make(report_to=["wandb", "trackio"], run_name="third try", max_steps=1).train()
+def test_run_reports_every_metric(make, tmp_path) -> None:
+    held_out = arithmetic().eval_dataset.select(range(4))
     run = tmp_path / "run"
+    options = {"report_to": NAMES, "run_name": "third try", "epsilon_high": None, "max_steps": 2}
+    trainer = make(eval_dataset=held_out, eval_steps=2, **options)
+    trainer.train()
+    expected = lines(run)
+    assert list(expected) == [1, 2]
+    assert "eval_reward" in expected[2].expected
+    assert "kl" not in expected[1].expected
+    config = dataclasses.asdict(trainer.args)
+    for name in NAMES:
+        assert STEPS[name](run) == expected, name
+        kept = {k: v for k, v in CONFIG[name](run).items() if k in config}
+        assert kept["learning_rate"] == 1e-3
+        assert kept["disable_dropout"] is True
+        assert kept["epsilon_high"] == "null"
+        assert json.loads(kept["report_to"]) == list(NAMES)
+        assert set(kept) == set(config)
+    assert wandb_exit_code(run) == 0
     (record,) = [r.run for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
     assert (record.display_name, record.project) == ("third try", "rlhf_pg")
-    assert set(trackio_steps(run)) == {1}
-    assert not (run / "tensorboard").exists()
 
 
 def test_resumed_run_continues_in_trackers(make, tmp_path) -> None:
     run = tmp_path / "run"
-    first = make(report_to=NAMES, save_steps=2, max_steps=4)
-    first.total_steps = 2
+    first = make(report_to=NAMES, save_steps=1, max_steps=2)
+    first.total_steps = 1
     first.train()
     run_id = (run / "run-id").read_text()
-    make(report_to=NAMES, save_steps=2, max_steps=4).train(resume_from_checkpoint="latest")
+    make(report_to=NAMES, save_steps=1, max_steps=2).train(resume_from_checkpoint="latest")
     expected = lines(run)
-    assert list(expected) == [1, 2, 3, 4]
+    assert list(expected) == [1, 2]
     assert tensorboard_steps(run) == expected
     assert trackio_steps(run) == expected
-    assert set(wandb_steps(run)) == {3, 4}
+    assert set(wandb_steps(run)) == {2}
     offline = [path.name for path in run.glob("wandb/offline-run-*")]
     assert len(offline) == 2
     assert all(f"-{run_id}" in name for name in offline)  # a second one of the same second: "-1"
@@ -194,12 +185,12 @@ def test_resumed_run_continues_in_trackers(make, tmp_path) -> None:
 
 def test_new_run_in_used_directory_starts_fresh_tracker_run(make, tmp_path) -> None:
     run = tmp_path / "run"
-    for steps in (3, 2):
+    for steps in (2, 1):
         make(report_to=NAMES, max_steps=steps).train()
     for name in NAMES:
-        assert set(STEPS[name](run)) == {1, 2}
+        assert set(STEPS[name](run)) == {1}
         shutil.copy(run / "config.yaml", run / "earlier-1")
-        assert set(STEPS[name](run / "earlier-1")) == {1, 2, 3}
+        assert set(STEPS[name](run / "earlier-1")) == {1, 2}
 
 
 def test_failed_run_keeps_reported_steps(make, tmp_path) -> None:
@@ -235,7 +226,7 @@ class TakeAway(Callback):
 @pytest.mark.fault(42, "one warning, and it is left out; the others and metrics.jsonl go on")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
 def test_failing_tracker_is_dropped_and_run_continues(make, tmp_path, caplog) -> None:
-    trainer = make(report_to=NAMES, max_steps=5, callbacks=[TakeAway()])
+    trainer = make(report_to=NAMES, max_steps=4, callbacks=[TakeAway()])
     with caplog.at_level(logging.WARNING, "rlhf_pg"):
         trainer.train()
     said = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
@@ -243,7 +234,7 @@ def test_failing_tracker_is_dropped_and_run_continues(make, tmp_path, caplog) ->
     assert said[0].startswith("report_to: tensorboard failed and is disabled: ")
     run = tmp_path / "run"
     expected = lines(run)
-    assert list(expected) == [1, 2, 3, 4, 5]
+    assert list(expected) == [1, 2, 3, 4]
     assert wandb_steps(run) == trackio_steps(run) == expected
 
 
@@ -279,33 +270,3 @@ def test_missing_tracker_error_names_extra(make, monkeypatch, name) -> None:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf'{name} is not installed.*"rlhf-pg\[trackers\]"'):
         make(report_to=[name])
-
-
-PLAIN_RUN = """
-import sys
-from rlhf_pg import GRPOConfig, GRPOTrainer, cli
-from rlhf_pg.tasks import arithmetic
-
-task, (model, out) = arithmetic(), sys.argv[1:]
-args = GRPOConfig(max_steps=1, prompts_per_step=2, max_completion_length=6, output_dir=out)
-GRPOTrainer(model, task.reward, args, task.train_dataset).train()
-print({"tensorboard", "wandb", "trackio"} & set(sys.modules))
-"""
-
-
-@pytest.mark.slow
-def test_unused_trackers_are_not_imported(model_path, tmp_path) -> None:
-    out = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_RUN, model_path, str(out)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout.splitlines()[-1] == "set()"
-    assert not any(name in done.stdout + done.stderr for name in NAMES)
-    assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "final"} | {
-        *("completions.jsonl", "lock", "trace.jsonl", "report.html", "tokens")
-    }

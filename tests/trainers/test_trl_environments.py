@@ -100,12 +100,8 @@ def test_environment_that_pays_nothing_is_no_source(make) -> None:
 
     trainer = trainer_on(make, Bell, reward_funcs=length, reward_weights=(1.0,))
     assert trainer.shaping.names == ["length"]
-    assert (
-        trainer.sampler.scored(trainer.sampler.roll_out(range(2)))
-        .scores.nansum(dim=(1, 2))
-        .tolist()
-        == [3.0] * 4
-    )
+    scored = trainer.sampler.scored(trainer.sampler.roll_out(range(2)))
+    assert scored.scores.nansum(dim=(1, 2)).tolist() == [3.0] * 4
 
 
 def test_column_chooses_environment(make) -> None:
@@ -124,18 +120,66 @@ def test_environment_may_bring_all_prompts(make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("factory", "options", "message"),
     [
-        (
-            {"environment_factory": {"a": Paid}, "train_dataset": None},
-            "train_dataset",
-        ),
-        ({"train_dataset": None, "max_steps": -1}, "set max_steps"),
-        ({"environment_factory": {"a": Paid}}, "train_dataset: row 0: its column 'environment'"),
-        ({"environment_factory": Bell}, "reward_funcs is empty"),
+        ({"a": Paid}, {"train_dataset": None}, "train_dataset"),
+        (Paid, {"train_dataset": None, "max_steps": -1}, "set max_steps"),
+        ({"a": Paid}, {}, "train_dataset: row 0: its column 'environment'"),
+        (Bell, {}, "reward_funcs is empty"),
     ],
 )
-def test_bad_input_is_refused(make, options: dict[str, Any], message: str) -> None:
-    others = {name: value for name, value in options.items() if name != "environment_factory"}
+def test_bad_input_is_refused(make, factory, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        trainer_on(make, options.get("environment_factory", Paid), **others)
+        trainer_on(make, factory, **options)
+
+
+def test_tools_are_called_and_counted(make, any_sampler, tmp_path) -> None:
+    """The model types what it is told to: a call, a wrong call, no call at all."""
+    task = calculator()
+    torch.manual_seed(0)
+    model, tokenizer = task.new_model()
+    options = {"prompts_per_step": 1, "num_generations": 3, "max_steps": 1, "max_turns": 3}
+    trainer = make(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=task.reward,
+        train_dataset=task.train_dataset.select([0]),
+        tools=task.tools,
+        max_completion_length=100,
+        **options,
+    )
+    asked, answer = (trainer.train_prompts.rows[0][key] for key in ("prompt", "answer"))
+    asked = asked[0]["content"]
+    call = '<tool_call>{"name": "calculate", "arguments": {"%s": "%s"}}</tool_call>'
+    calls = [call % ("expression", asked), call % ("sum", asked), answer]
+
+    def script(request, sample: int) -> list[int]:
+        text = answer if request.position else calls[sample]
+        return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+    trainer.sampler.engine = ScriptedEngine(script, tokenizer.eos_token_id)
+    prompt = tokenizer.decode(trainer.train_prompts.tokens[0])
+    assert prompt == f"<tools>calculate<user>{asked}<assistant>"
+    right, wrong, none = trainer.sampler.roll_out(range(1)).completions
+    assert [message["role"] for message in right] == ["assistant", "tool", "assistant"]
+    assert right[1]["content"] == answer
+    assert "argument 'sum'" in wrong[1]["content"]
+    assert [message["content"] for message in none] == [answer]
+    trainer.train()
+    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert line["reward"] == 1
+    assert line["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert line["tools/failure_frequency"] == 0.5
+    tokenizer.chat_template = (
+        "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"does not fit the chat template: .*roles alternate"):
+        make(
+            model=model,
+            processing_class=tokenizer,
+            tools=task.tools,
+            train_dataset=task.train_dataset,
+        )
+    with pytest.raises(ValueError, match="the prompt in row 0 is a string, but tools are called"):
+        make(model=model, processing_class=task.new_model()[1], tools=task.tools)

@@ -1,0 +1,67 @@
+"""A run that is resumed ends bit for bit where it would have ended without the stop.
+
+Every case has several kinds of state at once that a checkpoint has to keep.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
+from tests.untimed import untimed
+
+FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}
+ADAPTIVE = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100}
+CASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "the order of prompts, the reference, coefficients": (
+        GRPOTrainer,
+        FOLLOWING
+        | ADAPTIVE
+        | {"dynamic_sampling_rounds": 1, "num_mini_batches": 2}
+        # The learning rate of every step is another.
+        | {"entropy_target": 1.5, "entropy_coef": 0.01, "warmup_steps": 1},
+    ),
+    "moments, a moving average, the factor of the rate": (
+        ReinforceTrainer,
+        {"advantage_estimator": "returns_minus_moving_average", "normalize_rewards": True}
+        | {"kl_adaptive_lr": 1e-9, "lr_scheduler_type": "constant"},
+    ),
+    "dropout, adapters, a critic that is still trained alone": (
+        PPOTrainer,
+        {"use_peft": True, "lora_dropout": 0.1, "disable_dropout": False, "critic": "shared"}
+        | {"value_pretraining_steps": 2, "save_steps": 1, "normalize_values": True}
+        | {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, "num_mini_batches": 2}
+        | FOLLOWING,
+    ),
+    "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
+    "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
+    "8-bit moments, bfloat16": (PPOTrainer, {"optim": "adamw_8bit", "dtype": "bfloat16"}),
+}
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    reference = trainer.learner.reference
+    frozen = reference.policy.named_parameters(prefix="reference") if reference else ()
+    return {**dict(trainer.learner.module.named_parameters()), **dict(frozen)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
+    trainer_type, options = CASES[case]
+    if "optim" in options and not find_spec("bitsandbytes"):
+        pytest.skip("needs bitsandbytes")
+    options = {"max_steps": 4, "save_steps": 2, "save_total_limit": None} | options
+    whole = make(trainer_type, output_dir=str(tmp_path / "whole"), **options)
+    start = {name: weight.detach().clone() for name, weight in weights(whole).items()}
+    whole.train()
+    torch.manual_seed(999)
+    rest = make(trainer_type, output_dir=str(tmp_path / "rest"), **options)
+    stop = options["save_steps"]
+    rest.train(resume_from_checkpoint=str(tmp_path / f"whole/checkpoints/step-{stop:08d}"))
+    ends = weights(whole)
+    assert all(weight.equal(ends[name]) for name, weight in weights(rest).items())
+    assert not all(weight.equal(start[name]) for name, weight in ends.items())
+    assert (rest.state, rest.running) == (whole.state, whole.running)
+    assert untimed(tmp_path / "rest") == untimed(tmp_path / "whole")[stop:]
