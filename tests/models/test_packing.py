@@ -67,25 +67,18 @@ def test_packed_gradients_match_single_rows(arch):
     assert_close(gradient_of(policy, batch), expected, 1e-10 if arch in EXACT else 1e-5)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
-def test_packed_gradients_with_checkpointing_and_adapters(arch, checkpointing, lora):
+# RMSNorm computes in float32 in Qwen2, whatever the dtype.
+@pytest.mark.parametrize(("arch", "rel"), [("gpt2", 1e-10), ("qwen2", 1e-5)])
+def test_packed_gradients_with_checkpointing_and_adapters(arch, rel):
     def build():
-        model = tiny_model(arch, dtype=torch.float64)
-        if lora:
-            torch.manual_seed(0)
-            model = stir(add_adapter(model, adapter()), seed=1).double()
+        torch.manual_seed(0)
+        model = add_adapter(tiny_model(arch, dtype=torch.float64), adapter())
         disable_dropout(model.train())
-        return model
+        return stir(model, seed=1).double()
 
-    plain = Policy(build())
+    plain, fast = Policy(build()), Policy(build())
     plain.window = 0
-    fast = Policy(build())
-    if checkpointing:
-        checkpoint_activations(fast.model)
-    # RMSNorm computes in float32 in Qwen2, whatever the dtype.
-    rel = 1e-10 if arch == "gpt2" else 1e-5
+    checkpoint_activations(fast.model)
     assert_close(trained_gradient(fast), trained_gradient(plain), rel)
 
 
@@ -170,8 +163,6 @@ def test_packed_critic_matches_padded(shared):
     torch.testing.assert_close((values, end), critic(batch, states), rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------------------- the attention alone
-
 FAMILIES = [Family(4, [2, 5, 0, 2, 2]), Family(1, []), Family(3, [1]), Family(2, [3, 3])]
 
 
@@ -199,13 +190,12 @@ def explicit(query, key, value, scale):
 
 
 @pytest.mark.parametrize("way", ["by_blocks", "by_families", "by_flex"])
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
-def test_attention_matches_softmax_over_visible_tokens(way, heads, key_heads):
+def test_attention_matches_softmax_over_visible_tokens(way):
     count = len(visible(FAMILIES))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if way == "by_flex" else torch.float64
-    shapes = [(heads, count, 8), (key_heads, count, 8), (key_heads, count, 8)]
+    shapes = [(4, count, 8), (2, count, 8), (2, count, 8)]
     operands = [
         torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way != "by_flex")
         for shape in shapes
@@ -228,16 +218,6 @@ def test_attention_takes_values_narrower_than_keys():
     query, key, value = (torch.randn(2, count, width).double() for width in (8, 8, 5))
     out = SharedPrefix(FAMILIES, torch.device("cpu")).attend(0, query, key, value, 0.3)
     torch.testing.assert_close(out, explicit(query, key, value, 0.3))
-
-
-def test_bf16_attention_is_computed_in_float32():
-    count = len(visible(FAMILIES))
-    operands = [torch.randn(2, count, 8).bfloat16() for _ in range(3)]
-    layout = SharedPrefix(FAMILIES, torch.device("cpu"))
-    out = layout.attend(0, *operands, 0.5)
-    assert out.dtype == torch.bfloat16
-    expected = explicit(*(x.double() for x in operands), 0.5)
-    assert (out - expected).abs().max() < 2e-2
 
 
 def test_bf16_attention_gradient_is_rounded_once():
@@ -301,18 +281,10 @@ def test_saved_activations_keep_shared_prompt_once():
     assert saved(16) < 1.25 * saved(1)
 
 
-def test_row_results_do_not_depend_on_other_rows():
-    policy, batch = Policy(tiny_model("gpt2", dtype=torch.float64)), batch_of()
-    whole = policy(batch).logprobs
-    for i in range(batch.num_rows):
-        alone = policy(batch.select(torch.tensor([i]))).logprobs[0]
-        torch.testing.assert_close(whole[i, : len(alone)], alone, rtol=0, atol=1e-12)
-
-
 def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
     """A block counts if a token of it sees one of the other: itself, its row and its prompt."""
     monkeypatch.setattr(packing, "STRIP", 256)
-    families = [Family(150, [300, 20]), Family(7, [90]), Family(130, [128, 1])]
+    families = [Family(150, [130, 20]), Family(7, [90]), Family(3, [128, 1])]
     rows = [
         (i, j)
         for i, (p, cs) in enumerate(families)

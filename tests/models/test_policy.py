@@ -15,7 +15,7 @@ from tests.tiny import ARCHS, tiny_model
 EOS = 2
 PROMPTS = [[5, 9, 2, 31], [17], [8, 3, 30, 12, 25, 6, 39], [21, 22]]
 COMPLETIONS = [[7, EOS], [4, 11, 19, 35, 36], [EOS], [33, 1, 28, EOS]]
-PADDINGS = [(0, 0), (1, 0), (5, 3), (64, 0), (0, 64)]
+PADDINGS = [(0, 0), (5, 3), (64, 0)]
 
 # Architectures that compute in their own dtype throughout; the others have float32 islands.
 EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
@@ -105,9 +105,6 @@ def table(rows=40, columns=40, seed=0, dtype=torch.float64):
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(dtype)
 
 
-# --------------------------------------------------------------------------- the right numbers
-
-
 @pytest.mark.parametrize(("left", "right"), PADDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
@@ -117,12 +114,9 @@ def test_scores_match_unpadded_teacher_forced_forward(arch, left, right):
     assert_teacher_forced(model, with_garbage(rollout(left=left, right=right)), atol)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.7])
-@pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
 @torch.no_grad()
-def test_temperature_divides_every_logit(arch, temperature):
-    dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
-    assert_teacher_forced(tiny_model(arch, dtype=dtype), rollout(left=2), atol, temperature)
+def test_temperature_divides_every_logit():
+    assert_teacher_forced(tiny_model("gpt2", dtype=torch.float64), rollout(left=2), 1e-9, 1.7)
 
 
 def test_temperature_half_squares_odds():
@@ -146,24 +140,14 @@ def test_token_is_scored_by_previous_token_logits():
         assert out.entropy[i, :n].tolist() == pytest.approx(spread, abs=1e-12)
 
 
-@pytest.mark.parametrize("pad", [0, EOS, 39])
-def test_pad_id_does_not_affect_scores_even_as_eos(pad):
+def test_pad_id_does_not_affect_scores_even_as_eos():
     model = tiny_model("gpt2", dtype=torch.float64)
-    assert_teacher_forced(model, rollout(left=3, right=2, pad=pad), 1e-9)
+    assert_teacher_forced(model, rollout(left=3, right=2, pad=EOS), 1e-9)
 
 
-def test_scores_are_permutation_equivariant():
-    model, order = tiny_model("gpt2", dtype=torch.float64), torch.tensor([2, 0, 3, 1])
-    straight, permuted = (Policy(model)(b) for b in (rollout(), rollout().select(order)))
-    torch.testing.assert_close(permuted.logprobs, straight.logprobs[order], rtol=0, atol=1e-12)
-    torch.testing.assert_close(permuted.entropy, straight.entropy[order], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_padding_leaves_gradient_unchanged(arch):
-    dtype, atol = EXACT.get(arch, (torch.float32, 1e-3))
-    model = tiny_model(arch, dtype=dtype)
-    weights = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_padding_leaves_gradient_unchanged():
+    model = tiny_model("gpt2", dtype=torch.float64)
+    weights = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).double()
     exact = sum(
         (logprobs * weights[i, : len(logprobs)]).sum()
         for i in range(4)
@@ -173,22 +157,7 @@ def test_padding_leaves_gradient_unchanged(arch):
     expected = torch.cat([grad.flatten() for grad in grads])
     batch = with_garbage(rollout(left=5, right=3))
     actual = gradient(model, batch, nn.functional.pad(weights, (0, 3), value=9.0))
-    torch.testing.assert_close(actual, expected, rtol=1e-5 if arch == "llama" else 0, atol=atol)
-
-
-# ------------------------------------------------------------------------------------- the mask
-
-
-def test_eos_is_scored_as_action():
-    batch, logits = rollout(), table()
-    policy = Policy(Bigram(logits))
-    before = policy(batch).logprobs
-    with torch.no_grad():
-        policy.model.table[7, EOS] += 1  # row 0 says 7 and then EOS
-    after = policy(batch).logprobs
-    assert (after[0, 1] - before[0, 1]).item() > 0.1
-    assert after[0, 0] == before[0, 0]
-    assert after[1:].equal(before[1:])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
 def test_tool_tokens_are_attended_but_not_scored():
@@ -227,57 +196,17 @@ def test_undefined_logits_at_padding_stay_out_of_scores():
     assert out.entropy.isfinite().all()
 
 
-# ----------------------------------------------------------------------- numerics and gradients
-
-
-def test_impossible_tokens_keep_results_finite():
-    logits = torch.tensor([[0.0, -math.inf, math.log(3.0)]] * 3, dtype=torch.float64)
-    policy = Policy(Bigram(logits))
-    out = policy(rollout([[0]], [[2, 0]]))
-    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert out.entropy[0].tolist() == pytest.approx([entropy] * 2, abs=1e-12)
-    out.logprobs.sum().backward()
-    by_hand = [[-0.25, 0, 0.25], [0, 0, 0], [0.75, 0, -0.75]]
-    torch.testing.assert_close(policy.model.table.grad, torch.tensor(by_hand).double())
-
-
-def test_certain_token_has_zero_entropy():
-    logits = torch.tensor([[-math.inf, 4.0]] * 2)
-    out = Policy(Bigram(logits))(rollout([[0]], [[1, 1]]))
-    assert out.logprobs.tolist() == out.entropy.tolist() == [[0, 0]]
-
-
-def test_only_logprobs_carry_gradient():
-    out = Policy(tiny_model("gpt2"))(rollout())
-    assert out.logprobs.requires_grad
-    assert not out.entropy.requires_grad
-
-
 @pytest.mark.parametrize(
-    ("weights", "numbers"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
+    ("weights", "numbers"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 )
 def test_scores_have_at_least_float32(weights, numbers):
     out = Policy(tiny_model("gpt2", dtype=weights))(rollout())
     assert out.logprobs.dtype == out.entropy.dtype == numbers
+    assert out.logprobs.requires_grad
+    assert not out.entropy.requires_grad
 
 
-def test_bf16_logits_over_large_vocabulary_keep_precision():
-    logits = table(8, 50_000, dtype=torch.bfloat16)
-    out = Policy(Bigram(logits), temperature=0.7)(rollout([[3]], [[1, 7, 4]]))
-    exact = (logits.double() / 0.7).log_softmax(-1)[[3, 1, 7]]
-    chosen = exact[range(3), [1, 7, 4]]
-    torch.testing.assert_close(out.logprobs[0].double(), chosen, rtol=0, atol=1e-5)
-    entropy = -(exact.exp() * exact).sum(-1)
-    torch.testing.assert_close(out.entropy[0].double(), entropy, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("arch", "offload"), [("gpt2", False), ("llama", True)])
 def test_gradient_checkpointing_leaves_gradient_unchanged(arch, offload):
     calls = []
     model = tiny_model(arch, dtype=torch.float64)
