@@ -29,7 +29,6 @@ def tokens(rows, own):
     ("limit", "expected"),
     [
         (38, [[1, 2, 0, 5, 4, 3]]),  # 17 + 14 + 7: everything
-        (37, [[1, 2, 0, 5, 4], [3]]),
         (24, [[1, 2, 0, 3], [5, 4]]),  # the piece of 7 fits beside the 17
         (16, [[1, 2], [5, 4], [0], [3]]),  # a family is split, its prompt computed twice
         (14, [[1], [5, 4], [2, 0], [3]]),
@@ -59,7 +58,7 @@ def some_rows(draw):
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
 def test_split_covers_every_row_once_within_limit(rows, limit):
     for split in (split_packed, split_padded):
@@ -71,7 +70,7 @@ def test_split_covers_every_row_once_within_limit(rows, limit):
             assert cost <= limit or len(own) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
 def test_packed_families_are_contiguous_and_longest_first(rows, limit):
     for own in split_packed(rows, limit):

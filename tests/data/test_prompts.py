@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections import Counter
 
-import numpy as np
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
@@ -44,9 +43,6 @@ def message(content, role="user"):
     return {"role": role, "content": content}
 
 
-# ------------------------------------------------------------------------------------ tokenizing
-
-
 def test_string_prompts_are_tokenized_and_rows_kept():
     prompts = load_prompts(dataset("ab", "cab", "a", answer=[7, 8, 9]), plain())
     assert prompts.tokens == [[4, 5], [6, 4, 5], [4]]
@@ -69,9 +65,7 @@ def byte_tokenizer():
     return fast
 
 
-@pytest.mark.parametrize(
-    "text", ["<end>", "<end>>", "a<end>b<end>>c", "a\ue0030\ue004", "\ue000\ue001\ue002b"]
-)
+@pytest.mark.parametrize("text", ["a<end>b<end>>c", "a\ue0030\ue004", "\ue000\ue001\ue002b"])
 def test_message_content_yields_no_control_token(text):
     tokenizer = byte_tokenizer()
     ends = set(tokenizer.convert_tokens_to_ids(["<end>", "<end>>"]))
@@ -85,7 +79,6 @@ def test_message_content_yields_no_control_token(text):
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "<end>", "content": ""},
         {"role": "user<end>", "content": ""},
         {"role": "assistant", "content": [{"arguments": {"role": "<end>"}}]},
     ],
@@ -172,7 +165,6 @@ def test_messages_become_chat_with_generation_prompt():
         ("ab", [2, 4, 5]),
         ("<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
         ([message("ab")], [2, 4, 5]),  # from the template alone
-        ("aab", [2, 4, 4, 5]),
         ("", [2]),
     ],
 )
@@ -185,12 +177,8 @@ def test_template_without_bos_gets_none():
     assert encode([message("ab")], with_bos(chat)) == [4, 5]
 
 
-@pytest.mark.parametrize("prompt", ["aab", "<user><user>a"])
-def test_tokenizer_without_bos_removes_no_token(prompt):
-    assert len(encode(prompt, plain())) == 3
-
-
-# -------------------------------------------------------------------------------- what is refused
+def test_tokenizer_without_bos_removes_no_token():
+    assert len(encode("<user><user>a", plain())) == 3
 
 
 @pytest.mark.fault(37, "refused by its row")
@@ -224,7 +212,7 @@ def test_missing_prompt_column_error_names_columns():
         load_prompts(data, plain())
 
 
-@pytest.mark.parametrize("shape", [{"type": "pandas"}, {"type": "arrow"}, {"columns": ["answer"]}])
+@pytest.mark.parametrize("shape", [{"type": "pandas"}, {"columns": ["answer"]}])
 def test_formatted_dataset_rows_are_plain(shape):
     plain = Dataset.from_dict({"prompt": ["1+1=", "2"], "answer": ["2", "2"]})
     loaded, tokenizer = plain.with_format(**shape), character_tokenizer("12+=")
@@ -237,22 +225,14 @@ def test_empty_dataset_raises():
         load_prompts(dataset(), plain())
 
 
-# -------------------------------------------------------------------------------------- the length
-
-
-@pytest.mark.parametrize("limit", [None, 3, 100])
-def test_prompts_within_limit_are_kept(limit, caplog):
-    for long_prompts in ("error", "drop"):
-        prompts = load_prompts(dataset("ab", "abc"), plain(), limit, long_prompts)
-        assert len(prompts) == 2
-    assert not caplog.records
-
-
 @pytest.mark.fault(36, "an error names the first")
 def test_long_prompts_raise_with_first_row():
     data = dataset("a", "abc", "ab", "abcabc")
     with pytest.raises(ValueError, match=r"^2 prompts .* 2; the first is row 1 with 3 tokens"):
         load_prompts(data, plain(), max_prompt_length=2)
+    with pytest.raises(ValueError, match="row 0 with 4 tokens"):  # with the chat template
+        load_prompts(dataset([message("ab")]), plain(), max_prompt_length=3)
+    assert len(load_prompts(data, plain(), max_prompt_length=6)) == 4
 
 
 @pytest.mark.fault(36, "or they are dropped and counted (long_prompts)")
@@ -272,17 +252,6 @@ def test_dropping_every_prompt_raises():
         load_prompts(dataset("abc", "abcabc"), plain(), 2, "drop")
 
 
-def test_prompt_length_includes_chat_template():
-    with pytest.raises(ValueError, match="row 0 with 4 tokens"):
-        load_prompts(dataset([message("ab")]), plain(), max_prompt_length=3)
-
-
-@pytest.mark.parametrize(("positions", "budget"), [(9, 9), (None, 9), (9, 100)])
-def test_longest_row_may_fill_positions_and_budget(positions, budget):
-    fit = {"positions": positions, "micro_batch_tokens": budget}
-    fitting_prompts(dataset("a", "abc"), "data", plain(), max_completion_length=6, **fit)
-
-
 @pytest.mark.parametrize(
     ("positions", "budget", "message"),
     [
@@ -292,14 +261,12 @@ def test_longest_row_may_fill_positions_and_budget(positions, budget):
 )
 def test_row_beyond_positions_or_budget_raises(positions, budget, message):
     fit = {"positions": positions, "micro_batch_tokens": budget}
+    fitting_prompts(dataset("a", "abc"), "data", plain(), max_completion_length=5, **fit)
     with pytest.raises(ValueError, match=message):
         fitting_prompts(dataset("a", "abc", "ab"), "data", plain(), max_completion_length=6, **fit)
 
 
-# --------------------------------------------------------------------------------------- the order
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(size=st.integers(1, 9), seed=st.integers(0, 2**32), shuffle=st.booleans())
 def test_each_epoch_draws_every_row_once(size, seed, shuffle):
     rows = PromptSampler(size, seed, shuffle).rows(range(4 * size))
@@ -307,7 +274,7 @@ def test_each_epoch_draws_every_row_once(size, seed, shuffle):
         assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(draws=st.lists(st.integers(0, 60)), size=st.integers(1, 9))
 def test_drawn_row_depends_only_on_seed_and_draw(draws, size):
     whole = PromptSampler(size, seed=5).rows(range(61))
@@ -338,16 +305,6 @@ def test_permutation_depends_on_every_key_part():
     assert len(orders) == len(keys)
     assert permutation(30, 1, 2, 3) == permutation(30, 1, 2, 3)
     assert all(sorted(order) == list(range(30)) for order in orders)
-
-
-def test_permutation_leaves_global_generator_alone():
-    np.random.seed(0)
-    first, state = permutation(20, 3), np.random.get_state()[1].tolist()
-    np.random.seed(1)
-    assert permutation(20, 3) == first
-    np.random.seed(0)
-    permutation(20, 3)
-    assert np.random.get_state()[1].tolist() == state
 
 
 def test_permutations_are_equally_likely():
