@@ -54,8 +54,7 @@ PASSAGES: dict[str, dict[int, str | None]] = {
     "save-renamed": {4: None, 9: None},
 }
 # One kill within a step, one after it, and the ones that leave most to mend.
-ALWAYS = {("lock", 1), ("backward", 4), ("save-tensors", 8), ("save-state", 4)}
-ALWAYS |= {("save-rename", 9), ("save-replace", 3)}
+ALWAYS = {("backward", 4), ("save-state", 4), ("save-rename", 9), ("save-replace", 3)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
     for case in ((point, n) for point in POINTS for n in PASSAGES.get(point, {1: None}))

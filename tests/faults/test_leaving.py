@@ -61,32 +61,23 @@ def after_update(trainer, error) -> None:
 ENDS = {
     "a callback": (in_callback, RuntimeError("the disk of the dashboard is full")),
     "out of memory": (in_backward, torch.OutOfMemoryError("CUDA out of memory")),
-    "no threads": (in_sampling, RuntimeError("can't start new thread")),
     "Ctrl-C": (in_sampling, KeyboardInterrupt()),
-    "an exit": (in_callback, SystemExit(3)),
 }
 
 
-SLOW = ("no threads", "an exit")
-PARAMS = [pytest.param(end, marks=pytest.mark.slow if end in SLOW else ()) for end in ENDS]
-
-
-@pytest.mark.parametrize("end", PARAMS)
-def test_interrupted_run_keeps_all_finished_steps(make, tmp_path, end) -> None:
-    make(max_steps=4, output_dir=str(tmp_path / "whole"), **HURT).train()
-    where, error = ENDS[end]
-    trainer = make(max_steps=4, **HURT)
-    where(trainer, error)
-    kind = (
-        RuntimeError if isinstance(error, SystemExit) else type(error)
-    )  # no code of users ends a run
-    with pytest.raises(kind) as left:
-        trainer.train()
-    assert "Resume from" in "".join(left.value.__notes__)
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert (saved.name, verified(saved)) == ("step-00000002", None)
-    make(max_steps=4, **HURT).train("latest")
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+def test_interrupted_run_keeps_all_finished_steps(make, tmp_path) -> None:
+    make(output_dir=str(tmp_path / "whole"), **HURT).train()
+    for end, (where, error) in ENDS.items():
+        run = tmp_path / end
+        trainer = make(output_dir=str(run), **HURT)
+        where(trainer, error)
+        with pytest.raises(type(error)) as left:
+            trainer.train()
+        assert "Resume from" in "".join(left.value.__notes__)
+        (saved,) = (run / "checkpoints").iterdir()
+        assert (saved.name, verified(saved)) == ("step-00000002", None)
+        make(output_dir=str(run), **HURT).train("latest")
+        assert untimed(run) == untimed(tmp_path / "whole")
 
 
 def test_interrupted_step_saves_updates_with_warning(make, tmp_path, caplog) -> None:

@@ -88,14 +88,6 @@ def test_json_lines_write_syncs_each_line(tmp_path, synced) -> None:
         assert synced[path.stat().st_ino] == path.stat().st_size > 0
 
 
-def test_json_lines_resume_syncs_kept_lines(tmp_path, synced) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-    JsonLines(path, 1)
-    assert synced[path.stat().st_ino] == path.stat().st_size > 0
-    assert tmp_path.stat().st_ino in synced
-
-
 @pytest.mark.fault(50, "the run goes on quietly, and saves")
 def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> None:
     """As `head` does, or a `tee` that dies."""
@@ -115,11 +107,6 @@ def test_unencodable_console_text_is_escaped(tmp_path) -> None:
     journal.say("caf\u00e9 \U0001f600 \ud800")
     text.seek(0)
     assert text.read() == "caf\u00e9 \\U0001f600 \\ud800\n"
-
-
-def test_console_escapes_control_characters(tmp_path, capsys) -> None:
-    Journal(tmp_path, 0, is_main=True).say("saved a\x1b[2J\u202e/final")
-    assert capsys.readouterr().out == "saved a\\x1b[2J\\u202e/final\n"
 
 
 def test_json_lines_write_nested_nonfinite_as_null(tmp_path) -> None:

@@ -2,7 +2,6 @@
 `tests/distributed/test_failing_updates.py`.)"""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -10,11 +9,9 @@ import torch
 
 from rlhf_pg import Callback, PPOTrainer
 from rlhf_pg.report.run_files import RunFiles, read
-from tests.untimed import untimed
 
-SHIFTS = {"nan": lambda x: x * math.nan, "inf gradient": lambda x: x * math.inf}
-# The gradient alone would not tell: a constant has none.
-SHIFTS["inf loss"] = lambda x: x + math.inf
+# Of an infinite constant the gradient alone would not tell: it has none.
+SHIFTS = {"nan": lambda x: x * math.nan, "inf loss": lambda x: x + math.inf}
 
 
 class Break(Callback):
@@ -58,21 +55,8 @@ def test_nonfinite_update_is_skipped_without_trace(make, tmp_path, shift) -> Non
     assert [line["grad_norm"] is None for line in lines] == [False, True, False]
     # The schedule goes by steps, like all that is planned for the run.
     assert trainer.learner.scheduler.last_epoch == 3
-
-
-def test_skipped_update_keeps_its_batch_in_the_record(make, tmp_path) -> None:
-    seen = []
-
-    def reward(completions, completion_ids, **_):
-        seen.extend(completion_ids)
-        return [float(len(text)) for text in completions]
-
-    trainer = make(max_steps=1, reward_funcs=reward)
-    Break(trainer, {1})
-    trainer.train()
-    tokens = RunFiles(tmp_path / "run").tokens(1)
-    assert len(seen) == 16
-    assert [row.tolist() for row in np.split(tokens.ids, tokens.lengths.cumsum())[:-1]] == seen
+    tokens = RunFiles(tmp_path / "run").tokens(2)
+    assert tokens.lengths.sum() == len(tokens.ids) > 16
     assert np.isfinite(tokens.numbers["advantage"][tokens.action]).all()
 
 
@@ -94,19 +78,17 @@ def test_only_nonfinite_update_is_skipped(make, tmp_path) -> None:
 
 @pytest.mark.fault(22, "after max_skipped_steps the run ends; the last checkpoint is good")
 def test_max_skipped_steps_ends_run_across_resume(make) -> None:
-    trainer = make(max_steps=9, save_steps=1, max_skipped_steps=2)
-    Break(trainer, {1, 2, 4, 5, 6})
-    with pytest.raises(FloatingPointError, match=r"step 6: .* 2 steps before"):
+    trainer = make(max_steps=9, save_steps=1, max_skipped_steps=1)
+    Break(trainer, {1, 3, 4})
+    with pytest.raises(FloatingPointError, match=r"step 4: .* 1 steps? before"):
         trainer.train()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
-    resumed = make(max_steps=9, save_steps=1, max_skipped_steps=2)
+    resumed = make(max_steps=9, save_steps=1, max_skipped_steps=1)
     resumed.checkpointer.resume("latest", resumed.runtime)
-    assert (resumed.state.step, resumed.state.skipped_in_a_row) == (5, 2)
-    Break(resumed, {6})
-    with pytest.raises(FloatingPointError, match="step 6: "):
+    assert (resumed.state.step, resumed.state.skipped_in_a_row) == (3, 1)
+    Break(resumed, {4})
+    with pytest.raises(FloatingPointError, match="step 4: "):
         resumed.train("latest")
-    fresh = make(max_steps=6)
-    assert fresh.checkpointer.resume("latest", fresh.runtime)
 
 
 def test_skipped_passes_over_one_batch_count_as_one_step(make, tmp_path) -> None:
@@ -128,9 +110,10 @@ def test_skipped_passes_over_one_batch_count_as_one_step(make, tmp_path) -> None
 
 @pytest.mark.fault(30, "the error of torch ends the run; the weights are as before the update")
 def test_out_of_memory_leaves_weights_unchanged(make, tmp_path) -> None:
-    whole = make(micro_batch_tokens=24, output_dir=str(tmp_path / "whole"))
+    options = {"micro_batch_tokens": 24, "max_steps": 2}
+    whole = make(**options, output_dir=str(tmp_path / "whole"))
     whole.train()
-    trainer = make(micro_batch_tokens=24, save_steps=1)
+    trainer = make(**options, save_steps=1)
     backward, before = trainer.learner.trained.backward, []
 
     def lacking(loss):
@@ -148,52 +131,3 @@ def test_out_of_memory_leaves_weights_unchanged(make, tmp_path) -> None:
     trainer.train("latest")  # nor is the first micro-batch in what follows
     pairs = zip(whole.model.parameters(), trainer.model.parameters(), strict=True)
     assert all(p.equal(q) for p, q in pairs)
-
-
-def test_interrupted_step_restarts_with_same_random_state(make, tmp_path) -> None:
-    """A step is taken again from where it began, random numbers included."""
-    broken = []
-
-    def reward(completions, **_):
-        scores = [random.random() for _ in completions]
-        if broken:
-            raise RuntimeError("not today")
-        return scores
-
-    options = {"reward_funcs": reward, "save_steps": 2}
-    make(**options, output_dir=str(tmp_path / "whole")).train()
-    trainer = make(**options)
-    step = trainer.step
-
-    def second():
-        broken.extend([True] * (trainer.state.step == 1))
-        return step()
-
-    trainer.step = second
-    with pytest.raises(ValueError, match=r"(?s)not today.*Resume from .*step-00000001 "):
-        trainer.train()
-    broken.clear()
-    make(**options).train("latest")
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
-
-
-def test_reward_error_after_save_reuses_checkpoint(make, tmp_path) -> None:
-    calls = []
-
-    def reward(completions, **_):
-        calls.append(1)
-        if len(calls) == 5:
-            raise RuntimeError("not today")
-        return [1.0] * len(completions)
-
-    def saved():
-        return (tmp_path / "run" / "checkpoints" / "step-00000001").stat().st_ino
-
-    class Look(Callback):
-        def on_save(self, trainer, path) -> None:
-            seen.append(saved())
-
-    seen = []
-    with pytest.raises(ValueError, match=r"(?s)not today.*Resume from .*step-00000001 "):
-        make(reward_funcs=reward, save_steps=1, callbacks=[Look()]).train()
-    assert seen == [saved()]
