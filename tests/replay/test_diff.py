@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rlhf_pg import GRPOTrainer
@@ -83,6 +82,11 @@ def test_planted_difference_is_named(runs: tuple[Path, Path], stage: str) -> Non
     assert found.places[0].rows == 1
     assert found.places[0].a != found.places[0].b
     assert not found.config
+    if stage == "advantages":
+        record = RunFiles(runs[0]).tokens(3)
+        own = record.numbers["advantage"][record.starts[ROW]]
+        assert found.places[0].a == pytest.approx(own)
+        assert found.places[0].b == pytest.approx(own + 1e-4)
 
 
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path]) -> None:
@@ -160,30 +164,18 @@ def test_rounding_is_allowed_if_asked_for(runs: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "step", "stages"),
+    ("changed", "stages"),
     [
-        ({"temperature": 0.9}, 1, ["ids"]),
-        ({"shuffle_dataset": False}, 1, ["prompts"]),
-        ({"reward_funcs": judged}, 1, ["scores", "advantages", "gradient", "weights"]),
-        ({"scale_rewards": "none"}, 1, ["advantages", "gradient", "weights"]),
-        ({"aggregation": "sequence_mean"}, 1, ["gradient", "weights"]),
-        ({"learning_rate": 2e-3}, 1, ["weights"]),
+        ({"shuffle_dataset": False}, ["prompts"]),
+        ({"temperature": 0.9}, ["ids"]),
+        ({"reward_funcs": judged}, ["scores", "advantages", "gradient", "weights"]),
+        ({"learning_rate": 2e-3}, ["weights"]),
     ],
 )
-def test_what_a_key_changes_first(make, trained, changed, step, stages) -> None:
+def test_what_a_key_changes_first(make, trained, changed, stages) -> None:
     trainer = make(**RUN | changed)
     trainer.total_steps = 1
     trainer.train()
     found = diff_runs(trained, Path(trainer.args.output_dir))
-    assert found.step == step
+    assert found.step == 1
     assert [place.stage for place in found.places][: len(stages)] == stages
-
-
-def test_number_is_that_of_its_token(runs: tuple[Path, Path]) -> None:
-    plant(runs[1], PLANTED["advantages"])
-    record = RunFiles(runs[0]).tokens(3)
-    place = diff_runs(*runs).places[0]
-    assert record is not None
-    assert place.a == pytest.approx(record.numbers["advantage"][record.starts[ROW]])
-    assert place.b - place.a == pytest.approx(1e-4, rel=1e-2)
-    assert np.isfinite(place.b)
