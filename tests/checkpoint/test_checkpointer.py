@@ -103,8 +103,10 @@ def seed_everything(seed):
 # ------------------------------------------------------------------------------ the whole state
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("gpt2", torch.float64), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)],
+)
 def test_resumed_training_is_bit_identical(tmp_path, arch, dtype):
     seed_everything(0)
     first = make_checkpointer(tmp_path, arch=arch, dtype=dtype)
@@ -124,14 +126,6 @@ def test_resumed_training_is_bit_identical(tmp_path, arch, dtype):
     assert everything(second) == expected
 
 
-def test_weights_are_restored_in_place(tmp_path):
-    checkpointer = make_checkpointer(tmp_path)
-    before = [p.data_ptr() for p in model_of(checkpointer).parameters()]
-    path = checkpointer.save(RUNTIME)
-    checkpointer.restore(path, rank=0)
-    assert [p.data_ptr() for p in model_of(checkpointer).parameters()] == before
-
-
 def test_missing_rank_leaves_generators_unchanged(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     path = checkpointer.save(RUNTIME)
@@ -146,11 +140,8 @@ def test_missing_rank_leaves_generators_unchanged(tmp_path):
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
-    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.5, centered=True),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
 }
 
 
@@ -208,14 +199,6 @@ def test_lower_precision_weights_come_from_masters():
     assert model["a"].weight.equal(masters[0])
     assert model["b"].weight.equal(bits)  # as the weights were saved
     assert not trained.optimizer.state
-
-
-def test_restore_clears_existing_moments():
-    model = two_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimize(model, optimizer, 1)
-    RUNTIME.prepare(model, optimizer).load_state([])
-    assert not optimizer.state
 
 
 # ---------------------------------------------------------------------------------- the directory
@@ -307,16 +290,6 @@ def test_saving_step_again_replaces_checkpoint(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_checkpoint_that_is_a_link_is_replaced(tmp_path):
-    checkpointer = make_checkpointer(tmp_path / "checkpoints")
-    path = save_at(checkpointer, 4)
-    elsewhere = path.rename(tmp_path / "elsewhere")
-    path.symlink_to(elsewhere)
-    assert save_at(checkpointer, 4) == path
-    assert not path.is_symlink()
-    assert (elsewhere / "state.json").exists()
-
-
 def test_interrupted_replacement_is_completed_and_leaves_nothing(tmp_path, monkeypatch):
     checkpointer = make_checkpointer(tmp_path / "checkpoints")
     path = save_at(checkpointer, 4)
@@ -350,28 +323,9 @@ def test_removed_checkpoint_is_not_completed_after_a_kill(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("choice", [True, "latest", "step-00000005"])
-def test_run_resumes_from_newest_or_named_checkpoint(tmp_path, choice):
-    first = make_checkpointer(tmp_path)
-    for step in (3, 5):
-        save_at(first, step)
-    second = make_checkpointer(tmp_path, seed=1)
-    second.resume(str(tmp_path / choice) if choice == "step-00000005" else choice, RUNTIME)
-    assert second.state.step == 5
-    expected = model_of(first).state_dict()
-    assert all(v.equal(expected[k]) for k, v in model_of(second).state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (True, "no complete checkpoint"),
-        ("latest", "no complete checkpoint"),
-        ("elsewhere", "elsewhere"),
-    ],
-)
-def test_resuming_from_missing_checkpoint_raises(tmp_path, choice, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("choice", [True, "latest", "elsewhere"])
+def test_resuming_from_missing_checkpoint_raises(tmp_path, choice):
+    with pytest.raises(ValueError, match="elsewhere" if choice == "elsewhere" else "no complete"):
         make_checkpointer(tmp_path).resume(choice, RUNTIME)
 
 
@@ -384,12 +338,16 @@ def test_new_run_over_earlier_checkpoints_raises(tmp_path):
         make_checkpointer(tmp_path).resume(None, RUNTIME)
 
 
-def test_resuming_before_later_checkpoints_raises(tmp_path):
+def test_resuming_before_later_checkpoints_raises_and_from_newest_goes_on(tmp_path):
     first = make_checkpointer(tmp_path)
     for step in (3, 5):
         save_at(first, step)
     with pytest.raises(ValueError, match=r"later steps, up to step-00000005: move them away"):
         make_checkpointer(tmp_path).resume(str(tmp_path / "step-00000003"), RUNTIME)
+    for choice in (True, str(tmp_path / "step-00000005")):
+        second = make_checkpointer(tmp_path, seed=1)
+        second.resume(choice, RUNTIME)
+        assert second.state.step == 5
 
 
 @pytest.mark.parametrize(("key", "refused"), [("seed", True), ("max_steps", False)])
