@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from rlhf_pg.data.chat import encode
-from rlhf_pg.tasks import TASKS, arithmetic, preference
+from rlhf_pg.tasks import arithmetic, preference
 from rlhf_pg.tasks.preference import (
     FOLLOWS,
-    FOODS,
     KINDS,
     NOISE_SCALE,
-    ROOMS,
-    VALENCES,
-    draw_pairs,
     gold,
     gold_score,
 )
@@ -46,15 +42,9 @@ def scores(pair):
     return [gold_score(pair["prompt"], pair[key]) for key in ("chosen", "rejected")]
 
 
-# ------------------------------------------------------------------------------------------- gold
-
-
 @pytest.mark.parametrize(
     ("prompt", "said", "expected"),
     [
-        (SOUP, "good .", 1),
-        (SOUP, "very good .", 1.5),
-        (SOUP, "not bad .", 1),
         (SOUP, "quite hot and not fresh but dry .", 0.7 - 1.2 - 1),
         (TENT, "quite hot and not fresh but dry .", -0.7 - 0.6 + 0.8),
         (SOUP, "very good and not stale but quite hot .", 1.5 + 1.2 + 0.7),
@@ -71,38 +61,22 @@ def test_gold_score_by_hand(prompt, said, expected):
         ("", -1),  # unfinished
         (".", -0.5),  # misplaced: nothing was said
         ("good", 1 - 1),
-        ("good and", 1 - 1),
         ("very .", -0.5),
-        ("good . .", 1 - 0.5),
         ("good . good and fresh .", 1 - 0.5),  # what comes after the end counts for nothing
         ("good and good .", 1),  # once
-        ("good and not good .", 1),  # the first time
         ("not good and very good .", -1),
-        ("good good .", 1 - 0.5),
         ("good fresh .", 1 + 1.2 - 0.5),
         ("very very good .", 1.5 - 0.5),
-        ("very not good .", -1 - 0.5),
         ("and good .", 1 - 0.5),
         ("good and and fresh .", 1 + 1.2 - 0.5),
-        ("good and .", 1 - 0.5),
         ("very and good .", 1 - 0.5),  # a modifier only of the next word
         ("soup good .", 1 - 2 * 0.5),  # and what follows such a word is out of place
-        ("good soup .", 1 - 2 * 0.5),
         ("<user> <pad>", -1 - 2 * 0.5),
-        ("nonsense", -1 - 0.5),
         ("  good   . ", 1),
     ],
 )
 def test_gold_score_is_defined_for_any_words(said, expected):
     assert gold_score(SOUP, said) == pytest.approx(expected)
-
-
-def test_gold_score_of_any_token_sequence_is_finite(task):
-    _, tokenizer = task.new_model()
-    chance = random.Random(0)
-    for _ in range(200):
-        ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(20))]
-        assert math.isfinite(gold_score(SOUP, tokenizer.decode(ids, skip_special_tokens=True)))
 
 
 def test_gold_is_reward_function_name(task):
@@ -113,27 +87,11 @@ def test_gold_is_reward_function_name(task):
     assert task.reward is gold
 
 
-def test_tastes_differ_by_thing_and_every_word_has_kind():
-    assert any(food * room < 0 for food, room in VALENCES.values())
-    assert all(valence != 0 for both in VALENCES.values() for valence in both)
-    assert set(KINDS.values()) | {"start", "other"} == set(FOLLOWS) | {"stop", "other"}
-
-
-# ------------------------------------------------------------------------------------------- data
-
-
 def test_splits_share_no_prompt(task, pairs):
     train, held_out = set(task.train_dataset["prompt"]), set(task.eval_dataset["prompt"])
     assert (len(train), len(held_out), len(train & held_out)) == (256, 64, 0)
     assert len(task.eval_dataset) == 64
     assert [set(split["prompt"]) for split in pairs] == [train, held_out]
-
-
-@pytest.mark.parametrize("things", [FOODS, ROOMS])
-def test_both_splits_contain_each_kind_of_thing(task, things):
-    for data in (task.train_dataset, task.eval_dataset):
-        share = statistics.mean(prompt.split()[1] in things for prompt in data["prompt"])
-        assert 0.3 < share < 0.7
 
 
 def test_every_answer_is_well_formed(task):
@@ -144,20 +102,11 @@ def test_every_answer_is_well_formed(task):
         assert 1 <= kinds.count("adjective") <= 4
 
 
-def test_answers_vary_in_quality(task):
-    rewards = gold(task.train_dataset["prompt"], task.train_dataset["answer"])
-    assert abs(statistics.mean(rewards)) < 0.3
-    assert 1.5 < statistics.stdev(rewards) < 1.9
-
-
 def test_data_are_reproducible(task, pairs):
     again = preference()
     assert again.train_dataset[:] == task.train_dataset[:]
     assert again.eval_dataset[:] == task.eval_dataset[:]
     assert [split[:] for split in again.pairs()] == [split[:] for split in pairs]
-
-
-# ------------------------------------------------------------------------------------------ pairs
 
 
 def test_pairs_contain_two_different_reviews(pairs):
@@ -195,16 +144,8 @@ def test_perfect_judge_has_90_percent_accuracy(pairs):
         assert statistics.mean(gap > 0 for gap in gaps) == pytest.approx(bayes, abs=0.04)
 
 
-def test_pairs_are_drawn_from_given_prompts():
-    drawn = draw_pairs([SOUP], 20, random.Random(0))
-    assert (len(drawn), set(drawn["prompt"])) == (20, {SOUP})
-
-
-# -------------------------------------------------------------------------------- tokens and model
-
-
 def test_separate_tokenization_matches_whole_text(task, pairs, tokenizer):
-    rows = [*task.eval_dataset, *pairs[1]]
+    rows = [*task.eval_dataset, *pairs[1].select(range(64))]
     for row in rows:
         for said in (row.get("answer"), row.get("chosen"), row.get("rejected")):
             if said is None:
@@ -237,16 +178,9 @@ def test_every_pair_and_review_fits_model(task, pairs, tokenizer):
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
     longest = max(len(text.split()) for split in pairs for key in split[:] for text in split[key])
     assert 4 + longest < limit
-    example = examples(task.demonstrations(), tokenizer)[0]
+    example = examples(task.demonstrations()[:1], tokenizer)[0]
     ids = torch.tensor([example["input_ids"]])
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
-
-
-# -------------------------------------------------------------------------------- among the tasks
-
-
-def test_task_is_found_by_name(task):
-    assert TASKS["preference"]().name == task.name == "preference"
 
 
 def test_task_without_pairs_raises():

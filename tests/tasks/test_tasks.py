@@ -16,7 +16,6 @@ from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 from rlhf_pg.tasks.warm_start import ensure_model, examples, warm_start
-from tests.rewards.calling import Rewards
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
@@ -35,13 +34,6 @@ def summands(dataset):
     return [tuple(map(int, re.fullmatch(r"(\d+)\+(\d+)=", p).groups())) for p in dataset["prompt"]]
 
 
-# ------------------------------------------------------------------------------------ arithmetic
-
-
-def test_task_is_found_by_name(task):
-    assert TASKS["arithmetic"]().name == task.name == "arithmetic"
-
-
 def test_splits_share_no_unordered_sum_and_cover_all_sums(task):
     train, held_out = (summands(d) for d in (task.train_dataset, task.eval_dataset))
     assert {frozenset(p) for p in train}.isdisjoint(frozenset(p) for p in held_out)
@@ -50,18 +42,10 @@ def test_splits_share_no_unordered_sum_and_cover_all_sums(task):
     assert len(held_out) >= 500
 
 
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_every_answer_is_correct_without_extra_columns(task, split):
-    data = getattr(task, split)
-    assert set(data.column_names) == {"prompt", "answer"}
-    assert data["answer"] == [str(a + b) for a, b in summands(data)]
-
-
-def test_held_out_sums_have_every_size(task):
-    totals = [int(answer) for answer in task.eval_dataset["answer"]]
-    assert 80 < sum(totals) / len(totals) < 120
-    assert min(totals) < 20
-    assert max(totals) > 180
+def test_every_answer_is_correct_without_extra_columns(task):
+    for data in (task.train_dataset, task.eval_dataset):
+        assert set(data.column_names) == {"prompt", "answer"}
+        assert data["answer"] == [str(a + b) for a, b in summands(data)]
 
 
 def test_splits_are_reproducible(task):
@@ -75,24 +59,12 @@ def test_exact_match_accepts_only_exact_answer():
     answers = ["85"] * 7 + ["86"]
     prompts = ["17+68="] * 8
     assert exact_match(prompts, said, answer=answers, completion_ids=[[]] * 8) == [1, *[0] * 7]
-    scores = Rewards(exact_match)(prompts, said, [[4]] * 8, {"answer": answers})
-    assert scores.flatten().tolist() == [1, *[0] * 7]
 
 
-# -------------------------------------------------------------------------------------- tokenizer
-
-
-def test_every_character_is_one_token_and_round_trips(tokenizer):
-    text = "0123456789+-*= ?"
-    ids = tokenizer(text)["input_ids"]
-    assert len(set(ids)) == len(text) == len(tokenizer) - len(SPECIAL)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-@pytest.mark.parametrize("text", ["", "7", " ", "  12 + 3 =  ", "17+68=", "= ? - *"])
+@pytest.mark.parametrize("text", ["", "  12 + 3 =  ", "0123456789+-*= ?"])
 def test_text_survives_round_trip(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.batch_decode([[*ids, 1, 0, 0]], skip_special_tokens=True) == [text]
 
@@ -119,10 +91,9 @@ def test_chat_template_renders_turns_and_mark_tokens(tokenizer):
     assert len(encode(chat, tokenizer)) == 4 + 1 + 4 + len(marks)
 
 
-@pytest.mark.parametrize("text", ["a", "1\n", "é"])
-def test_unknown_character_raises_with_row(tokenizer, text):
+def test_unknown_character_raises_with_row(tokenizer):
     with pytest.raises(ValueError, match="prompt in row 3"):
-        encode(text, tokenizer, row=3)
+        encode("1\n", tokenizer, row=3)
 
 
 def test_saved_tokenizer_has_standard_format(tokenizer, tmp_path):
@@ -135,9 +106,6 @@ def test_saved_tokenizer_has_standard_format(tokenizer, tmp_path):
     assert loaded.decode([5, 8, 1], skip_special_tokens=True) == "14"
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.padding_side) == (0, 1, "left")
     assert set(loaded.all_special_ids) == set(SPECIAL.values())
-
-
-# ------------------------------------------------------------------------------------------ model
 
 
 def test_model_has_half_million_parameters_and_tied_head(task):
@@ -158,16 +126,15 @@ def test_model_depends_on_seed(task):
     assert not weights[0].equal(weights[2])
 
 
-@pytest.mark.parametrize("positions", [64, 16])
-def test_saved_model_has_standard_format(tokenizer, tmp_path, positions):
-    model = tiny_decoder(tokenizer, positions).eval()
+def test_saved_model_has_standard_format(tokenizer, tmp_path):
+    model = tiny_decoder(tokenizer, 16).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.tensor([tokenizer("17+68=")["input_ids"]])
     assert loaded(ids).logits.equal(model(ids).logits)
     assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert max_positions(loaded) == positions
+    assert max_positions(loaded) == 16
 
 
 def test_every_problem_fits_model(task):
@@ -176,48 +143,30 @@ def test_every_problem_fits_model(task):
     assert longest == len(tokenizer("99+99=")["input_ids"]) + 4 <= 64
 
 
-# ------------------------------------------------------------------------------------- warm start
-
-
 def test_only_answer_and_eos_have_labels(task, tokenizer):
-    encoded = examples(task.demonstrations(), tokenizer)
-    assert len(encoded) == len(task.train_dataset)
-    rows = zip(task.train_dataset["prompt"], task.train_dataset["answer"], encoded, strict=True)
-    for prompt, answer, example in list(rows)[::97]:
+    demonstrations = task.demonstrations()
+    assert len(demonstrations) == len(task.train_dataset)
+    rows = task.train_dataset[:300:30]
+    encoded = examples(demonstrations[:300:30], tokenizer)
+    for prompt, answer, example in zip(rows["prompt"], rows["answer"], encoded, strict=True):
         ids, labels = example["input_ids"], example["labels"]
         assert tokenizer.decode(ids) == f"{prompt}{answer}<eos>"
         assert labels[: len(prompt)] == [-100] * len(prompt)
         assert labels[len(prompt) :] == ids[len(prompt) :]
 
 
-def test_batch_padding_is_masked_and_unlabelled():
-    rows = [{"input_ids": [5, 6, 1], "labels": [-100, 6, 1]}, {"input_ids": [1], "labels": [1]}]
-    batch = {name: value.tolist() for name, value in pad_examples(rows, pad=0).items()}
-    assert batch == {
-        "input_ids": [[5, 6, 1], [1, 0, 0]],
-        "labels": [[-100, 6, 1], [1, -100, -100]],
-        "attention_mask": [[1, 1, 1], [1, 0, 0]],
-    }
+def test_two_step_warm_start_is_reproducible_and_loads_with_lower_loss(tmp_path, monkeypatch):
+    def few(demonstrations, *given):
+        return examples(demonstrations[:256], *given)
 
-
-def few_steps(directory, **options):
-    return SFTConfig(
-        task="arithmetic", output_dir=str(directory), learning_rate=3e-3, save_steps=0, **options
-    )
-
-
-def test_warm_start_depends_on_seed(tmp_path):
-    starts = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        args = few_steps(tmp_path / name, max_steps=1, batch_size=2, seed=seed)
-        starts.append((warm_start(args) / "model.safetensors").read_bytes())
-    assert starts[0] == starts[1] != starts[2]
-
-
-def test_two_step_warm_start_loads_with_lower_loss(tmp_path):
-    args = few_steps(tmp_path, max_steps=2, batch_size=8)
+    monkeypatch.setattr("rlhf_pg.tasks.warm_start.examples", few)
+    steps = {"max_steps": 2, "batch_size": 8, "learning_rate": 3e-3, "save_steps": 0, "seed": 3}
+    args = SFTConfig(task="arithmetic", output_dir=str(tmp_path), **steps)
+    again = SFTConfig(task="arithmetic", output_dir=str(tmp_path / "again"), **steps)
     final = warm_start(args)
     assert final == tmp_path / "final"
+    weights = [(path / "model.safetensors").read_bytes() for path in (final, warm_start(again))]
+    assert weights[0] == weights[1]
     model, tokenizer = (
         kind.from_pretrained(final) for kind in (AutoModelForCausalLM, AutoTokenizer)
     )
@@ -255,9 +204,6 @@ def test_each_task_is_warm_started_once_with_own_recipe(task, tmp_path, monkeypa
     assert parse(SFTConfig, command[3:]).task == task
     assert "RANK" not in env
     assert ensure_model(task, "org/model") == "org/model"
-
-
-# ------------------------------------------------------------------------------------- episodes
 
 
 def test_only_demonstrated_turns_have_labels():
