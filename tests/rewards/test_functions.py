@@ -64,9 +64,6 @@ class SlowLength:
 KINDS = [length, slow_length, Length(), SlowLength(), lambda **kw: slow_length(**kw)]
 
 
-# ------------------------------------------------------------------------------------- the call
-
-
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
 def test_reward_kinds_are_called_alike(function):
     async def notebook():  # with an event loop that runs already
@@ -202,9 +199,6 @@ def test_input_mutation_is_invisible_to_other_functions():
     assert (prompts[0][0]["content"], completions, ids, *inputs.values()) == untouched
 
 
-# ------------------------------------------------------------------------------ names and weights
-
-
 def test_names_are_unique_and_weights_leave_scores_as_they_are():
     rewards = Rewards([length, Length(), length, functools.partial(length)], [0.1, 2, 0, -1])
     assert rewards.names == ["length", "Length", "length_2", "partial"]
@@ -227,9 +221,6 @@ def test_names_are_unique_and_weights_leave_scores_as_they_are():
 def test_invalid_functions_or_weights_raise_immediately(functions, weights, error, message):
     with pytest.raises(error, match=message):
         Rewards(functions, weights)
-
-
-# ---------------------------------------------------------------------------------- the scores
 
 
 @pytest.mark.parametrize(
@@ -286,9 +277,6 @@ def test_invalid_score_error_names_function_and_completion(score, shown):
         call(length, says([0.0, score, 1.0]))
 
 
-# ------------------------------------------------------------------------------- does not apply
-
-
 def test_none_score_leaves_gap_in_its_column():
     scores = call(length, says([None, 5, None], "sometimes"))
     assert scores[:, 0].tolist() == [1, 2, 3]
@@ -304,8 +292,6 @@ def test_completion_scored_by_no_function_raises():
         ):
             call(says([None, 1, none], "one"), says([1, 1, none], "two"))
 
-
-# -------------------------------------------------------------------------------- scores of steps
 
 NAN = pytest.approx(math.nan, nan_ok=True)
 STEPS = [[1.5], [None, 2], [0.5, None, -1.0]]
@@ -362,9 +348,6 @@ def test_invalid_steps_raise(steps, reason):
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     with pytest.raises(ValueError, match=f"said returned {reason}"):
         per_token(length, says(steps), action_mask=mask)
-
-
-# --------------------------------------------------------------------------------- it breaks down
 
 
 def failure(**_):

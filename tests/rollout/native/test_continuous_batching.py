@@ -129,9 +129,6 @@ def test_session_continues_after_rejected_request():
     assert [f.request.prompt_index for f in finished] == [0]
 
 
-# --- adapters -------------------------------------------------------------------------------------
-
-
 def test_adapter_is_merged_into_copy_of_policy():
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -153,8 +150,6 @@ def test_adapter_is_merged_into_copy_of_policy():
     completions = engine.generate(PROMPTS, 2, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)
 
-
-# --- the plain way --------------------------------------------------------------------------------
 
 PLAIN = {
     "bloom": {"n_head": 4, "n_layer": 2},  # an attention of its own, with ALiBi

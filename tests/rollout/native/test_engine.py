@@ -64,8 +64,6 @@ def cut(completion: Completion, ends: Sequence[int], max_tokens: int) -> Complet
     return Completion(tokens[:length], completion.logprobs[:max_tokens][:length], reason)
 
 
-# --- log-probabilities and invariance, on every architecture --------------------------------------
-
 EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
 
 
@@ -131,9 +129,6 @@ def test_gradient_checkpointing_changes_nothing():
     assert_same(engine_of(model.train()).generate(PROMPTS, 2, PARAMS, seed=0), expected)
 
 
-# --- order and noise ------------------------------------------------------------------------------
-
-
 def test_seeds_draws_and_samples_all_differ():
     engine = engine_of(tiny_model("llama"), eos=[])
     same = [[17, 4]] * 4
@@ -191,9 +186,6 @@ def test_temperature_zero_is_greedy_and_ignores_noise():
     assert_same(engine_of(model).generate(PROMPTS, 2, params, seed=1), completions)
 
 
-# --- ends -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.fault(39, "completions of full length")
 def test_generation_without_eos_has_full_length():
     for completion in engine_of(tiny_model("llama"), eos=[]).generate(PROMPTS, 4, PARAMS, seed=0):
@@ -239,9 +231,6 @@ def test_pad_id_does_not_matter_even_as_eos(pad):
     model = tiny_model("gpt2")
     expected = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
     assert_same(engine_of(model, pad=pad).generate(PROMPTS, 3, PARAMS, seed=0), expected)
-
-
-# --- stop strings ---------------------------------------------------------------------------------
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
@@ -310,9 +299,6 @@ def test_eos_ends_completion_beside_stop_strings():
     assert_same(completions, first)
 
 
-# --- the model is left as it was ------------------------------------------------------------------
-
-
 def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
     """Sets every third module to train mode, and says which."""
     for i, module in enumerate(model.modules()):
@@ -368,9 +354,6 @@ def test_sampling_builds_no_graph_and_keeps_weights():
     assert prompts == PROMPTS
 
 
-# --- work done ------------------------------------------------------------------------------------
-
-
 def test_prompts_are_read_once_and_finished_rows_skipped():
     model, shapes = tiny_model("llama"), []
     model.register_forward_pre_hook(
@@ -381,9 +364,6 @@ def test_prompts_are_read_once_and_finished_rows_skipped():
     lengths = [len(c.tokens) for c in completions]
     going = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
     assert shapes == [(1, sum(len(p) for p in PROMPTS))] + [(1, rows) for rows in going]
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_unusable_arguments_raise():

@@ -70,8 +70,6 @@ def test_one_merged_layer_is_in_memory_at_a_time():
     assert len(copies) == 14  # seven matrices in each of two layers
 
 
-# ----------------------------------------------------------------------- mixtures of experts
-
 # Of one sparse layer, as vLLM 0.32 reads them (vllm/model_executor/models/{file}.py: what its
 # `hf_to_vllm_mapper` and the `ckpt_names` of its experts turn into its own names, and the rest by
 # the names of its modules); {e} is every expert.

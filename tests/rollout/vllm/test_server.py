@@ -42,9 +42,6 @@ def engine_of(fake: FakeVllm, path: Path, model: Any = None, **options: Any) -> 
     return VllmServerEngine(model, [3, 7], fake.url, path / "sync", **options)
 
 
-# ------------------------------------------------------------------------------- what is sampled
-
-
 def test_completions_match_server_answer_in_prompt_order(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     completions = engine.generate([[5], [8, 9]], 12, PARAMS, seed=0)
@@ -92,9 +89,6 @@ def test_request_sends_own_position_and_token_limit(fake, tmp_path):
 def test_input_vllm_would_silently_change_raises(fake, tmp_path, prompt, params, said):
     with pytest.raises(ValueError, match=said):
         engine_of(fake, tmp_path).generate([[5], prompt], 1, params, seed=0)
-
-
-# ------------------------------------------------------------------------------------ the weights
 
 
 def test_weights_are_loaded_once_per_sync(fake, tmp_path):
@@ -182,9 +176,6 @@ def test_other_rank_shares_adapter_name_without_loading(fake, tmp_path):
     assert fake.count("/v1/load_lora_adapter") == 1
 
 
-# --------------------------------------------------------------------- a server that is not right
-
-
 def test_raw_logprobs_mode_raises(fake, tmp_path):
     fake.raw = True
     with pytest.raises(ValueError, match=f"{fake.url}.*--logprobs-mode processed_logprobs"):
@@ -234,9 +225,6 @@ def test_busy_server_raises(fake, tmp_path):
     fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
     with pytest.raises(RolloutError, match="keys and values of old weights"):
         engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
-
-
-# ------------------------------------------------------------- a server that dies, hangs, is short
 
 
 def short(**changes: Any) -> dict[str, Any]:
