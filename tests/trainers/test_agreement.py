@@ -34,13 +34,12 @@ class Planting(Callback):
             self.plant(trainer, self.before)
 
 
-def sampling_from(trainer, weights=None, **changed) -> None:
+def sampling_from(trainer, weights=None, change=lambda model: None) -> None:
     """Make the engine sample from a copy of the policy with other weights or adapters."""
     model = copy.deepcopy(trainer.model)
     if weights is not None:
         model.load_state_dict(weights)
-    for change in changed.values():
-        change(model)
+    change(model)
 
     @contextmanager
     def load_weights():
@@ -115,34 +114,28 @@ def kept_prompts(monkeypatch):
     return remember
 
 
+def as_copy(**changes):
+    return lambda _: lambda trainer, before: sampling_from(trainer, **changes)
+
+
+def one_update_old(_):
+    return lambda trainer, before: sampling_from(trainer, before[-2])
+
+
+def from_base(model) -> None:
+    model.base_model.disable_adapter_layers()
+
+
 FAULTS = {
-    "rollouts from the base model": (
-        LORA,
-        lambda _: (
-            lambda trainer, before: sampling_from(
-                trainer, off=lambda model: model.base_model.disable_adapter_layers()
-            )
-        ),
-    ),
-    "one layer of an adapter missing": (
-        LORA,
-        lambda _: lambda trainer, before: sampling_from(trainer, one=without_a_layer),
-    ),
-    "a stale adapter": (
-        LORA | {"prompts_per_step": 16},  # so that its updates go one way
-        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
-    ),
-    "alpha / r wrong": (
-        LORA,
-        lambda _: lambda trainer, before: sampling_from(trainer, scale=scaled),
-    ),
-    "weights one update old": (
-        {"learning_rate": 1e-4},
-        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
-    ),
+    "rollouts from the base model": (LORA, as_copy(change=from_base)),
+    "one layer of an adapter missing": (LORA, as_copy(change=without_a_layer)),
+    # In large batches, so that its updates go one way.
+    "a stale adapter": (LORA | {"prompts_per_step": 16}, one_update_old),
+    "alpha / r wrong": (LORA, as_copy(change=scaled)),
+    "weights one update old": ({"learning_rate": 1e-4}, one_update_old),
     "weights one small update old": (
         {"learning_rate": 1e-5, "prompts_per_step": 8},
-        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
+        one_update_old,
     ),
     "top-p in the sampler alone": ({}, lambda patch: sampled_with(patch, top_p=0.95)),
     "temperature in the loss alone": (

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig
+from rlhf_pg.boundary import http
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import read
-from rlhf_pg.rollout import NativeEngine, factory
+from rlhf_pg.rollout import NativeEngine, RolloutError, factory
 from rlhf_pg.rollout.vllm import in_process
+from rlhf_pg.trainers.agreement import DisagreementError
+from tests.rollout.vllm.fake_vllm import FakeVllm
 
 
 class Stand(NativeEngine):
@@ -47,23 +51,6 @@ def test_auto_engine_on_cpu_is_native_with_reason(make, capsys, caplog):
     assert not caplog.records
     config = saved_config(trainer)
     assert (config.rollout_engine, config.vllm_max_model_length) == ("native", None)
-
-
-def test_auto_engine_on_gpu_reports_why_vllm_is_unsuited(make, monkeypatch):
-    """As far as the choice goes, this process is told that it is on a GPU."""
-    seen, by_kind = [], factory.unsuited
-
-    def unsuited(args: Any, model: Any, kind: str, version: str | None) -> str | None:
-        seen.append((kind, version))
-        return by_kind(args, model, "cuda", version)
-
-    monkeypatch.setattr(factory, "unsuited", unsuited)
-    monkeypatch.setattr(factory, "installed", lambda: "0.32.0")
-    monkeypatch.setattr(in_process, "lacking", lambda _: "vLLM has no such class of its own")
-    assert make().why_engine == "auto: vLLM has no such class of its own"
-    monkeypatch.setattr(factory, "installed", lambda: None)
-    assert make().why_engine.startswith("auto: vLLM is not installed")
-    assert seen == [("cpu", "0.32.0"), ("cpu", None)]
 
 
 def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
@@ -146,14 +133,6 @@ def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
 # ------------------------------------------------------------------------------------ on resuming
 
 
-def test_resumed_run_keeps_vllm(make, vllm, capsys):
-    make(max_steps=1, save_steps=1).train()
-    again = make(max_steps=2)
-    again.train(resume_from_checkpoint=True)
-    assert type(again.sampler.engine) is vllm
-    assert "rollout_engine vllm (auto: as in the resumed run)" in capsys.readouterr().out
-
-
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
@@ -180,3 +159,48 @@ def test_named_engine_on_resume_must_match_checkpoint(make, vllm):
     with pytest.raises(ValueError, match="rollout_engine was 'vllm' and is 'native'"):
         make(max_steps=2, rollout_engine="native").train(resume_from_checkpoint=True)
     make(max_steps=2, rollout_engine="vllm").train(resume_from_checkpoint=True)
+
+
+# ----------------------------------------------------------------------------------------- a server
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    """A server with the vocabulary of the embedded model, which is tied."""
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server = FakeVllm(vocab_size=20)
+    yield server
+    server.close()
+
+
+def test_server_with_other_logprobs_ends_run(speaking, make, tmp_path):
+    """The server says that every token has probability 1/e."""
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
+    with pytest.raises(DisagreementError, match="agreement/kl"):
+        trainer.train()
+    assert trainer.state.step == 0
+
+
+def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, any_sampler, tmp_path):
+    """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
+    server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
+    norms = {}
+    for mode in ("auto", "token_truncate", "none"):
+        make(**server, sampler_correction=mode, output_dir=str(tmp_path / mode)).train()
+        norms[mode] = read(tmp_path / mode / "metrics.jsonl")[0]["grad_norm"]
+    assert norms["auto"] == norms["token_truncate"]
+    assert norms["auto"] < 0.9 * norms["none"]
+
+
+def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sampler, tmp_path):
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
+    speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
+    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*Resume from .*step-00000002"):
+        trainer.train()
+    del speaking.answers["/collective_rpc"]
+    again = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.step == 4

@@ -11,7 +11,7 @@ import yaml
 
 from rlhf_pg import PPOTrainer
 from rlhf_pg.checkpoint.atomic import verified
-from rlhf_pg.report.model_card import MOST_ROWS, _named, model_card
+from rlhf_pg.report.model_card import _named, model_card
 from rlhf_pg.tasks import arithmetic
 
 NASTY = "a|b](javascript:x)<script>alert(1)</script>\n# `head`\x1b[31m"
@@ -62,16 +62,6 @@ def test_card_escapes_what_comes_from_outside(tmp_path):
     assert "base_model" not in header_of(card)
     inside = card.split("````yaml\n")[1].split("\n````")[0]
     assert yaml.safe_load(inside)["system_prompt"].startswith("```")
-
-
-def test_curve_is_short_and_ends_at_last_step(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": n, "reward": n / 7}) + "\n" for n in range(1, 101)))
-    card = model_card({"algorithm": "RLOO"}, "abc", tmp_path)
-    rows = [line for line in card.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) <= MOST_ROWS
-    assert rows[-1] == "| 100 | 14.29 |"
-    assert "Ahmadian" in card
 
 
 # --------------------------------------------------------------------------------------- the Hub

@@ -1,7 +1,5 @@
 """attn_implementation and model_init_kwargs are obeyed for every model of a run, or refused."""
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,14 +75,6 @@ def test_own_keys_are_refused_in_model_init_kwargs(key, said):
 
 
 # -------------------------------------------------------------- values as transformers has them
-
-
-def test_paths_and_absent_trackers_are_taken(model_path, tmp_path):
-    config = GRPOConfig(
-        output_dir=tmp_path / "a", model_name_or_path=Path(model_path), report_to=None
-    )
-    assert (config.output_dir, config.model_name_or_path) == (str(tmp_path / "a"), model_path)
-    assert config.report_to == ()
 
 
 # ------------------------------------------------------------------------------------ launchers

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
+from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
 from tests.enumeration import (
@@ -279,3 +280,23 @@ def test_moving_average_baseline_weighs_earlier_returns(tmp_path: Path) -> None:
     assert len({round(x, 6) for x in g}) == 4
     expected = [0.0, g[0], (0.9 * g[0] + g[1]) / 1.9, (0.81 * g[0] + 0.9 * g[1] + g[2]) / 2.71]
     assert [line["moving_average"] for line in lines] == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------- truncated sampling
+
+IGNORED = {"truncated_sampling": "ignore"}
+HELD_OUT = arithmetic().eval_dataset.select(range(9))
+
+
+def test_ignored_truncation_trains_and_says_how_far_apart(make, tmp_path) -> None:
+    make(top_k=4, **IGNORED, max_steps=2).train()
+    lines = list(read(tmp_path / "run" / "metrics.jsonl"))
+    assert all(line["agreement/kl"] > 0.1 for line in lines)
+
+
+def test_top_k_applies_to_sampled_but_not_greedy_evaluation(make) -> None:
+    plain = make(eval_dataset=HELD_OUT).evaluate()
+    best = make(eval_dataset=HELD_OUT, top_k=1, **IGNORED).evaluate()
+    assert plain["eval_reward"] != plain["eval_greedy_reward"]
+    assert best["eval_greedy_reward"] == plain["eval_greedy_reward"]
+    assert best["eval_reward"] == plain["eval_greedy_reward"]
