@@ -44,15 +44,17 @@ def of_rewards(wrap):
     return run
 
 
-def plain_reward(misbehave):
-    def said(**_):
+def plain(misbehave):
+    def said():
+        """A reward, or a tool."""
         misbehave()
 
     return said
 
 
-def async_reward(misbehave):
-    async def said(**_):
+def coroutine(misbehave):
+    async def said():
+        """A reward, or a tool."""
         misbehave()
 
     return said
@@ -80,56 +82,24 @@ def factory(misbehave):
     return misbehave
 
 
-def resetting(misbehave):
-    class Environment(Listed):
-        def reset(self, example):
-            misbehave()
+def method(name, wrap):
+    def environment(misbehave):
+        said = wrap(misbehave)
+        return type("Environment", (Listed,), {name: lambda *_: said()})
 
-    return Environment
-
-
-def stepping(misbehave):
-    class Environment(Listed):
-        def step(self, completion):
-            misbehave()
-
-    return Environment
-
-
-def async_stepping(misbehave):
-    class Environment(Listed):
-        async def step(self, completion):
-            misbehave()
-
-    return Environment
+    return environment
 
 
 def of_tools(wrap):
     def run(misbehave):
         box = Toolbox.of([wrap(misbehave)], TOKENIZER, 20)
-        call = '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'
+        call = '<tool_call>{"name": "said", "arguments": {}}</tool_call>'
         environment = ToolEnvironment(box)
         environment.reset({"prompt": CHAT})
         [message] = environment.step(call).messages
         return message["content"]
 
     return run
-
-
-def plain_tool(misbehave):
-    def tool():
-        """A tool."""
-        misbehave()
-
-    return tool
-
-
-def async_tool(misbehave):
-    async def tool():
-        """A tool."""
-        misbehave()
-
-    return tool
 
 
 def transform(misbehave):
@@ -143,14 +113,14 @@ def transform(misbehave):
 
 
 KINDS = {
-    "plain reward": of_rewards(plain_reward),
-    "async reward": of_rewards(async_reward),
+    "plain reward": of_rewards(plain),
+    "async reward": of_rewards(coroutine),
     "environment_factory": of_episodes(factory),
-    "reset": of_episodes(resetting),
-    "step": of_episodes(stepping),
-    "async step": of_episodes(async_stepping),
-    "tool": of_tools(plain_tool),
-    "async tool": of_tools(async_tool),
+    "reset": of_episodes(method("reset", plain)),
+    "step": of_episodes(method("step", plain)),
+    "async step": of_episodes(method("step", coroutine)),
+    "tool": of_tools(plain),
+    "async tool": of_tools(coroutine),
     "transform": transform,
 }
 

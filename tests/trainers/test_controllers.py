@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
+from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer
 from rlhf_pg.report.run_files import read
 from tests import enumeration
 from tests.enumeration import (
@@ -23,7 +24,6 @@ from tests.enumeration import (
 TWICE = {"num_iterations": 2}
 MOVING = {
     "adaptive": {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100},
-    "penalty": {"beta": 0.1, "kl_controller": "penalty", "kl_target": 0.01},
     "old-kl": {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, **TWICE},
     "entropy": {"entropy_target": 1.5, "entropy_coef": 0.01},
     "rate": {"kl_adaptive_lr": 1e-9, "lr_scheduler_type": "constant", **TWICE},
@@ -48,16 +48,6 @@ def test_adaptive_beta_follows_completion_kl(make, placement, tmp_path) -> None:
         beta *= 1 + min(max(kl / 0.01 - 1, -0.2), 0.2) * 16 / 100
         assert line["beta"] == pytest.approx(beta, rel=1e-6)
     assert beta != 0.1
-
-
-def test_penalty_beta_halves_and_doubles(make, tmp_path) -> None:
-    make(**MOVING["penalty"], learning_rate=1e-2).train()
-    beta = 0.1
-    for line in lines(tmp_path):
-        kl = line["kl/completion"]
-        beta *= 0.5 if kl < 0.01 / 1.5 else 2 if kl > 0.01 * 1.5 else 1
-        assert line["beta"] == beta
-    assert lines(tmp_path)[0]["beta"] == 0.05  # the first KL is 0
 
 
 @pytest.mark.parametrize(("where", "estimator"), [("loss", "k2"), ("reward", "k1")])
@@ -244,3 +234,37 @@ def test_ppo_sampler_correction_leaves_value_loss_unchanged(tmp_path) -> None:
     masked, full = gradient_of(corrected, [said]), gradient_of(plain, [said])
     assert torch.equal(masked[size:], full[size:])
     assert not torch.equal(masked[:size], full[:size])
+
+
+# -------------------------------------------------------------- a reference that follows the policy
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
+KINDS = {"full": {}, "lora": LORA}
+
+
+def named(module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_moves_by_mixup_alpha_at_sync_steps(make, kind) -> None:
+    seen = []
+
+    class Keep(Callback):
+        def on_step(self, trainer, metrics) -> None:
+            models = trainer.learner.policy, trainer.learner.reference.policy
+            seen.append([named(model) for model in models])
+
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}
+    options = {"beta": 0.1, "max_steps": 4, "learning_rate": 1e-2, "dtype": "float64"}
+    trainer = make(callbacks=[Keep()], **options, **sync, **KINDS[kind])
+    expected = named(trainer.learner.policy)
+    trainer.train()
+    for step, (policy, reference) in enumerate(seen, start=1):
+        if step in (2, 4):
+            moved = {n: 0.3 * p + 0.7 * expected[n] for n, p in policy.items()}
+            assert max((moved[n] - expected[n]).abs().max() for n in moved) > 1e-4
+            expected = moved
+        assert reference.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(reference[name], tensor, rtol=1e-12, atol=1e-15)

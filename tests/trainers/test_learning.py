@@ -6,6 +6,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.run_files import read
 from tests.distributed.launching import saved_model
 
+FEW = {"prompts_per_step": 8, "max_steps": 30, "learning_rate": 4e-3}
 OTHERS = [
     (GRPOTrainer, {"num_iterations": 2, "num_mini_batches": 2}),
     (RLOOTrainer, {"beta": 0.001}),
@@ -24,7 +25,7 @@ def model_path(tmp_path) -> str:
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
-        (GRPOTrainer, {"beta": 0.001}),
+        (GRPOTrainer, {"beta": 0.001} | FEW),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )

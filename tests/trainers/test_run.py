@@ -100,19 +100,14 @@ def test_step_metrics_match_samples(make) -> None:
     assert metrics["kl"] is None  # without a reference
 
 
-def dropout(trainer) -> None:
-    for module in trainer.model.modules():
+def test_dropout_is_off_by_default(make) -> None:
+    model = make().model
+    for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
-    trainer.learner.policy.keep_dropout()
-
-
-def test_dropout_is_off_by_default(make) -> None:
-    trainer = make(max_steps=1)
-    dropout(trainer)
-    assert any(getattr(m, "attention_dropout", 0) > 0 for m in trainer.model.modules())
-    fresh = make(model=trainer.model)
-    assert all(getattr(m, "attention_dropout", 0) == 0 for m in fresh.model.modules())
+    assert any(getattr(module, "attention_dropout", 0) > 0 for module in model.modules())
+    fresh = make(model=model).model
+    assert all(getattr(module, "attention_dropout", 0) == 0 for module in fresh.modules())
 
 
 class Breaks(Callback):

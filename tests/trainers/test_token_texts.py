@@ -19,7 +19,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
 
 
-@pytest.mark.parametrize("text", ["a b", "naïve", "日本", "👍 ok", "\u202eabc\x1b[31m", ""])
+@pytest.mark.parametrize("text", ["naïve 日本", "👍 ok", "\u202eabc\x1b[31m", ""])
 def test_texts_together_are_the_text(text: str) -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer(text)["input_ids"]
