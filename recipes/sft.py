@@ -1,4 +1,4 @@
-"""Warm-start the tiny model of an embedded task, with the `Trainer` of transformers.
+"""Fine-tune a model, or warm-start the tiny model of an embedded task.
 
     python recipes/sft.py --config recipes/sft_arithmetic.yaml
 

@@ -19,15 +19,14 @@ logger = logging.getLogger(__name__)
 # In the order of setting aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "tensorboard"),
-    *("wandb", "run-id", "skipped", "model.sha256", "report.html", "tokens", "trace.jsonl"),
+    *("wandb", "run-id", "skipped", "report.html", "tokens", "trace.jsonl"),
     *("metrics.json", "metrics.jsonl"),
 )
 
 
 def set_aside(directory: Path) -> str | None:
     """Move the files of an earlier run to `earlier-N/`; return a message, or None without files."""
-    supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
-    there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
+    there = [name for name in RUN_FILES if os.path.lexists(directory / name)]
     if not there:
         return None
     numbers = [path.name.removeprefix("earlier-") for path in directory.glob("earlier-*")]

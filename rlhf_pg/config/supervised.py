@@ -16,8 +16,8 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     algorithm: Text = option("supervised")
     output_dir: Text = option("runs/supervised", help=
         "Directory of the run: the model in final/, held-out metrics in metrics.json.")
-    dtype: Literal["float32", "bfloat16"] = option("float32", help=
-        "Data type of the computation; trained weights stay in float32.")
+    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", help=
+        "Data type of the computation; trained weights have at least float32.")
 
     max_length: int | None = option(None, ge=1, help="Most tokens of a text. None: the model's.")
     append_eos: bool = option(True, help="Append the EOS to texts, but not to chats.")
@@ -32,7 +32,7 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
 
     eval_steps: int = option(0, ge=0, help="Steps between evaluations; 0: at the end only.")
     save_steps: int = option(500, ge=0, help="Steps between two checkpoints; 0: none.")
-    logging_steps: int = option(10, ge=1, help="Steps between lines of metrics.jsonl and trackers.")
+    logging_steps: int = option(10, ge=1, help="Steps between lines sent to trackers.")
 
     def __post_init__(self) -> None:
         rules.check(self)

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,10 @@ class LiveReport:
 class Journal:
     """Console and run directory of the main process; other processes write nothing."""
 
-    def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
-        self.is_main = is_main
+    def __init__(
+        self, directory: Path, after_step: int, is_main: bool, shown: Sequence[str] = SHOWN
+    ) -> None:
+        self.is_main, self._shown = is_main, shown
         self.console = Console(quiet=not is_main)
         self._bar: Progress | None = None
         self._total = 0
@@ -128,7 +130,7 @@ class Journal:
         if "eval_reward" in metrics:
             sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
             self.say(f"step {step}  held out: reward {sampled}, greedy {greedy}")
-        summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
+        summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in self._shown)
         if self._bar is not None and self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
@@ -170,3 +172,8 @@ def _text(turns: Any) -> str:
 
 def _spelled(number: float | None) -> str:
     return "-" if number is None or math.isnan(number) else f"{number:.3f}"
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether something that happens every `every` steps (0: never) is due."""
+    return every > 0 and step % every == 0

@@ -32,14 +32,14 @@ SHARED = "raised_together"  # attribute of errors that all processes raise at th
 class Runtime:
     """The current process and its connection to the others.
 
-    The timeout is `ddp_timeout`, in seconds. ValueError if the launcher's backend is not supported.
+    The timeout is in seconds; `cpu` uses no GPU. ValueError for an unsupported launcher's backend.
     """
 
-    def __init__(self, timeout: int = 1800) -> None:
+    def __init__(self, timeout: int = 1800, cpu: bool = False) -> None:
         # The config, not the launcher, decides on precision and accumulation. Without CUDA
         # everything runs on the CPU, since Apple's GPUs lack float64 (for sampling and metrics).
         self._accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=cpu or not torch.cuda.is_available(),
             mixed_precision="no",
             gradient_accumulation_steps=1,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
@@ -49,12 +49,12 @@ class Runtime:
         self.rank = int(self._accelerator.process_index)
         self.world = int(self._accelerator.num_processes)
         self.is_main = self.rank == 0
-        cpu, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
+        host, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
         self.device_name = f"{self.device.type} ({platform.machine()})"
         if self.device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(self.device)
-        self.loading_device = cpu if self.splits else self.device  # a GPU may not hold it all
-        self.main_host = cpu if self.is_main else None  # see `FullWeights.gathered`
+        self.loading_device = host if self.splits else self.device  # a GPU may not hold it all
+        self.main_host = host if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None
         if self.world > 1:
             # At exit, in reverse order: destroying a group ends its gloo threads, which could abort

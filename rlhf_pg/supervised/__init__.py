@@ -1,3 +1,3 @@
-"""Supervised training with the `Trainer` of transformers."""
+"""Supervised runs: fine-tuning and reward models."""
 
 from rlhf_pg.supervised.sft import train_sft as train_sft

@@ -1,9 +1,8 @@
-"""Train a reward model on preference pairs, with the `Trainer` of transformers."""
+"""Train a reward model on preference pairs."""
 
 import copy
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,8 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
-    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     set_seed,
 )
 
@@ -25,15 +22,16 @@ from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import finite
+from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import encode, set_template_arguments
+from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import with_system
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
-from rlhf_pg.supervised.examples import load_sets, settle_data
-from rlhf_pg.supervised.sft import longest
-from rlhf_pg.supervised.training import run, training_arguments
+from rlhf_pg.runtime import Runtime
+from rlhf_pg.supervised.examples import load_all, settle_data
+from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
 
 # Names of a classifier's head, whose weights `transformers` adds.
 HEADS = ("score", "classifier")
@@ -103,56 +101,35 @@ def train_reward_model(
     """
     args = args.located()
     check_precision(args.dtype)
+    runtime = Runtime()
     set_seed(args.seed)
     adapter = models.adapter_of(args, peft_config)
-    rows, sets = settle_data(args, train_dataset, eval_dataset)
-    if not sets:
+    data = settle_data(args, train_dataset, eval_dataset)
+    if not data[1]:
         raise ValueError(
             "eval_dataset: no held-out pairs: give a datasets.Dataset, or set dataset_test_split"
         )
     scorer = _load(model or args.model_name_or_path, args)
     check_head(scorer, "the reward model")
-    tokenizer = models.load_tokenizer(
-        processing_class,
-        scorer,
-        args.pad_token,
-        args.trust_remote_code,
-        args.model_init_kwargs.get("revision"),
-        needs_eos=False,
+    tokenizer, pairs, held_out = load_all(
+        load_pairs, args, scorer, processing_class, data, needs_eos=False
     )
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
-    limit = longest(scorer, args.max_length)
-    load = partial(load_pairs, args=args, tokenizer=tokenizer, limit=limit)
-    pairs = load(rows, name="train_dataset")
-    held_out = load_sets(load, sets)
-    longest_text = max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
-    args = args.on("cuda" if torch.cuda.is_available() else "cpu")
     scorer.config.pad_token_id = tokenizer.pad_token_id
     trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
-    if args.disable_dropout:
-        models.disable_dropout(trained)
-    if args.gradient_checkpointing:
-        models.checkpoint_activations(trained, args.gradient_checkpointing == "offload")
-    trainer = PairTrainer(
-        model=PairScorer(scorer),
-        args=training_arguments(args, 2 * longest_text),
-        data_collator=partial(collate, pad=tokenizer.pad_token_id),
-        train_dataset=pairs,
-        eval_dataset=held_out,
-        compute_metrics=_held_out,
-        compute_loss_func=partial(pair_loss, center=args.center_rewards_coefficient),
-    )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("a reward model is trained with DDP: launch without FSDP and DeepSpeed")
+    objective = Preference(scorer, tokenizer.pad_token_id, args)
+    trainer = SupervisedTrainer(objective, trained, tokenizer, pairs, held_out, args, runtime)
 
-    def save(path: Path) -> None:
-        if trainer.is_world_process_zero():
-            for parameter in trained.parameters():  # merging in bfloat16 would lose small changes
-                parameter.data = parameter.data.float()
-            tokenizer.save_pretrained(path)
-            models.merged(trained).save_pretrained(path)
+    def save(path: Path, saving: atomic.Save) -> None:
+        whole = trainer.checkpointer.parts["model"]
+        with whole.gathered(runtime.main_host), saving.step():
+            if runtime.is_main:
+                final = whole.module
+                for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
+                    parameter.data = parameter.data.float()
+                models.merged(final).save_pretrained(path)
+                tokenizer.save_pretrained(path)
 
-    return run(trainer, args, save)
+    return trainer.train(save)
 
 
 class Pair(NamedTuple):
@@ -256,65 +233,45 @@ def _said(message: Any) -> tuple[Any, Any]:
     return (message.get("role"), message.get("content")) if is_message else (None, message)
 
 
-class PairScorer(nn.Module):
-    """A module that scores pairs with a model, so that DDP sees every forward pass."""
+class Preference(Objective):
+    """The Bradley-Terry loss of pairs, with `center_rewards_coefficient` times their centering."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
+    def __init__(self, model: PreTrainedModel, pad: int, args: RewardModelConfig) -> None:
+        super().__init__(model, args)
+        self.pad, self.center = pad, args.center_rewards_coefficient
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score (B,2,T) ids and mask, chosen before rejected, as (B,2)."""
-        ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
-        return sequence_scores(self.model, ids, mask).view(-1, 2)
+    def size(self, row: Pair) -> int:
+        return 2 * max(len(row.chosen), len(row.rejected))
 
+    def collate(self, rows: Sequence[Pair]) -> dict[str, Tensor]:
+        """Pad pairs to (B,2,T) ids and mask, chosen before rejected, and margins (B,)."""
+        ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], self.pad)
+        margins = torch.tensor([row.margin for row in rows])
+        shape = (len(rows), 2, -1)
+        return {"ids": ids.view(shape), "mask": mask.view(shape), "margins": margins}
 
-def pair_loss(
-    scores: Tensor,
-    margins: Tensor,
-    num_items_in_batch: Tensor | int | None = None,
-    center: float | None = None,
-) -> Tensor:
-    """Compute the loss of (B,2) scores, chosen before rejected, as their share of a batch of
-    `num_items_in_batch` pairs over all processes (by default B); `center` weighs `centering_loss`.
-    """
-    chosen, rejected = scores.unbind(1)
-    loss = bradley_terry_loss(chosen, rejected, margins)
-    if center is not None:
-        loss = loss + center * centering_loss(chosen, rejected)
-    return loss if num_items_in_batch is None else loss * len(scores) / num_items_in_batch
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the scores of the chosen and the rejected texts, and the margins, (B,3)."""
+        ids, mask = (inputs[name].flatten(0, 1) for name in ("ids", "mask"))
+        with self.autocast():
+            scores = sequence_scores(self.model, ids, mask).view(-1, 2)
+        return torch.cat([scores, inputs["margins"][:, None]], dim=1)
 
+    def loss(self, numbers: Tensor) -> Tensor:
+        chosen, rejected, margins = numbers.unbind(1)
+        loss = bradley_terry_loss(chosen, rejected, margins)
+        if self.center is not None:
+            loss = loss + self.center * centering_loss(chosen, rejected)
+        return loss * len(numbers)
 
-class PairTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` for pairs; their margins are the labels."""
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
-    ) -> tuple[None, Tensor, Tensor]:
-        """Return scores (B,2) and margins (B,)."""
-        inputs = self._prepare_inputs(inputs)
-        margins = inputs.pop("labels")
-        with torch.no_grad():
-            return None, model(**inputs), margins
-
-
-def _held_out(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute loss, the share of pairs in the right order (a tie is wrong), and calibration."""
-    chosen, rejected = torch.tensor(evaluation.predictions, dtype=torch.float64).unbind(1)
-    margins = torch.tensor(evaluation.label_ids, dtype=torch.float64)
-    return {
-        "accuracy": float((chosen > rejected).double().mean()),
-        "calibration_error": calibration_error(chosen, rejected),
-        "loss": float(bradley_terry_loss(chosen, rejected, margins)),
-    }
-
-
-def collate(rows: Sequence[Pair], pad: int) -> dict[str, Tensor]:
-    """Pad pairs to (B,2,T) ids and mask, chosen before rejected; their margins are labels (B,)."""
-    ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], pad)
-    shape = (len(rows), 2, -1)
-    margins = torch.tensor([row.margin for row in rows], dtype=torch.float32)
-    return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape), "labels": margins}
+    def summarize(self, numbers: Tensor) -> dict[str, float]:
+        """Compute the share of pairs in the right order (a tie is wrong), calibration and loss."""
+        chosen, rejected, margins = numbers.unbind(1)
+        return {
+            "accuracy": float((chosen > rejected).double().mean()),
+            "calibration_error": calibration_error(chosen, rejected),
+            "loss": float(bradley_terry_loss(chosen, rejected, margins)),
+        }
 
 
 def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
@@ -343,7 +300,7 @@ def _load(
     def classifier_of(path: str) -> PreTrainedModel:
         models.check_options(path, options, args.trust_remote_code)
         # The checkpoint's dtype may be bfloat16, which would lose small updates.
-        own = {"num_labels": 1, "dtype": torch.float32, **options}
+        own = {"num_labels": 1, "dtype": weight_dtype(args), **options}
         return models.from_pretrained(
             *(AutoModelForSequenceClassification, path, NEW_HEADS),
             trust_remote_code=args.trust_remote_code,
@@ -364,7 +321,7 @@ def _load(
                 "of a language model and names its base model, or merge it first"
             )
         adapted = models.load_model(
-            path, torch.float32, trust_remote_code=args.trust_remote_code, options=options
+            path, weight_dtype(args), trust_remote_code=args.trust_remote_code, options=options
         )
         classifier = classifier_of(base)
         classifier.base_model.load_state_dict(models.merged(adapted).base_model.state_dict())

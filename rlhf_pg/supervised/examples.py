@@ -3,20 +3,21 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.chat import encode
+from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.inputs import given_or_named, made_sets
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import made_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
-from rlhf_pg.models import about
+from rlhf_pg.models import about, load_tokenizer, max_positions
 
 UNLABELLED = -100  # the label that losses of transformers ignore
 
@@ -159,7 +160,25 @@ def settle_data(
     return train, made_sets(held_out, args, of_texts=False)
 
 
-def load_sets(load: Callable[..., Any], sets: Mapping[str, Dataset]) -> Any:
-    """Load held-out sets for the `Trainer`: a dict, a single set without its name, or None."""
-    loaded = {name: load(data, name=f"eval_dataset {name}".rstrip()) for name, data in sets.items()}
-    return loaded.get("", loaded or None)
+def load_all(
+    load: Callable[..., Any],
+    args: SupervisedConfig,
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | None,
+    data: tuple[Dataset, Mapping[str, Dataset]],
+    needs_eos: bool = True,
+) -> tuple[PreTrainedTokenizerBase, Any, dict[str, Any]]:
+    """Return the tokenizer, and what `load` makes of the training data and of the held-out sets."""
+    tokenizer = load_tokenizer(
+        processing_class,
+        model,
+        args.pad_token,
+        args.trust_remote_code,
+        args.model_init_kwargs.get("revision"),
+        needs_eos=needs_eos,
+    )
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    limits = [n for n in (args.max_length, max_positions(model)) if n is not None]
+    make = partial(load, args=args, tokenizer=tokenizer, limit=min(limits, default=None))
+    train, sets = make(data[0], name="train_dataset"), data[1].items()
+    return tokenizer, train, {n: make(own, name=f"eval_dataset {n}".rstrip()) for n, own in sets}

@@ -1,193 +1,287 @@
-"""Shared parts of supervised runs: arguments of the `Trainer`, resuming, saving."""
+"""The loop of supervised runs, on the backends, checkpoints and trackers of the RL trainers.
+
+A step trains on `batch_size` rows over all processes; the last step of an epoch has what is left.
+Its loss is a mean over the units (tokens, pairs) of all its rows, however they are split.
+"""
 
 import hashlib
 import json
-import logging
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from peft.tuners.lora import LoraLayer
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from rlhf_pg.checkpoint import atomic
-from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, OF_DATA, WARNED, changed
-from rlhf_pg.checkpoint.run_dir import locked, set_aside
+from rlhf_pg import models
+from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic
+from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.models import fingerprint as fingerprint_of_weights
-from rlhf_pg.report.run_files import JsonLines
+from rlhf_pg.data import vocabulary_fingerprint
+from rlhf_pg.report.journal import Journal, due
+from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.runtime import FullWeights, Runtime, Terminated, Termination, broadcasts_failure
 
-logger = logging.getLogger(__name__)
-
-# Keys that are the `Trainer`'s arguments of the same name.
-ALIKE = (
-    *("output_dir", "run_name", "seed", "max_steps", "num_train_epochs", "learning_rate"),
-    *("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "logging_steps"),
-    "save_total_limit",
-)
-TIMED = ("_runtime", "_per_second", "epoch", "_preparation_time")  # of the `Trainer`'s own metrics
-MODEL = "model.sha256"  # file with the fingerprint of the model that a resumed run needs
 # Limits of an automatic micro-batch: padded tokens, and their logits. The logits are 1 GiB in
 # float32, and the loss needs three to four times as much at its peak.
 TOKENS, LOGITS = 16384, 2**28
+MOST_SKIPPED = 3  # consecutive steps without a finite gradient
 
 
-def training_arguments(
-    args: SupervisedConfig, longest: int, use_cpu: bool = False, vocabulary: int = 1, **options: Any
-) -> TrainingArguments:
-    """Return the `Trainer`'s arguments; `longest` in tokens, `vocabulary` in logits of a token."""
-    on_gpu = torch.cuda.is_available() and not use_cpu
-    arguments = TrainingArguments(
-        **{key: getattr(args, key) for key in ALIKE},
-        bf16=args.dtype == "bfloat16",
-        eval_strategy="steps" if args.eval_steps else "no",
-        eval_steps=args.eval_steps or None,
-        save_strategy="steps" if args.save_steps else "no",
-        save_steps=args.save_steps or 500,
-        report_to=list(args.report_to) or "none",
-        use_cpu=not on_gpu,
-        disable_tqdm=not sys.stdout.isatty(),
-        remove_unused_columns=False,
-        dataloader_pin_memory=on_gpu,
-        **options,
-    )
-    if on_gpu:
-        arguments._n_gpu = 1  # one process trains on one GPU; DataParallel would multiply the batch
-    own, rest = divmod(args.batch_size, arguments.world_size)
-    if rest:
-        raise ValueError(
-            f"batch_size {args.batch_size} cannot be split evenly over {arguments.world_size} "
-            "processes: make it a multiple of that number"
-        )
-    micro = micro_batch_size(own, args.micro_batch_size, longest, vocabulary)
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
-    arguments.gradient_accumulation_steps = own // micro
-    return arguments
+class Objective(nn.Module, ABC):
+    """A model and its loss on rows of data."""
+
+    vocabulary = 1  # logits of a token
+
+    def __init__(self, model: PreTrainedModel, args: SupervisedConfig) -> None:
+        super().__init__()
+        self.model, self._dtype = model, getattr(torch, args.dtype)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in bfloat16 inside the block, if the config says so."""
+        kind = next(self.parameters()).device.type
+        return torch.autocast(kind, torch.bfloat16, self._dtype == torch.bfloat16)
+
+    def count(self, row: Any) -> int:
+        """Return the units of a row over which the loss is a mean."""
+        return 1
+
+    @abstractmethod
+    def size(self, row: Any) -> int:
+        """Return the tokens of a row."""
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Make the inputs of `forward`."""
+
+    @abstractmethod
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return (B,K) numbers of the rows."""
+
+    @abstractmethod
+    def loss(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all units, from the numbers of a micro-batch."""
+
+    @abstractmethod
+    def summarize(self, numbers: Tensor) -> dict[str, float]:
+        """Return metrics, from the float64 numbers of all held-out rows."""
 
 
-def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int = 1) -> int:
-    """Return the number of examples in a micro-batch: a divisor of this process's share `own` of a
-    batch.
+def weight_dtype(args: SupervisedConfig) -> torch.dtype:
+    """Return the dtype of trained weights: bfloat16 would lose small updates."""
+    return torch.float64 if args.dtype == "float64" else torch.float32
 
-    "auto" keeps examples of `longest` tokens within `TOKENS`, and their logits within `LOGITS`;
-    ValueError for a number that does not divide the share.
+
+class SupervisedTrainer:
+    """Trains an objective on rows of data, and saves its model.
+
+    Args:
+        model: what checkpoints hold, a part of the objective.
+        held_out: rows to evaluate on, by name; a single set has the name "".
     """
-    if isinstance(wanted, int):
-        if own % wanted and wanted < own:
+
+    def __init__(
+        self,
+        objective: Objective,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Any],
+        held_out: Mapping[str, Sequence[Any]],
+        args: SupervisedConfig,
+        runtime: Runtime,
+    ) -> None:
+        data = fingerprint(rows)
+        if args.dataset_fingerprint not in (None, data):
             raise ValueError(
-                f"micro_batch_size {wanted} does not divide the {own} examples of a process in a "
-                "batch: choose a divisor, or auto"
+                f"the training data have the fingerprint {data}, but dataset_fingerprint is "
+                f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave "
+                "dataset_fingerprint out to train on them"
             )
-        return min(wanted, own)
-    most = max(1, min(TOKENS, LOGITS // vocabulary) // longest)
-    return max(size for size in range(1, min(own, most) + 1) if own % size == 0)
+        args = replace(args.on(runtime.device.type), dataset_fingerprint=data)
+        if args.disable_dropout:
+            models.disable_dropout(model)
+        if args.gradient_checkpointing:
+            models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
+        self.args = args
+        self.objective, self.rows, self.held_out = objective, rows, held_out
+        self.runtime, self.state = runtime, TrainState()
+        self.epoch = math.ceil(len(rows) / args.batch_size)  # steps
+        steps = math.ceil(args.num_train_epochs * self.epoch)
+        self.total = args.max_steps if args.max_steps > 0 else steps
+        self.most = micro_batch_size(args, objective, rows, runtime.world)
+        prints = {"model": model_fingerprint(model), "train_dataset": data}
+        prints["tokenizer"] = vocabulary_fingerprint(tokenizer)
+        parts = {"model": FullWeights(model, runtime.splits, runtime.watch)}
+        objective.to(runtime.loading_device)
+        optimizer, scheduler = optimizer_and_schedule(objective, args, self.total)
+        self.trained = runtime.prepare(objective, optimizer, args.max_grad_norm)
+        self.checkpointer = Checkpointer(
+            directory=Path(args.output_dir) / "checkpoints",
+            parts=parts,
+            tokenizer=tokenizer,
+            trained=self.trained,
+            scheduler=scheduler,
+            state=self.state,
+            config=asdict(args),
+            fingerprints=lambda: {"reference": None, "critic": None, **prints},
+            limit=args.save_total_limit,
+        )
+
+    @broadcasts_failure
+    def train(self, save: Callable[[Path, atomic.Save], None]) -> dict[str, float]:
+        """Train, evaluate, and save by `save` (on all processes); return the metrics on held-out
+        rows, which are in `metrics.json` too.
+
+        Raises:
+            ValueError: another run uses `output_dir`, it cannot be written to, or the checkpoint
+                to resume does not fit.
+            FloatingPointError: several gradients in a row were not finite.
+            SystemExit: after a signal; the step was finished, and a checkpoint saved.
+        """
+        args, runtime, state = self.args, self.runtime, self.state
+        directory, saver = Path(args.output_dir), self.checkpointer
+        final = directory / "final"
+        trackers, termination = Trackers(args.report_to, runtime), Termination(runtime)
+        with run_dir_lock(directory, runtime):
+            saver.resume(args.resume_from_checkpoint, runtime)
+            journal = Journal(directory, state.step, runtime.is_main, ("loss", "grad_norm"))
+            if runtime.is_main:
+                dump(args, directory / "config.yaml")
+            tracked = trackers.opened(directory, args.run_name, asdict(args), state.step > 0)
+            with termination.awaited(), tracked, journal.progress(self.total):
+                while state.step < self.total:
+                    metrics = self.step()
+                    evaluates = due(state.step, args.eval_steps)
+                    metrics |= self.evaluate() if evaluates else {}
+                    journal.step(metrics)
+                    if evaluates or due(state.step, args.logging_steps):
+                        trackers.log(metrics)
+                    number = termination.agreed()
+                    if number or due(state.step, args.save_steps):
+                        saver.save(runtime)
+                    if number:
+                        journal.say(f"resume from {saver.path()}")
+                        raise Terminated(number)
+                measured = dict(sorted(self.evaluate().items()))
+                saving = atomic.Save(runtime, final)
+                saving.main(lambda: atomic.begin(final))
+                save(atomic.partial_of(final), saving)
+                saving.main(lambda: atomic.publish(final, {"step": state.step}))
+            if runtime.is_main:
+                (directory / "metrics.json").write_text(json.dumps(measured, indent=1) + "\n")
+            said = ", ".join(f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items())
+            journal.say(f"{f'held-out {said}; ' if said else ''}saved {final}")
+        return measured
+
+    def step(self) -> dict[str, Any]:
+        """Make one update, and count it; the loss is a mean over the units of all its rows."""
+        args, state, begun = self.args, self.state, time.perf_counter()
+        rate = self.trained.optimizer.param_groups[0]["lr"]
+        rows = [self.rows[i] for i in order(len(self.rows), args.batch_size, args.seed, state.step)]
+        units = sum(map(self.objective.count, rows))
+        self.objective.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        for inputs, size, is_last in self._micro_batches(rows):
+            with self.trained.micro_batch(is_last):
+                loss = self.objective.loss(self.trained(inputs)) * (min(size, 1) / units)
+                self.trained.backward(loss)
+            total += loss.detach()
+        norm = self.trained.step()
+        self.checkpointer.scheduler.step()
+        state.step += 1
+        state.skipped_in_a_row = 0 if math.isfinite(norm) else state.skipped_in_a_row + 1
+        if state.skipped_in_a_row > MOST_SKIPPED:
+            raise FloatingPointError(
+                f"step {state.step}: the gradient is not finite, as in the {MOST_SKIPPED} steps "
+                "before it; none of them changed the weights. Lower learning_rate"
+            )
+        return {
+            "step": state.step,
+            "loss": float(self.runtime.all_reduce_sum(total)),
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "epoch": state.step / self.epoch,
+            "step_time": time.perf_counter() - begun,
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics on every held-out set."""
+        self.objective.eval()
+        metrics = dict[str, float]()
+        for name, rows in self.held_out.items():
+            found = [self.trained(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
+            numbers, _ = self.runtime.gather(torch.cat(found).double())
+            summary = self.objective.summarize(numbers.cpu())
+            prefix = f"eval_{name}_" if name else "eval_"
+            metrics |= {prefix + key: value for key, value in summary.items()}
+        return metrics
+
+    def _micro_batches(self, rows: Sequence[Any]) -> Iterator[tuple[dict[str, Tensor], int, bool]]:
+        """Yield the inputs of this process's micro-batches, as many as on every other process, with
+        their number of rows (0 for blank inputs), and whether they are the last.
+        """
+        own = rows[self.runtime.rank :: self.runtime.world]
+        number = math.ceil(math.ceil(len(rows) / self.runtime.world) / self.most)
+        for i in range(number):
+            part = own[i * self.most : (i + 1) * self.most]
+            inputs = self.objective.collate(part or rows[:1])
+            there = {name: value.to(self.runtime.device) for name, value in inputs.items()}
+            yield there, len(part), i + 1 == number
 
 
-def run(trainer: Trainer, args: SupervisedConfig, save: Callable[[Path], None]) -> dict[str, float]:
-    """Train, evaluate and save in `args.output_dir`, which is locked for other runs.
+def optimizer_and_schedule(
+    module: nn.Module, args: SupervisedConfig, total: int
+) -> tuple[Optimizer, LRScheduler]:
+    """Make AdamW, without decay for vectors (biases, norms), and its schedule of `total` steps."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": own, "weight_decay": decay}
+        for decay, is_wide in ((args.weight_decay, True), (0.0, False))
+        if (own := [p for p in trained if (p.ndim >= 2) == is_wide])
+    ]
+    optimizer = AdamW(groups, lr=args.learning_rate, fused=True)
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else total * args.warmup_steps
+    return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(warmup), total)
 
-    An earlier run in it is set aside, unless one of its checkpoints is resumed. The metrics on
-    held-out data, if there are any, are in `metrics.json` too. Every process calls `save`, which
-    writes the model into a directory. ValueError if another run uses the directory, it cannot be
-    written to, or has no checkpoint.
+
+def order(size: int, batch: int, seed: int, step: int) -> list[int]:
+    """Return the rows of a step: every epoch is another permutation, split into batches, of which
+    the last has what is left.
     """
-    directory, is_main = Path(args.output_dir), trainer.is_world_process_zero()
-    checkpoint, data = checkpoint_of(args), fingerprint(trainer.train_dataset)
-    if args.dataset_fingerprint not in (None, data):
-        raise ValueError(
-            f"the training data have the fingerprint {data}, but dataset_fingerprint is "
-            f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave "
-            "dataset_fingerprint out to train on them"
-        )
-    args = replace(args, dataset_fingerprint=data)
-    model = model_fingerprint(trainer.model) if is_main else None  # may be sharded elsewhere
-    if checkpoint is not None:
-        check_resumed(Path(checkpoint), args, model)
-        trainer.accelerator.wait_for_everyone()  # before the config is written again
-    goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == directory.resolve()
-    with locked(directory) if is_main else nullcontext():
-        if is_main:
-            if not goes_on and (moved := set_aside(directory)) is not None:
-                print(moved, flush=True)
-            dump(args, directory / "config.yaml")
-            (directory / MODEL).write_text(f"{model}\n")
-            trainer.add_callback(_Journal(directory / "metrics.jsonl"))
-        trainer.train(resume_from_checkpoint=checkpoint)
-        measured = sorted(trainer.evaluate().items()) if trainer.eval_dataset else []
-        metrics = {name: float(value) for name, value in measured if not name.endswith(TIMED)}
-        # The model is saved completely or not at all; every process takes part.
-        final, wait = directory / "final", trainer.accelerator.wait_for_everyone
-        partial = atomic.partial_of(final)
-        if is_main:
-            atomic.begin(final)
-        wait()
-        save(partial)
-        wait()
-        if is_main:
-            if not list(partial.rglob("*.safetensors")):
-                raise ValueError(
-                    f"no weights were saved in {partial}: with FSDP, set fsdp_state_dict_type to "
-                    "FULL_STATE_DICT"
-                )
-            atomic.publish(final, {"step": trainer.state.global_step})
-            (directory / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-            said = [f"{n.removeprefix('eval_')} {value:.3f}" for n, value in metrics.items()]
-            held_out = f"held-out {', '.join(said)}; " if said else ""
-            print(f"{held_out}saved {final}", flush=True)
-    return metrics
+    epoch, place = divmod(step, math.ceil(size / batch))
+    return _permutation(size, seed + epoch)[place * batch : (place + 1) * batch]
 
 
-def checkpoint_of(args: SupervisedConfig) -> str | None:
-    """Return the checkpoint that a config resumes from, if any; its state is written last."""
-    choice = args.resume_from_checkpoint
-    if choice is None:
-        return None
-    latest = choice == "latest"
-    candidates = Path(args.output_dir).glob("checkpoint-*") if latest else [Path(choice)]
-    numbers = {path: path.name.rpartition("-")[2] for path in candidates}
-    whole = {
-        int(number): str(path)
-        for path, number in numbers.items()
-        if number.isdecimal() and (path / "trainer_state.json").exists()
-    }
-    if not whole:
-        raise ValueError(
-            f"resume_from_checkpoint: {args.output_dir if latest else choice} has no complete "
-            "checkpoint: pass a directory checkpoint-N of an output_dir"
-        )
-    return whole[max(whole)]
+@lru_cache(1)
+def _permutation(size: int, seed: int) -> list[int]:
+    noise = torch.Generator().manual_seed(seed)
+    return list(torch.randperm(size, generator=noise).tolist())
 
 
-def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
-    """Refuse to resume with other data, model (by fingerprint) or keys that change the result."""
-    loaded, recorded = checkpoint.parent / MODEL, checkpoint.parent / "config.yaml"
-    if model is not None and loaded.exists() and loaded.read_text().strip() != model:
-        raise ValueError(
-            f"{checkpoint} was saved by a run with another model: resume with the same base model "
-            "and adapter (model_name_or_path, or model and peft_config)"
-        )
-    if not recorded.exists():
-        return
-    saved, now = yaml.safe_load(recorded.read_text()), json.loads(json.dumps(asdict(args)))
-    kept = now.keys() - (MAY_CHANGE | {"micro_batch_size"}) | {"dataset_fingerprint"}
-    if args.dataset_fingerprint is None:
-        kept |= OF_DATA
-    if altered := changed(saved, now, WARNED & MAY_CHANGE):
-        logger.warning("%s is resumed with other settings: %s", checkpoint, altered)
-    for key in sorted(kept & saved.keys()):
-        if saved[key] != now[key]:
-            raise ValueError(
-                f"{checkpoint} was saved by a run with {key} {saved[key]!r}, but it is now "
-                f"{now[key]!r}: resume with the same, or start a new run from its weights"
-            )
+def micro_batch_size(
+    args: SupervisedConfig, objective: Objective, rows: Sequence[Any], world: int
+) -> int:
+    """Return the rows of a micro-batch; "auto" keeps as many rows of the longest row's size within
+    `TOKENS`, and their logits within `LOGITS`.
+    """
+    if isinstance(args.micro_batch_size, int):
+        return args.micro_batch_size
+    tokens = min(TOKENS, LOGITS // objective.vocabulary)
+    fit = max(1, tokens // max(map(objective.size, rows)))
+    return min(fit, math.ceil(args.batch_size / world))
 
 
 def fingerprint(rows: Any) -> str:
@@ -203,17 +297,4 @@ def model_fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of a model's frozen weights, shapes, and scales of adapters."""
     parts = [(n, part) for n, part in model.named_modules() if isinstance(part, LoraLayer)]
     factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, not in any tensor
-    return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
-
-
-class _Journal(TrainerCallback):  # type: ignore[misc]
-    """Writes the `Trainer`'s logs to a file of JSON lines."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_begin(self, _: Any, state: Any, __: Any, **___: Any) -> None:
-        self.lines = JsonLines(self.path, keep_through_step=state.global_step)
-
-    def on_log(self, _: Any, state: Any, __: Any, logs: Any = None, **___: Any) -> None:
-        self.lines.write({"step": state.global_step, **(logs or {})})
+    return hashlib.sha256("\n".join([models.fingerprint(model), *factors]).encode()).hexdigest()

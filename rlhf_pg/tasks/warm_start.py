@@ -14,19 +14,19 @@ from transformers.utils import get_json_schema
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.data.chat import encode, encode_answer
+from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import UNLABELLED, Example
 from rlhf_pg.supervised.sft import fit
 from rlhf_pg.tasks import Demonstration, load_task
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's answers; return its path `args.output_dir/final`."""
+    """Train a new model on the task's answers, on a CPU; return its path `args.output_dir/final`."""
     task = load_task(str(args.task))
     set_seed(args.seed)
     model, tokenizer = task.new_model()
-    tools = [get_json_schema(tool) for tool in task.tools]
-    # Half a million parameters, and the same model on every machine.
-    fit(args, model, tokenizer, examples(task.demonstrations(), tokenizer, tools), use_cpu=True)
+    rows = examples(task.demonstrations(), tokenizer, [get_json_schema(one) for one in task.tools])
+    fit(args, model, tokenizer, rows, {}, Runtime(cpu=True))
     return Path(args.output_dir) / "final"
 
 

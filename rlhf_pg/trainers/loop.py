@@ -22,7 +22,7 @@ from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.report.run_files import Start, versions
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.functions import source_fingerprint
@@ -361,8 +361,3 @@ class TrainingLoop(ABC):
         for callback in self.callbacks:
             with foreign(f"{moment} of the callback {type(callback).__name__}"):
                 getattr(callback, moment)(self, *arguments)
-
-
-def due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) is due."""
-    return every > 0 and step % every == 0

@@ -16,9 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.runtime.ddp import full, put
+from rlhf_pg.supervised import train_sft
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
 
@@ -131,6 +134,18 @@ def run_into_nan(out: Path, **options: Any) -> None:
     tensors = {"good": left[2][0], "end": weights(trainer)}
     if runtime.is_main:
         torch.save(tensors, out / "tensors.pt")
+
+
+def run_supervised(out: Path, algorithm: str, model: str, **options: Any) -> None:
+    """Fine-tune on 11 completions, or train a reward model on 11 pairs, in batches of 4."""
+    sums = [(f"{a}+{b}=", str(a + b)) for a, b in zip(range(11), range(7, 95, 8), strict=True)]
+    keys = {"output_dir": str(out / "run"), "batch_size": 4, "max_steps": 5} | options
+    if algorithm == "sft":
+        rows = [{"prompt": prompt, "completion": right} for prompt, right in sums]
+        train_sft(SFTConfig(**keys), model, None, rows, rows[:5])
+        return
+    rows = [{"prompt": p, "chosen": right, "rejected": right + "0"} for p, right in sums]
+    train_reward_model(RewardModelConfig(**keys), model, None, rows, rows[:5])
 
 
 class Numbers(nn.Module):
@@ -249,5 +264,6 @@ def main(path: Path) -> None:
     backends.install(plan["backend"])
     for job in plan["jobs"]:
         torch.manual_seed(0)
-        kind = {"nan": run_into_nan, "updates": run_updates}.get(job.pop("kind", ""), run)
+        kinds = {"nan": run_into_nan, "updates": run_updates, "supervised": run_supervised}
+        kind = kinds.get(job.pop("kind", ""), run)
         kind(Path(job.pop("out")), **job)

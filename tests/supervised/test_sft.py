@@ -2,18 +2,20 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_pg.config import SFTConfig, dump
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.models import disable_dropout
 from rlhf_pg.report.run_files import read
-from rlhf_pg.supervised import sft, train_sft, training
-from rlhf_pg.supervised.sft import SFTTrainer, check_packing, pad_examples, token_sums
-from rlhf_pg.supervised.training import check_resumed, micro_batch_size
+from rlhf_pg.supervised import train_sft
+from rlhf_pg.supervised.sft import Likelihood, check_packing, token_sums
+from rlhf_pg.supervised.training import micro_batch_size, order
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
 
@@ -58,7 +60,7 @@ def same(first, second):
 def test_held_out_metrics_are_means_over_learnt_tokens(tmp_path):
     """Held-out loss and accuracy by a loop in float64, whatever the batches they come in."""
     data = upper(7)
-    metrics = train(tmp_path, data=data, held_out=data, max_steps=1)
+    metrics = train(tmp_path, data=data, held_out=data, max_steps=1, label_smoothing=0.3)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final").double().eval()
     tokenizer, losses, right = letters(), [], []
     for row in data:
@@ -82,20 +84,6 @@ def test_token_sums_by_hand():
     assert sums[0].tolist() == pytest.approx([math.log(5 / 4), 1, 1])
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3"])
-def test_packed_loss_and_gradient_match_unpadded(arch):
-    losses, gradients = [], []
-    for batch in (DataCollatorWithFlattening()(ROWS), pad_examples(ROWS, pad=0)):
-        model = tiny_model(arch, scale=0.2)
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert gradients[0].allclose(gradients[1], atol=1e-5)
-    check_packing(tiny_model(arch), ROWS)
-
-
 def test_packing_is_refused_where_attention_mixes_examples(tmp_path):
     shape = {"n_layer": 2, "n_head": 4}  # Bloom's mask counts columns
     with pytest.raises(ValueError, match="packing: the attention of BloomForCausalLM mixes"):
@@ -103,52 +91,82 @@ def test_packing_is_refused_where_attention_mixes_examples(tmp_path):
     assert not (tmp_path / "final").exists()
 
 
-def test_training_does_not_depend_on_packing_or_micro_batches(tmp_path):
-    runs = {
-        "padded": {},
-        "packed": {"packing": True},
-        "small": {"micro_batch_size": 2},
-        "packed-small": {"packing": True, "micro_batch_size": 4},
-    }
-    held_out = upper(7)
-    found = {
-        name: train(tmp_path / name, held_out=held_out, **options) for name, options in runs.items()
-    }
-    start = tiny_model("llama", scale=0.05).state_dict()
-    expected = weights(tmp_path / "padded")
-    assert not same(expected, start)
-    for name in runs:
-        after = weights(tmp_path / name)
-        assert all(after[key].allclose(expected[key], atol=2e-4) for key in expected), name
-        assert found[name]["eval_loss"] == pytest.approx(found["padded"]["eval_loss"], rel=1e-3)
+def likelihood(arch="llama", **options):
+    model = tiny_model(arch, scale=0.2, dtype=torch.float64)
+    disable_dropout(model)
+    return Likelihood(model, 0, SFTConfig(dtype="float64", **options)).train()
 
 
-def test_micro_batch_size_is_a_divisor_that_fits():
-    assert micro_batch_size(12, "auto", 16384 // 5) == 4
-    assert micro_batch_size(12, "auto", 10**6) == 1
-    assert micro_batch_size(12, "auto", 1) == 12
-    assert micro_batch_size(12, 6, 1) == 6
-    assert micro_batch_size(12, 99, 1) == 12
-    with pytest.raises(ValueError, match="micro_batch_size 5 does not divide the 12 examples"):
-        micro_batch_size(12, 5, 1)
-    assert micro_batch_size(12, "auto", 256, vocabulary=2**14) == 12
-    assert micro_batch_size(12, "auto", 256, vocabulary=2**18) == 4  # 1 GiB in float32
-    assert micro_batch_size(12, "auto", 256, vocabulary=2**30) == 1
+def loss_and_gradient(objective, rows):
+    loss = objective.loss(objective(objective.collate(rows)))
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in objective.parameters()])
 
 
-def test_vocabulary_of_model_limits_micro_batch(tmp_path, monkeypatch):
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3"])
+def test_packed_loss_and_gradient_match_unpadded(arch):
+    pairs = [
+        loss_and_gradient(likelihood(arch, packing=packing), ROWS) for packing in (True, False)
+    ]
+    assert pairs[0][0] == pytest.approx(pairs[1][0], rel=1e-6)  # norms of Llama are in float32
+    assert pairs[0][1].allclose(pairs[1][1], atol=1e-5)
+    check_packing(tiny_model(arch), ROWS)
+
+
+def test_smoothed_loss_by_loop():
+    """(1 - s) of -log p(y) and s of the mean of -log p(v), over the labels of every row."""
+    objective = likelihood(label_smoothing=0.2)
+    expected = 0.0
+    for row in ROWS:
+        logits = objective.model(torch.tensor([row["input_ids"]])).logits[0]
+        for t, label in enumerate(row["labels"][1:]):
+            if label != -100:
+                log_p = logits[t].log_softmax(0)
+                expected -= (0.8 * log_p[label] + 0.2 * log_p.mean()).item()
+    assert objective.loss(objective(objective.collate(ROWS))).item() == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert sum(map(objective.count, ROWS)) == 3 + 2 + 6
+
+
+def test_rows_of_every_epoch_come_once():
+    epochs = [[order(11, 4, 7, 3 * epoch + i) for i in range(3)] for epoch in (0, 1)]
+    assert [len(batch) for batch in epochs[0]] == [4, 4, 3]
+    first, second = ([row for batch in epoch for row in batch] for epoch in epochs)
+    assert sorted(first) == sorted(second) == list(range(11))
+    assert first != second
+
+
+def test_micro_batches_and_packing_change_no_step(tmp_path):
+    """22 rows in batches of 8: the last of an epoch has six."""
+    runs = {"whole": {}, "one": {"micro_batch_size": 1}, "three": {"micro_batch_size": 3}}
+    runs |= {"packed": {"packing": True, "micro_batch_size": 5}}
+    found = {}
+    for name, options in runs.items():
+        model = tiny_model("gpt2", scale=0.2)
+        train(tmp_path / name, model, upper(22), dtype="float64", **options)
+        losses = [line["loss"] for line in read(tmp_path / name / "metrics.jsonl")]
+        found[name] = losses, weights(tmp_path / name)
+    for losses, after in found.values():
+        assert losses == pytest.approx(found["whole"][0], rel=1e-10)
+        assert all(after[k].allclose(x, rtol=0, atol=1e-9) for k, x in found["whole"][1].items())
+
+
+def test_automatic_micro_batch_fits_tokens_and_logits():
+    objective, args = likelihood(), SFTConfig(batch_size=12)
+    assert micro_batch_size(args, objective, ROWS, 1) == 12
+    assert micro_batch_size(args, objective, ROWS, 5) == 3
+    objective.vocabulary = 2**24  # 16 tokens of 1 GiB: two rows of seven
+    assert micro_batch_size(args, objective, ROWS, 1) == 2
+    objective.vocabulary = 2**30
+    assert micro_batch_size(args, objective, ROWS, 1) == 1
+
+
+def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
     model = tiny_model("llama", scale=0.05)
-    monkeypatch.setattr(training, "LOGITS", model.config.vocab_size * 8)  # two examples of four
-    seen = []
-    keep = pad_examples
-
-    def noted(rows, pad):
-        seen.append(len(rows))
-        return keep(rows, pad)
-
-    monkeypatch.setattr(sft, "pad_examples", noted)
-    train(tmp_path, model, [{"prompt": "a ", "completion": "a"}] * 8, max_steps=1)
-    assert set(seen) == {2}
+    model.lm_head.weight.data[3] = math.inf
+    with pytest.raises(FloatingPointError, match="step 4"):
+        train(tmp_path, model, max_steps=9)
 
 
 # -------------------------------------------------------------------------------------- training
@@ -172,16 +190,6 @@ def test_several_held_out_sets_are_measured_by_name(tmp_path):
         for name in ("easy", "same")
         for metric in ("loss", "mean_token_accuracy")
     }
-
-
-def test_run_leaves_config_and_metrics_of_steps(tmp_path):
-    train(tmp_path, held_out=upper(6), logging_steps=1, eval_steps=2)
-    lines = read(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4, 4]
-    config = (tmp_path / "config.yaml").read_text()
-    assert "algorithm: sft" in config
-    assert "dataset_fingerprint: null" not in config
 
 
 def test_adapter_is_saved_apart_and_merged(tmp_path):
@@ -223,84 +231,55 @@ def test_gradient_checkpointing_does_not_change_training(tmp_path):
         assert same(weights(tmp_path / "plain"), weights(tmp_path / name))
 
 
+RESUMED = {"save_steps": 3, "save_total_limit": None, "max_steps": 7, "batch_size": 4}
+
+
+def copy_to_step(path, run, step):
+    """A run as it was when it was killed after its checkpoint of a step."""
+    shutil.copytree(path, run)
+    shutil.rmtree(run / "final")
+    for checkpoint in (run / "checkpoints").iterdir():
+        if checkpoint.name > f"step-{step:08d}":
+            shutil.rmtree(checkpoint)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path, lora):
-    options = {"save_steps": 3, "save_total_limit": None, "max_steps": 7, "batch_size": 4}
-    options |= {"logging_steps": 1}
-    options |= {"peft_config": adapter()} if lora else {}
+    options = RESUMED | ({"peft_config": adapter()} if lora else {})
     train(tmp_path / "whole", **options)
-    partial = tmp_path / "partial"
-    # The schedule is that of the whole run, as it is where a run is killed.
-    train(partial, **options)
-    for name in ("checkpoint-6", "checkpoint-7"):
-        (partial / name).rename(tmp_path / name)
-    (partial / "final").rename(tmp_path / "done")
-    train(partial, **options | {"resume_from_checkpoint": "latest"})
+    copy_to_step(tmp_path / "whole", tmp_path / "partial", 3)
+    train(tmp_path / "partial", **options | {"resume_from_checkpoint": "latest"})
     file = "final/" + ("adapter_model.safetensors" if lora else "model.safetensors")
-    assert (partial / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-    assert [line["step"] for line in read(partial / "metrics.jsonl") if "loss" in line] == [
-        *range(1, 8)
-    ]
-
-
-def test_resume_is_refused_with_other_data_or_keys(tmp_path):
-    options = {"save_steps": 1, "max_steps": 2}
-    train(tmp_path, **options)
-    latest = {"resume_from_checkpoint": "latest"}
-    with pytest.raises(ValueError, match="checkpoint-2 was saved by a run with batch_size 8"):
-        train(tmp_path, **options | latest | {"batch_size": 4})
-    with pytest.raises(ValueError, match=r"checkpoint-2 was saved .* with dataset_fingerprint"):
-        train(tmp_path, data=upper(23), **options | latest)
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        train(tmp_path, **options | {"resume_from_checkpoint": str(tmp_path / "final")})
-    with pytest.raises(ValueError, match="new has no complete checkpoint"):
-        train(tmp_path / "new", **options | latest)
+    assert (tmp_path / "partial" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    lines = read(tmp_path / "partial" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 8)]
 
 
 @pytest.mark.parametrize(
-    "other", [{"dataset_train_split": "other"}, {"prompt_template": "{prompt}!"}]
+    ("other", "key"),
+    [
+        ({"batch_size": 2}, "batch_size"),
+        ({"data": upper(23)}, "train_dataset"),
+        ({"model": tiny_model("llama", scale=0.1)}, "model"),
+        ({"peft_config": adapter(lora_alpha=1)}, "model"),
+    ],
 )
-def test_dataset_by_name_is_resumed_on_its_own_data_only(tmp_path, other):
-    checkpoint = tmp_path / "checkpoint-1"
-    options = {"output_dir": str(tmp_path), "dataset_name": "a/b", "max_steps": 2}
-    dump(SFTConfig(**options), tmp_path / "config.yaml")
-    check_resumed(checkpoint, SFTConfig(**options), None)
-    with pytest.raises(
-        ValueError, match=f"checkpoint-1 was saved by a run with {next(iter(other))}"
-    ):
-        check_resumed(checkpoint, SFTConfig(**options, **other), None)
+def test_resume_is_refused_with_other_data_model_or_keys(tmp_path, other, key):
+    options = RESUMED | {"peft_config": adapter()}
+    train(tmp_path / "whole", **options)
+    copy_to_step(tmp_path / "whole", tmp_path / "run", 3)
+    with pytest.raises(ValueError, match=f"{key}.*resume with|another config: {key}"):
+        train(tmp_path / "run", **options | {"resume_from_checkpoint": "latest"} | other)
 
 
-def test_checkpoint_of_elsewhere_sets_earlier_run_aside(tmp_path):
-    options = {"save_steps": 1, "save_total_limit": None, "logging_steps": 1}
-    train(tmp_path / "first", max_steps=2, **options)
-    train(tmp_path / "second", max_steps=3, **options)
-    train(
-        tmp_path / "second",
-        max_steps=2,
-        resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"),
-        **options,
-    )
-    assert [path.name for path in tmp_path.glob("second/checkpoint-*")] == ["checkpoint-2"]
-    assert (tmp_path / "second" / "earlier-1" / "checkpoint-3").exists()
-    steps = [line["step"] for line in read(tmp_path / "second" / "metrics.jsonl")]
-    assert set(steps) == {2}
-
-
-def test_adapter_is_resumed_on_its_own_model_only(tmp_path, caplog):
-    options = {"save_steps": 1, "max_steps": 2, "peft_config": adapter()}
-    train(tmp_path, **options)
-    options["resume_from_checkpoint"] = "latest"
-    for other in (
-        {"model": tiny_model("llama", scale=0.1)},
-        {"peft_config": adapter(lora_alpha=1)},
-        {"peft_config": adapter(r=1)},
-        {"peft_config": None},
-    ):
-        with pytest.raises(ValueError, match="checkpoint-2 was saved by a run with another model"):
-            train(tmp_path, **options | other)
-    train(tmp_path, **options | {"max_steps": 3, "num_train_epochs": 2})
-    assert "is resumed with other settings: max_steps was 2 and is 3" in caplog.text
+def test_run_leaves_config_metrics_and_report(tmp_path):
+    train(tmp_path, held_out=upper(6), eval_steps=2)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert {"loss", "grad_norm", "learning_rate", "epoch"} <= lines[0].keys()
+    assert "dataset_fingerprint: null" not in (tmp_path / "config.yaml").read_text()
+    assert "eval_loss" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("asked", ["fp16", "bf16"])
@@ -308,13 +287,6 @@ def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch, asked):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
     with pytest.raises(ValueError, match="mixed_precision"):
         train(tmp_path, max_steps=1)
-
-
-def test_earlier_checkpoints_are_set_aside(tmp_path):
-    train(tmp_path, save_steps=2, max_steps=2)
-    train(tmp_path, max_steps=1)
-    assert (tmp_path / "earlier-1" / "checkpoint-2" / "trainer_state.json").exists()
-    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_options_of_loading_are_obeyed_or_refused(tmp_path):
@@ -351,30 +323,6 @@ def test_what_does_not_go_together_is_refused_before_training(tmp_path, options,
     assert not (tmp_path / "final").exists()
 
 
-def test_split_weights_are_not_merged(tmp_path, monkeypatch):
-    def sharded(**options):
-        trainer = SFTTrainer(**options)
-        trainer.is_fsdp_enabled = True
-        return trainer
-
-    monkeypatch.setattr("rlhf_pg.supervised.sft.SFTTrainer", sharded)
-    with pytest.raises(ValueError, match="save_merged needs whole weights, which FSDP"):
-        train(tmp_path, peft_config=adapter(), save_merged=True)
-
-
 def test_missing_model_is_refused():
     with pytest.raises(ValueError, match=r"no model: give model=\.\.\. or the key model_name"):
         train_sft(SFTConfig(), train_dataset=upper())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_steps": 0}, "max_steps must be at least 1, or -1"),
-        ({"lora_dropout": 0.1, "use_peft": True}, "lora_dropout needs disable_dropout: false"),
-        ({"assistant_only_loss": True, "completion_only_loss": False}, "assistant_only_loss"),
-    ],
-)
-def test_config_that_contradicts_itself_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        SFTConfig(**options)
