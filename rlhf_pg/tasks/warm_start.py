@@ -21,7 +21,7 @@ from rlhf_pg.tasks import Demonstration, load_task
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's answers, on a CPU; return its path `args.output_dir/final`."""
+    """Train a new model on the task's answers, on a CPU; return the path of `final/`."""
     task = load_task(str(args.task))
     set_seed(args.seed)
     model, tokenizer = task.new_model()
