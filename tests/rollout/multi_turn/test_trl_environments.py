@@ -192,15 +192,6 @@ def test_failed_reset_ends_its_episode(reset, error) -> None:
     assert not any(episode.trained)
 
 
-def test_reward_that_is_no_number_ends_its_episode() -> None:
-    faulty = type("Faulty", (Counter,), {"get_reward": lambda self: "much"})
-    (episode,) = play(runner_of(faulty), "done")
-    assert (
-        episode.error
-        == "ValueError: the reward of an episode must be a finite number or None, got 'much'"
-    )
-
-
 def test_plain_factory_makes_ours_and_other_things_are_refused() -> None:
     for factory in (Ours, lambda: Ours()):
         assert type(source_of(factory)) is EnvironmentSource

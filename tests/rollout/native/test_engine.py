@@ -354,18 +354,6 @@ def test_sampling_builds_no_graph_and_keeps_weights():
     assert prompts == PROMPTS
 
 
-def test_prompts_are_read_once_and_finished_rows_skipped():
-    model, shapes = tiny_model("llama"), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
-        with_kwargs=True,
-    )
-    completions = engine_of(model).generate(PROMPTS, 6, PARAMS, seed=0)
-    lengths = [len(c.tokens) for c in completions]
-    going = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
-    assert shapes == [(1, sum(len(p) for p in PROMPTS))] + [(1, rows) for rows in going]
-
-
 def test_unusable_arguments_raise():
     engine = engine_of(tiny_model("llama"))
     with pytest.raises(ValueError, match="prompt 2 is empty"):
