@@ -44,7 +44,7 @@ real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten mi
 
 results-check: $(VENV)/.installed  ## the two shortest runs of docs/results.md again
 	$(BIN)/rlhf-pg fetch smollm2
-	OMP_NUM_THREADS=2 $(BIN)/python -m tests.benchmarks.real check
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.real check
 
 preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml

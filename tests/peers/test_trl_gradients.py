@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.peer.workload import BETAS, Job, Workload, save_model
+from benchmarks.peer.workload import BETAS, Job, Workload, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 def test_whole_batch_gradient_matches(method: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", minversion="1.16")
-    from tests.benchmarks.peer.gradients import difference
+    from benchmarks.peer.gradients import difference
 
     workload = Workload(prompts=3, shortest=5, longest=17, n=4, new=13)
     model = save_model(tmp_path / "model", vocabulary=64, width=64, layers=2)

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import rollout as benchmark
-from tests.benchmarks.peer import ours
-from tests.benchmarks.peer.workload import WORKLOADS, Job, Workload, save_model
+from benchmarks import rollout as benchmark
+from benchmarks.peer import ours
+from benchmarks.peer.workload import WORKLOADS, Job, Workload, save_model
 from tests.gpu.check import Check, Result
 
 ROUNDS = 2
@@ -21,7 +21,7 @@ PHASES = ("rollout", "score", "update")
 
 
 def rollouts(device: str) -> Iterator[Check]:
-    """Tokens per second, see tests/benchmarks/rollout.py."""
+    """Tokens per second, see benchmarks/rollout.py."""
     cases = {"tiny": TINY_CASE} if device == "cpu" else benchmark.CASES
     model = benchmark.new_model(on_gpu=device == "cuda")
     for name, case in cases.items():
@@ -41,7 +41,7 @@ def rates(model: Any, case: benchmark.Case, ways: list[str]) -> Result:
 
 
 def steps(device: str) -> Iterator[Check]:
-    """Seconds of a GRPO step, see tests/benchmarks/peer; beside TRL's where that is installed."""
+    """Seconds of a GRPO step, see benchmarks/peer; beside TRL's where that is installed."""
     on_cpu = device == "cpu"
     sizes = {"vocabulary": 64, "width": 64, "layers": 1} if on_cpu else {}
     sizes = sizes or {"vocabulary": 32768, "width": 1024, "layers": 24}
@@ -70,8 +70,8 @@ def alone(job: Job) -> Result:
 def beside(job: Job) -> Result:
     if not find_spec("trl"):
         return Result("TRL is not installed", None)
-    from tests.benchmarks.peer import __main__ as peer
-    from tests.benchmarks.peer import theirs
+    from benchmarks.peer import __main__ as peer
+    from benchmarks.peer import theirs
 
     batch = theirs.fastest(job, [job.workload.rows // 4, job.workload.rows])
     own, other = peer.alternate(job, batch, ROUNDS)

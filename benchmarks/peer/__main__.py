@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.benchmarks.peer import __doc__ as usage
-from tests.benchmarks.peer import gradients, memory, ours, theirs
-from tests.benchmarks.peer.workload import BETAS, WORKLOADS, Job, device, save_model
+from benchmarks.peer import __doc__ as usage
+from benchmarks.peer import gradients, memory, ours, theirs
+from benchmarks.peer.workload import BETAS, WORKLOADS, Job, device, save_model
 
 Seconds = dict[str, float]
 PHASES = ("step", "rollout", "reward", "score", "update")

@@ -4,10 +4,10 @@ import math
 
 import torch
 
+from benchmarks.peer import ours, theirs
+from benchmarks.peer.workload import MARKS, Job, device
+from benchmarks.rollout import EOS, PAD
 from rlhf_pg.data.batch import Batch
-from tests.benchmarks.peer import ours, theirs
-from tests.benchmarks.peer.workload import MARKS, Job, device
-from tests.benchmarks.rollout import EOS, PAD
 
 
 def new_batch(job: Job) -> Batch:

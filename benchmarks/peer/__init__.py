@@ -1,6 +1,6 @@
 """Whole training steps of this library beside TRL's, by hand: both sides in turn, in one run.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.peer short [--vocabulary 32768] [--methods grpo]
+    OMP_NUM_THREADS=1 python -m benchmarks.peer short [--vocabulary 32768] [--methods grpo]
 
 The workloads are `short`, `shared` and `long` (`workload.py`); the methods `grpo` without a KL,
 `grpo_kl` with one of 0.05 in the loss, and `rloo` with one in the reward. Both sides start from the

@@ -1,10 +1,10 @@
 """Train SmolLM2-135M-Instruct on tasks that a person can see, with every algorithm and with TRL.
 
     rlhf-pg fetch smollm2 && pip install vaderSentiment trl
-    python -m tests.benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
-    python -m tests.benchmarks.real run happy grpo --seed 1 --full
-    python -m tests.benchmarks.real run happy grpo --seed 1 --trl
-    python -m tests.benchmarks.real all --jobs 12                 # what docs/results.md shows
+    python -m benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
+    python -m benchmarks.real run happy grpo --seed 1 --full
+    python -m benchmarks.real run happy grpo --seed 1 --trl
+    python -m benchmarks.real all --jobs 12                 # what docs/results.md shows
 
 Both sides are scored by the same code: the completions of each held-out prompt that our trainer
 samples, `num_generations_eval` of them. The seconds are those of training alone. On a CPU they are
@@ -34,7 +34,7 @@ from rlhf_pg import Callback
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
 RESULTS = ROOT / "docs" / "results"
 KEPT = (
@@ -216,7 +216,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "seed": flags.seed,
         "name": flags.name,
         "settings": settings,
-        "command": " ".join(["python -m tests.benchmarks.real", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.real", *sys.argv[1:]]),
         "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)[:-1],
         "date": str(datetime.date.today()),
         "machine": torch.cuda.get_device_name() if GPU else machine,
@@ -242,7 +242,7 @@ def run_all(parser: argparse.ArgumentParser, jobs: int) -> None:
     for seed, (task, options, _) in [*three, *((1, row) for row in LATER), *rows[len(three) :]]:
         words = f"run {task} {options} --seed {seed}".split()
         if not (RESULTS / f"{name_of(parser.parse_args(words))}.json").exists():
-            commands.append([sys.executable, "-m", "tests.benchmarks.real", *words])
+            commands.append([sys.executable, "-m", "benchmarks.real", *words])
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(subprocess.run, commands))
 

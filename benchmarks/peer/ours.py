@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
+from benchmarks.rollout import forced
 from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
-from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
-from tests.benchmarks.rollout import forced
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 

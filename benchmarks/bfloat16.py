@@ -1,8 +1,8 @@
 """The phases of a step in bfloat16 beside those in float32, by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.bfloat16 short [--rounds 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.bfloat16 short [--rounds 3]
 
-GRPO on the workloads and the model of `tests.benchmarks.peer`. Every round takes a step of each;
+GRPO on the workloads and the model of `benchmarks.peer`. Every round takes a step of each;
 printed are medians.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import transformers
 
-from tests.benchmarks.peer import ours
-from tests.benchmarks.peer.workload import WORKLOADS, Job, save_model
+from benchmarks.peer import ours
+from benchmarks.peer.workload import WORKLOADS, Job, save_model
 
 DTYPES = ("float32", "bfloat16")
 PHASES = ("rollout", "update", "step")

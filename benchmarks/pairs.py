@@ -1,6 +1,6 @@
 """Make recipes/smollm2/pairs.jsonl: 500 pairs of SmolLM2's own sentences, the happier one chosen.
 
-    python -m tests.benchmarks.pairs
+    python -m benchmarks.pairs
 
 Each topic that smollm2_happy.yaml trains on gets eight sentences, which its reward orders: the
 first is paired with the last, the second with the last but one, and so on.
@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig, parse
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def main() -> None:

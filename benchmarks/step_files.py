@@ -1,6 +1,6 @@
 """Count the files, lines and functions of the package that one step runs through.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.step_files [grpo|ppo]
+    OMP_NUM_THREADS=1 python -m benchmarks.step_files [grpo|ppo]
 
 A step is all that runs between the reward call of one and that of the next (`sys.setprofile`), with
 one prompt a step, on the embedded task. Comprehensions and lambdas are not counted as functions.

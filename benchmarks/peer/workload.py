@@ -16,8 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from benchmarks.rollout import EOS, PAD
 from rlhf_pg.tasks.tiny import word_tokenizer
-from tests.benchmarks.rollout import EOS, PAD
 
 BETAS = {"grpo": 0.0, "grpo_kl": 0.05, "rloo": 0.05}  # by method
 LEARNING_RATE = 1e-6

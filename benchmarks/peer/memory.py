@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.peer.workload import Job, Workload
+from benchmarks.peer.workload import Job, Workload
 
 STEPS = 2  # the first ends with the optimizer's state
 
@@ -17,7 +17,7 @@ STEPS = 2  # the first ends with the optimizer's state
 def peak(side: str, job: Job, **options: int) -> float:
     """MiB above imports and the loaded policy; `side` is the module "ours" or "theirs"."""
     what = json.dumps({"side": side, "job": dataclasses.asdict(job), "options": options})
-    command = [sys.executable, "-m", "tests.benchmarks.peer.memory", what]
+    command = [sys.executable, "-m", "benchmarks.peer.memory", what]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the steps of {side} failed:\n{done.stderr}")
@@ -25,7 +25,7 @@ def peak(side: str, job: Job, **options: int) -> float:
 
 
 def _run(side: str, job: dict, options: dict[str, int]) -> None:
-    module = importlib.import_module(f"tests.benchmarks.peer.{side}")
+    module = importlib.import_module(f"benchmarks.peer.{side}")
     described = Job(**job | {"workload": Workload(**job["workload"])})
     model = described.load()
     before = _begin()

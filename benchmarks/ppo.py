@@ -1,7 +1,7 @@
 """What PPO costs beyond GRPO, by hand: both sides in one run.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.ppo time
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.ppo memory
+    OMP_NUM_THREADS=1 python -m benchmarks.ppo time
+    OMP_NUM_THREADS=1 python -m benchmarks.ppo memory
 
 `time`: the extra seconds of a PPO step, against one critic forward plus one forward and backward.
 `memory`: the peak of LoRA-PPO against LoRA-GRPO on the same model, each in a process of its own,
@@ -137,7 +137,7 @@ def measure_memory() -> None:
     for checkpointing in (False, True):
         peaks = {}
         for name in TRAINERS:
-            command = [sys.executable, "-m", "tests.benchmarks.ppo", "peak", name]
+            command = [sys.executable, "-m", "benchmarks.ppo", "peak", name]
             command += ["--gradient_checkpointing"] * checkpointing
             # Freed blocks go back to the system: the peak is of what lives, not of fragments.
             env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}

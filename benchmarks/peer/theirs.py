@@ -14,9 +14,9 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
+from benchmarks.rollout import force
 from rlhf_pg.data.batch import Batch
-from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
-from tests.benchmarks.rollout import force
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 # TRL's default multiplies the KL by the ratio; this is the paper's, and ours.

