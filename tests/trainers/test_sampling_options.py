@@ -114,36 +114,17 @@ def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_p
     assert experience.action_mask.sum(1).tolist() == [2, 0, 1, 2, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("trainer_type", "options"),
-    [
-        (GRPOTrainer, {"entropy_target": 0.5, "kl_adaptive_lr": 0.1, "beta": 0.1}),
-        (PPOTrainer, {"num_iterations": 2, "target_kl": 0.1}),
-    ],
-)
-def test_step_of_masked_completions_leaves_weights_unchanged(
-    trainer_type, options, tmp_path: Path
-) -> None:
-    trainer = make_trainer(
-        trainer_type,
-        tmp_path,
-        prompts=TWO,
-        num_generations=3,
-        max_steps=2,
-        mask_truncated_completions=True,
-        **options,
-    )
-    gradient = gradient_of(trainer, CUT)
-    assert torch.equal(gradient, torch.zeros_like(gradient))
-    assert all(p.grad is not None for p in trainer.learner.module.parameters())
-    trainer.learner.optimizer.zero_grad()
+def test_step_of_masked_completions_leaves_weights_unchanged(tmp_path: Path) -> None:
+    options = {"entropy_target": 0.5, "kl_adaptive_lr": 0.1, "num_generations": 3, "max_steps": 2}
+    options |= {"mask_truncated_completions": True, "num_iterations": 2, "target_kl": 0.1}
+    trainer = make_trainer(PPOTrainer, tmp_path, prompts=TWO, **options)
+    say(trainer, CUT)
     before = [p.clone() for p in trainer.learner.module.parameters()]
     coefficients = trainer.controllers.metrics()
     trainer.train()
-    after = list(trainer.learner.module.parameters())
+    after = trainer.learner.module.parameters()
     assert all(p.equal(q) for p, q in zip(before, after, strict=True))
-    moved = trainer.controllers.metrics()
-    assert {k: v for k, v in moved.items() if k != "beta"} == coefficients
+    assert trainer.controllers.metrics() == coefficients
     for line in read(tmp_path / "metrics.jsonl"):
         assert (line["loss"], line["grad_norm"], line["entropy"]) == (0.0, 0.0, None)
         assert line["completions/clipped_ratio"] == 1.0
