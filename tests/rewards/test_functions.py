@@ -22,14 +22,14 @@ IDS = [[4], [5, 5], [6, 6, 6]]
 COLUMNS = {"answer": ["a", "a", "c"], "tags": [["x"], ["x"], ["y"]]}
 
 
-def call(*functions, weights=None, columns=COLUMNS):
+def call(*functions, columns=COLUMNS):
     """(3,K) the totals."""
-    return sum_step_scores(per_token(*functions, weights=weights, columns=columns))
+    return sum_step_scores(per_token(*functions, columns=columns))
 
 
-def per_token(*functions, weights=None, columns=COLUMNS, action_mask=None):
+def per_token(*functions, columns=COLUMNS, action_mask=None):
     """(3,3,K)"""
-    return Rewards(list(functions), weights)(PROMPTS, COMPLETIONS, IDS, columns, action_mask)
+    return Rewards(list(functions))(PROMPTS, COMPLETIONS, IDS, columns, action_mask)
 
 
 def says(scores, name="said"):

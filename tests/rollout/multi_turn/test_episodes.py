@@ -13,7 +13,6 @@ from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, l
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
-NAN = math.nan
 
 
 def ids(text):
