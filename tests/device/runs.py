@@ -71,29 +71,16 @@ class Run:
 
 BF16, LORA, AUTO = {"dtype": "bfloat16"}, {"use_peft": True}, {"micro_batch_tokens": "auto"}
 WINDOW = {"arch": "mistral", "vocab_size": 64, "sliding_window": 6, "hidden_size": 64}
-GPT2 = {"arch": "gpt2", "vocab_size": 64, "hidden_size": 64}
 ROUNDS = {"num_iterations": 2, "num_mini_batches": 2}
 
 RUNS: dict[str, Run] = {
     "grpo": Run(options={"beta": 0.05, "eval_steps": 1, "weight_decay": 0.1, **ROUNDS}),
     "grpo, auto": Run(options={**AUTO, "beta": 0.1, "sync_ref_model": True, "entropy_coef": 0.01}),
     "grpo, reward model": Run(reward_model=True),
-    "grpo, checkpointing": Run(options={"gradient_checkpointing": True}),
-    "grpo, offload": Run(options={"gradient_checkpointing": "offload"}),
     "ppo, offload, LoRA": Run("ppo", {**BF16, **LORA, **AUTO, "gradient_checkpointing": "offload"}),
-    "grpo, LoRA": Run(options={**LORA, **AUTO, "beta": 0.05, "save_merged": True}),
-    "grpo, bfloat16": Run(options={**BF16, **AUTO}),
     "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),
-    "grpo, float64": Run(options={"dtype": "float64"}),
     "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
     "grpo, small cache": Run(options={"rollout_cache_tokens": 120}),
-    "grpo, sequences": Run(
-        options={
-            "temperature": 0.7,
-            "importance_sampling_level": "sequence",
-            "aggregation": "sequence_mean",
-        }
-    ),
     "grpo, penalties": Run(
         options={
             "overlong_buffer": 4,
@@ -102,16 +89,12 @@ RUNS: dict[str, Run] = {
             "normalize_rewards": True,
         }
     ),
-    "grpo, tools": Run(options={"max_completion_length": 32}, task="calculator"),
     "grpo, environment": Run(task="guess"),
-    "grpo, GPT-2": Run(arch=GPT2),
     "grpo, padded": Run(arch=WINDOW),
     "grpo, resumed": Run(options={"save_steps": 1}, resumes=True),
     "rloo": Run("rloo"),
     "reinforce": Run("reinforce", {"advantage_estimator": "returns_minus_moving_average"}),
-    "remax": Run("reinforce", {"advantage_estimator": "returns_minus_greedy"}),
     "ppo": Run("ppo", {**AUTO, "normalize_values": True, "bootstrap_truncated": True, **ROUNDS}),
-    "ppo, shared critic": Run("ppo", {"critic": "shared", "lam_alpha": 0.05}),
     "ppo, n-step": Run(
         "ppo",
         {
@@ -121,8 +104,6 @@ RUNS: dict[str, Run] = {
             "value_init": "random",
         },
     ),
-    "ppo, padded": Run("ppo", {"kl_controller": "adaptive"}, arch=WINDOW),
-    "ppo, bfloat16, LoRA, resumed": Run("ppo", {**BF16, **LORA, "save_steps": 1}, resumes=True),
 }
 
 

@@ -30,8 +30,6 @@ def rollout(device: str) -> Batch:
     ("arch", "options"),
     [
         ("qwen2", {}),  # heads of 8 numbers, fewer than 128 tokens
-        ("gemma", {}),
-        ("opt", {}),  # positions that are learnt
         ("mistral", {"sliding_window": 4}),  # padded
     ],
 )

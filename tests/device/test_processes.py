@@ -12,7 +12,7 @@ import pytest
 from tests.device.conftest import ROOT
 from tests.device.test_runs import distance
 
-RUNS = ["ppo, shared critic"]
+RUNS = ["ppo"]
 
 
 def launched(config: str, path: Path) -> dict[str, dict[str, Any]]:

