@@ -197,7 +197,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     algorithm = own.get("algorithm", flags.algorithm)
     kind = TRAINERS[algorithm]
     own |= {"algorithm": algorithm, "seed": flags.seed, "output_dir": f"runs/{name}"}
-    args = kind.config_type(**load(recipe) | own).located(recipe.parent)
+    args = kind.config_type(**load(recipe) | own).locate(recipe.parent)
     trainer: Any = kind(args=args, callbacks=[Ours()])
     trainer.held_out = held_out = HeldOut(trainer)
     held_out.score()

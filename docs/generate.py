@@ -45,7 +45,8 @@ PURE = (
     *("rewards.scores", "report.pass_at_k"),
 )
 # What formulas are made of, or what holds their state.
-NOT_PURE = {"Controllers", "RatioTerms", "ratio_terms", "held", "excess", "bounds", "clip_metrics"}
+NOT_PURE = {"Controllers", "RatioTerms", "clamp_log_ratio", "ratio_terms"}
+NOT_PURE |= {"excess", "bounds", "clip_metrics"}
 NOT_PURE |= {"against_sampler"}
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}

@@ -49,17 +49,17 @@ def ratio_terms(
     log_ratio = tokens
     if level == "sequence":
         log_ratio = torch.where(mask, masked_mean(tokens, mask, dim=1)[:, None], 0.0)
-    bounded = held(log_ratio)
+    bounded = clamp_log_ratio(log_ratio)
     ratio = bounded.exp()
     metrics = {
         "ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype),
         "ratio": torch.where(mask, ratio.detach(), 0.0),
-        "approx_kl": excess(held(tokens)).detach(),
+        "approx_kl": excess(clamp_log_ratio(tokens)).detach(),
     }
     return RatioTerms(bounded, ratio, torch.where(mask, advantages.detach(), 0.0), metrics)
 
 
-def held(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

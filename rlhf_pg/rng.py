@@ -15,9 +15,9 @@ from torch import Tensor
 
 def mix(x: Tensor) -> Tensor:
     """Take one step of SplitMix64: each of the 64 bits depends on every bit of `x`."""
-    x = x + signed(0x9E3779B97F4A7C15)
-    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
+    x = x + as_signed(0x9E3779B97F4A7C15)
+    x = (x ^ shift(x, 30)) * as_signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift(x, 27)) * as_signed(0x94D049BB133111EB)
     return x ^ shift(x, 31)
 
 
@@ -26,7 +26,7 @@ def shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def signed(x: int) -> int:
+def as_signed(x: int) -> int:
     """Return the int64 with the low 64 bits of `x`."""
     return (x + 2**63) % 2**64 - 2**63
 

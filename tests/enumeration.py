@@ -171,7 +171,7 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     batch, _ = trainer.estimate(trainer.learner.score(batch), Meter())
     trainer.learner.module.zero_grad()
-    trainer.learner.accumulate(trainer.without_truncated(batch), Meter())
+    trainer.learner.accumulate(trainer.drop_truncated(batch), Meter())
     return flat_gradient(trainer)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pg.rng import mix, restore_rng, rng_tensors, signed
+from rlhf_pg.rng import as_signed, mix, restore_rng, rng_tensors
 
 STEP = 0x9E3779B97F4A7C15
 
@@ -20,7 +20,7 @@ STEP = 0x9E3779B97F4A7C15
     ],
 )
 def test_mix_matches_published_values(state, expected):
-    assert mix(torch.tensor(signed(state))).item() == signed(expected)
+    assert mix(torch.tensor(as_signed(state))).item() == as_signed(expected)
 
 
 def test_mix_of_integers_of_any_size():
@@ -28,9 +28,9 @@ def test_mix_of_integers_of_any_size():
         x = (x + STEP) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return signed(x ^ x >> 31)
+        return as_signed(x ^ x >> 31)
 
-    states = [signed(i * STEP) for i in range(100)] + [-1, -(2**63), 2**63 - 1]
+    states = [as_signed(i * STEP) for i in range(100)] + [-1, -(2**63), 2**63 - 1]
     assert mix(torch.tensor(states)).tolist() == [by_hand(x % 2**64) for x in states]
 
 

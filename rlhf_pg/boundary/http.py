@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from rlhf_pg.boundary.quoted import quoted, told
+from rlhf_pg.boundary.quoted import quote, tell
 
 T = TypeVar("T")
 
@@ -71,14 +71,14 @@ class Client:
                 except TimeoutError:
                     failure = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
-                    failure = f"no answer ({told(error)})"
+                    failure = f"no answer ({tell(error)})"
                 except (ValueError, TypeError, LookupError, RecursionError) as error:
-                    failure = f"an answer that cannot be used ({told(error)})"
+                    failure = f"an answer that cannot be used ({tell(error)})"
                 else:
                     status = answer.status_code
                     said = answer.text if status >= 400 else "redirects are not followed"
                     said = said.replace(self._key, "***") if self._key else said
-                    failure = f"status {status}: {quoted(said)}"
+                    failure = f"status {status}: {quote(said)}"
                     if status < 500 and status not in TEMPORARY:
                         raise Refused(
                             f"the server at {self.url} refuses {path or '/'} with {failure}"

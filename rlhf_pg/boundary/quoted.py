@@ -8,7 +8,7 @@ _USER = re.compile(r"(?<=://)[^\s/?#@]+@")
 _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Return one line of text without control characters, truncated to `LONGEST` characters.
 
     Possible secrets in URLs are removed: user, password and query.
@@ -26,11 +26,11 @@ def visible(text: str) -> str:
     )
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """Return the `repr` of anything, `quoted`."""
-    return quoted(repr(value))
+    return quote(repr(value))
 
 
-def told(error: BaseException) -> str:
+def tell(error: BaseException) -> str:
     """Return an exception's type and message, `quoted`."""
-    return quoted(f"{type(error).__name__}: {error}")
+    return quote(f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 
 
 @cache
@@ -31,7 +31,7 @@ def begin(call: Callable[[], Awaitable[Any]], loop: str = "users") -> Future[Any
         try:
             return await call()
         except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
-            raise RuntimeError(f"an async function raised {told(error)}") from error
+            raise RuntimeError(f"an async function raised {tell(error)}") from error
 
     return asyncio.run_coroutine_threadsafe(outcome(), event_loop(loop))
 
@@ -72,7 +72,7 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
                 future.set_result(call())
             except BaseException as error:  # raised to the caller, not in this thread
                 if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                    error = RuntimeError(f"a function raised {told(error)}")
+                    error = RuntimeError(f"a function raised {tell(error)}")
                 future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -85,7 +85,7 @@ def foreign(who: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"{who} raised {told(error)}, which would end the run") from error
+        raise RuntimeError(f"{who} raised {tell(error)}, which would end the run") from error
 
 
 def finite(value: Any) -> float | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, visible
+from rlhf_pg.boundary.quoted import quote, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
@@ -34,7 +34,7 @@ def load(name: str) -> Any:
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if name.endswith(".py") or not place:
         raise ValueError(
-            f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
+            f"{quote(name)} names no function: write file.py:NAME or package.module:NAME"
         )
     directory, _, dotted = place.rpartition("/")
     file = find_file(place, name) if place.endswith(".py") else None
@@ -48,14 +48,14 @@ def load(name: str) -> Any:
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
             trace = trace.tb_next
         said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
-        what = f"{quoted(name)} cannot be imported from {quoted(str(where))}"
+        what = f"{quote(name)} cannot be imported from {quote(str(where))}"
         raise ValueError(f"{what}:\n{said}") from None
     found = getattr(module, attribute, None)
     if inspect.isclass(found) or not callable(found):
         functions = inspect.getmembers(module, inspect.isfunction)
         public = [key for key, _ in functions if not key.startswith("_")]
         raise ValueError(
-            f"{quoted(name)}: it has no function {quoted(attribute)}"
+            f"{quote(name)}: it has no function {quote(attribute)}"
             f"{nearest(attribute, public)}; functions in it: {', '.join(public) or 'none'}"
         )
     return found
@@ -68,7 +68,7 @@ def find_file(path: str, name: str) -> Path:
     file = Path(os.path.abspath(Path(path).expanduser()))
     if not file.is_file():
         or_beside = "" if Path(path).is_absolute() else ", nor one beside the recipe"
-        raise ValueError(f"{quoted(name)}: there is no file {quoted(str(file))}{or_beside}")
+        raise ValueError(f"{quote(name)}: there is no file {quote(str(file))}{or_beside}")
     return file
 
 
@@ -91,7 +91,7 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def loaded() -> dict[str, str]:
+def loaded_files() -> dict[str, str]:
     """Return the file of each module from `import_file`, by the module's name."""
     here = list(sys.modules.items())  # a copy, since other threads may import
     return {name: str(module.__file__) for name, module in here if name.startswith(PREFIX)}

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, told
+from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
@@ -40,7 +40,7 @@ class Save:
                     yield
                 except Exception as error:  # safetensors and tokenizers have their own classes
                     raise OSError(
-                        f"{self.path} could not be saved ({told(error)}). Earlier checkpoints are "
+                        f"{self.path} could not be saved ({tell(error)}). Earlier checkpoints are "
                         "intact: make sure that every process can write there and the disk has "
                         "room, then resume with --resume_from_checkpoint latest"
                     ) from error
@@ -116,22 +116,22 @@ def remove(path: Path) -> None:
 def recover(path: Path) -> None:
     """Remove partial directories, but complete a replacement whose old directory is gone."""
     partial = partial_of(path)
-    if verified(partial) is None and verified(path) is not None:
+    if find_damage(partial) is None and find_damage(path) is not None:
         _replace(path)
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def verified(path: Path, contents: bool = True) -> str | None:
+def find_damage(path: Path, contents: bool = True) -> str | None:
     """Describe how a directory differs from its published state (sizes, `contents`); else None."""
     try:
         for name, entry in json.loads((path / STATE).read_text())["files"].items():
             size = (path / name).stat().st_size
             if size != entry["size"]:
-                return f"{quoted(name)} has {size} bytes, and had {entry['size']}"
+                return f"{quote(name)} has {size} bytes, and had {entry['size']}"
             if contents and _sha256(path / name) != entry["sha256"]:
-                return f"{quoted(name)} has changed: its SHA-256 differs"
+                return f"{quote(name)} has changed: its SHA-256 differs"
     except (OSError, ValueError, LookupError) as error:
-        return told(error)
+        return tell(error)
     return None
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.models import load_weights, merged
+from rlhf_pg.models import load_weights, merge
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State
 
@@ -111,7 +111,7 @@ class Checkpointer:
         except OSError as error:
             logger.warning("older checkpoints cannot be removed (save_total_limit): %s", error)
 
-    def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
+    def _parts_to_save(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
         """Yield name, weights and module of each saved part; a fixed reference is not saved."""
         for name, whole in self.parts.items():
             part: Any = whole.module
@@ -124,7 +124,7 @@ class Checkpointer:
         This includes a moving reference, unless `final`: then `save_merged` adds the model with its
         adapter merged, in `merged/`.
         """
-        for name, whole, part in self._saved_parts(final):
+        for name, whole, part in self._parts_to_save(final):
             with whole.gathered(save.runtime.main_host, _saves_adapter(part)), save.step():
                 if not save.runtime.is_main:
                     continue
@@ -140,7 +140,7 @@ class Checkpointer:
             policy: Any = self.parts["model"]
             with policy.gathered(save.runtime.main_host), save.step():
                 if save.runtime.is_main:
-                    merged(policy.module).save_pretrained(path / "merged")
+                    merge(policy.module).save_pretrained(path / "merged")
                     self.tokenizer.save_pretrained(path / "merged")
 
     def numbers(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Checkpointer:
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
         """Return why some process cannot resume from a checkpoint, or None; collective."""
-        reason = atomic.verified(path, contents=runtime.is_main)
+        reason = atomic.find_damage(path, contents=runtime.is_main)
         if reason is None and "counters" not in atomic.state(path):
             reason = "it is only a model, like final/, without optimizer and counters"
         return runtime.first_error(reason)
@@ -229,13 +229,13 @@ class Checkpointer:
         altered = compatibility.check(path, state, config, prints, self.running, counters)
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
-        for name, whole, part in self._saved_parts():
-            with whole.modified(_saves_adapter(part)):
+        for name, whole, part in self._parts_to_save():
+            with whole.modify(_saves_adapter(part)):
                 if name == "model":
                     load_weights(part, path)
                 else:
                     part.restore(path / name)
-        self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
+        self.trained.load_state(read_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         best = self.directory.parent.resolve() / "best"
@@ -258,7 +258,7 @@ def optimizer_tensors(
     }
 
 
-def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
+def read_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
     """Yield the saved `optimizer_tensors`, tensor by tensor."""
     with safe_open(path, framework="pt") as file:
         for full_name in file.keys():  # noqa: SIM118 (it is not a dict)

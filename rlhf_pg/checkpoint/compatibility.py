@@ -64,7 +64,7 @@ def check(
         )
     now = json.loads(json.dumps(config))
     fixed = saved["config"].keys() - MAY_CHANGE - WARNED
-    if other := changed(saved["config"], now, fixed):
+    if other := describe_changes(saved["config"], now, fixed):
         raise ValueError(
             f"{path} was saved with another config: {other}. Resume with the same config, or start "
             "a new run from its weights"
@@ -78,10 +78,10 @@ def check(
             f"{path} was saved with running statistics of {theirs}, but this run has them of "
             f"{ours}: resume with the same reward functions"
         )
-    return changed(saved["config"], now, WARNED)
+    return describe_changes(saved["config"], now, WARNED)
 
 
-def changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
     """Describe how these keys of a config have changed; "" if none has."""
     return "; ".join(
         f"{key} was {saved[key]!r} and is {now[key]!r}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from rlhf_pg.boundary.quoted import quoted, told
+from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
 from rlhf_pg.config import PolicyGradientConfig
@@ -29,7 +29,7 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
             card = model_card(checkpointer.config, data, checkpointer.directory.parent)
             (partial / "README.md").write_text(card, encoding="utf-8")
         except Exception as error:  # a card is not worth failing a run
-            logger.warning("final/ has no model card: %s", told(error))
+            logger.warning("final/ has no model card: %s", tell(error))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
 
 
@@ -53,7 +53,7 @@ def push(path: Path, args: PolicyGradientConfig) -> str | None:
     except Exception as error:  # from the network, the Hub or httpx
         logger.warning(
             "push_to_hub: %s could not be uploaded (%s): try `hf upload %s %s`",
-            *(quoted(str(path)), told(error), quoted(name), quoted(str(path))),
+            *(quote(str(path)), tell(error), quote(name), quote(str(path))),
         )
         return None
     return f"{hub.endpoint}/{repository}"

@@ -39,7 +39,7 @@ def set_aside(directory: Path) -> str | None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock(directory: Path) -> Iterator[None]:
     """Make the directory of a run, and hold its lock; the system releases it with the process.
 
     ValueError if another run uses the directory, or it cannot be written to.
@@ -73,9 +73,9 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """Hold the `locked` directory on the main process; ValueError on all processes if it fails."""
+    """`lock` the directory on the main process; ValueError on all processes if it fails."""
     with ExitStack() as held:
         with runtime.raise_together(ValueError):
             if runtime.is_main:
-                held.enter_context(locked(directory))
+                held.enter_context(lock(directory))
         yield

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import rlhf_pg
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.cli.options import parser_of
 
 NAME = "rlhf-pg"
@@ -87,7 +87,7 @@ def surroundings() -> Iterator[Finding]:
         elif not count:
             yield Finding("GPU", "none")
     except Exception as why:  # a missing CUDA library, for example
-        yield Finding("import torch", told(why), False, "pip install --force-reinstall torch", True)
+        yield Finding("import torch", tell(why), False, "pip install --force-reinstall torch", True)
     sandbox, compiler = "running a model's code in a sandbox", "torch.compile and offloading"
     for name, package, purpose in (("bwrap", "bubblewrap", sandbox), ("g++", "g++", compiler)):
         path, remedy = shutil.which(name), f"apt install {package}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe, model_of_run
 from rlhf_pg.config import PolicyGradientConfig
@@ -20,7 +20,7 @@ from rlhf_pg.trainers.evaluation import Evaluation
 
 def evaluate(flags: Sequence[str]) -> None:
     """Evaluate a model, a run or a recipe; print a table, and write JSON with --json."""
-    args, out = parsed(flags)
+    args, out = parse_flags(flags)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
         print(evaluation.describe())
@@ -43,21 +43,21 @@ def evaluate(flags: Sequence[str]) -> None:
             "config": dataclasses.asdict(evaluation.resolved_args()),
         }
         out.write_text(json.dumps(finite(said), indent=2) + "\n")
-        print(f"wrote {quoted(str(out))}")
+        print(f"wrote {quote(str(out))}")
 
 
-def parsed(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
+def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
     """Return the config for the model, run or recipe in the flags, and the file to write."""
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
     out = None if options.json is None else Path(options.json).absolute()
     if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
-        fail(f"--json: {quoted(str(out))} cannot be written: name a file in an existing directory")
+        fail(f"--json: {quote(str(out))} cannot be written: name a file in an existing directory")
     given = read_flags(keys)
     keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
     if target is not None and is_recipe(target):
         if options.config is not None:
-            fail(f"there are two recipes, {quoted(target)} and --config {options.config}: give one")
+            fail(f"there are two recipes, {quote(target)} and --config {options.config}: give one")
         options.config, target = target, None
     recipe = None if options.config is None else find_recipe(options.config)
     if target is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg import config
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.config.parse import fail, load, parse, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
@@ -23,7 +23,7 @@ def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
     parser.add_argument("--config")
     known, others = parser.parse_known_args(flags[first is not None :])
     if first is not None and known.config is not None:
-        fail(f"there are two recipes, {quoted(first)} and --config {known.config}: give one")
+        fail(f"there are two recipes, {quote(first)} and --config {known.config}: give one")
     return (first or known.config), others
 
 
@@ -37,7 +37,7 @@ def find_recipe(name: str | None) -> Path:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=len(known), cutoff=0.5)
         names = ", ".join(dict.fromkeys([*near, *presets()]))
-        fail(f"{quoted(name)} is neither a file, a recipe nor a preset; presets are {names}")
+        fail(f"{quote(name)} is neither a file, a recipe nor a preset; presets are {names}")
     return known[name]
 
 
@@ -61,7 +61,7 @@ def config_type_of(recipe: Path, known: Mapping[str, Any] = WITH_REWARDS) -> Any
     algorithm: Any = load(recipe).get("algorithm")
     if algorithm not in list(known):
         names = ", ".join(known)
-        fail(f"{recipe}: the key algorithm must be one of {names}, got {shown(algorithm)}")
+        fail(f"{recipe}: the key algorithm must be one of {names}, got {show(algorithm)}")
     return known[algorithm]
 
 
@@ -76,5 +76,5 @@ def model_of_run(name: str) -> tuple[str, Path | None]:
     if not recipe.is_file():
         return name, None
     if not final.is_dir():
-        fail(f"{quoted(name)} is an unfinished run: resume it, or name a model")
+        fail(f"{quote(name)} is an unfinished run: resume it, or name a model")
     return str(final), recipe

@@ -12,7 +12,7 @@ from rich.text import Text
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
-from rlhf_pg.replay.comparison import difference_tables, named_runs, write_comparison
+from rlhf_pg.replay.comparison import difference_tables, name_runs, write_comparison
 from rlhf_pg.replay.diff import describe, diff_runs
 from rlhf_pg.report.run_files import run_of
 from rlhf_pg.report.run_page import write_report
@@ -32,7 +32,7 @@ def compare(flags: Sequence[str]) -> None:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
     directories = [run_of(name).directory for name in options.runs]
     write_comparison(directories, Path(options.out))
-    for shown in difference_tables(named_runs(directories)):
+    for shown in difference_tables(name_runs(directories)):
         if shown["rows"]:
             drawn = Table(box=None, pad_edge=False)
             for i, name in enumerate(shown["head"]):

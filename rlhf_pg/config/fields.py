@@ -17,7 +17,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config.foreign_keys import unknown
 
 C = TypeVar("C")
@@ -106,7 +106,7 @@ def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is required"
         else:
             said = dict.fromkeys(SAID.sub("", one["msg"]) for one in ones)
-            yield key, f"{key} must be {' or '.join(said)}, got {shown(ones[0]['input'])}"
+            yield key, f"{key} must be {' or '.join(said)}, got {show(ones[0]['input'])}"
 
 
 def is_set(config: Any, key: str) -> bool:
@@ -118,7 +118,7 @@ def is_set(config: Any, key: str) -> bool:
     return bool(getattr(config, key) != (field.default_factory() if made else field.default))
 
 
-def listed(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Turn a single value into a list of one, and a flag without a value into an empty list."""
     if value is True:
         return ()
@@ -148,16 +148,16 @@ def _share(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)]
-Names = Annotated[tuple[Text, ...], BeforeValidator(listed)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(as_list)]
 """Type of a key that takes one name or several."""
-Numbers = Annotated[tuple[float, ...], BeforeValidator(listed)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(as_list)]
 Auto = Annotated[int, BeforeValidator(_number), Field(ge=1)] | Literal["auto"]
 Split = Annotated[float | str | None, BeforeValidator(_share)]
 Mapping = Annotated[dict[str, V], BeforeValidator(_read)]
 """Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""
 
 
-def checked_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
+def check_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
     """Return the keyword-only arguments of a function, checked by its annotations."""
     hints = get_type_hints(function, include_extras=True)
     fields: list[Any] = [
@@ -170,7 +170,7 @@ def checked_options(function: Callable[..., Any], options: Any) -> dict[str, Any
     return checked
 
 
-def bound(function: Callable[..., V], config: Any) -> partial[V]:
+def bind(function: Callable[..., V], config: Any) -> partial[V]:
     """Bind every parameter of the function that is a key of the config."""
     names = parameters(function) & {field.name for field in dataclasses.fields(config)}
     return partial(function, **{name: getattr(config, name) for name in names})

@@ -12,7 +12,7 @@ def absolute(name: str, beside: Path | None) -> str:
     return next((os.path.abspath(path) for path in paths if name and os.path.exists(path)), name)
 
 
-def located_keys(config: Any, beside: Path | None) -> dict[str, Any]:
+def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     """Return the keys that name models, datasets and rewards, absolute where they are files."""
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
@@ -21,9 +21,9 @@ def located_keys(config: Any, beside: Path | None) -> dict[str, Any]:
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
         elif key == "reward_funcs":
-            keys[key] = [located(name, beside) for name in value]
+            keys[key] = [locate_reward(name, beside) for name in value]
         elif key == "reward_options":
-            keys[key] = {located(name, beside): dict(own) for name, own in value.items()}
+            keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
     for own in keys.get("reward_options", {}).values():
         for key in own.keys() & {"rubric", "cache"}:  # a judge's; the cache may be new
             if isinstance(own[key], str) and (key == "cache" or is_file_name(own[key])):
@@ -31,7 +31,7 @@ def located_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     return keys
 
 
-def located(name: str, beside: Path | None) -> str:
+def locate_reward(name: str, beside: Path | None) -> str:
     """Return the name of a reward with its file, model or module made absolute, if it exists.
 
     A module is prefixed with its directory: DIRECTORY/package.module:function.

@@ -54,7 +54,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         file = "" if recipe is None else f"{recipe}: "
         fail("\n".join(f"{'' if key in flags else file}{text}" for key, text in error.messages))
     beside = None if recipe is None else Path(str(recipe)).absolute().parent
-    return made.located(beside)  # type: ignore[no-any-return]
+    return made.locate(beside)  # type: ignore[no-any-return]
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A rule yields a message for every violation; all messages are reported at once.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.config.fields import ConfigError, is_set, parameters
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.run import SCHEDULES
@@ -100,7 +100,7 @@ def of_samples(args: Any) -> Iterator[str]:
             "leave it out"
         )
     elif not url.startswith(("http://", "https://")):
-        yield f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"
+        yield f"vllm_server_base_url must begin with http:// or https://, got {quote(url)!r}"
     bounds = args.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield f"reward_clip_range must be a lower and a higher number, got {bounds}"

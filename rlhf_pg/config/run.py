@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from rlhf_pg.config.fields import Auto, Names, Text, config, listed, option
+from rlhf_pg.config.fields import Auto, Names, Text, as_list, config, option
 
 # Schedules of transformers that need no argument except the number of steps.
 SCHEDULES = (
@@ -14,7 +14,7 @@ SCHEDULES = (
 Optim = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"]
 Trackers = Annotated[
     tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...],
-    BeforeValidator(lambda value: listed(value) or ()),
+    BeforeValidator(lambda value: as_list(value) or ()),
     AfterValidator(lambda names: tuple(dict.fromkeys(x for x in names if x != "none"))),
 ]
 

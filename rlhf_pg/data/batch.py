@@ -76,7 +76,7 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
     logged_metrics: dict[str, float] = field(default_factory=dict)  # `log_metric`
 
-    host_rows: tuple[RowLengths, ...] | None = None  # see `counted`
+    host_rows: tuple[RowLengths, ...] | None = None  # see `with_counts`
 
     @classmethod
     def from_tokens(
@@ -150,7 +150,7 @@ class Batch:
         lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
         return torch.stack(lengths, dim=1)
 
-    def counted(self) -> Self:
+    def with_counts(self) -> Self:
         """Return the same batch with the lengths of its rows on the host.
 
         This waits for the GPU once, so that micro-batches and packing do not.
@@ -174,7 +174,7 @@ class Batch:
     def select(self, rows: Tensor) -> Self:
         """Return the tensors of these rows (int64 indices), without columns of padding only.
 
-        For a `counted` batch and indices on the host, this does not wait for the GPU.
+        For a `with_counts` batch and indices on the host, this does not wait for the GPU.
         """
         host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
         rows = to_device(rows, self.groups.device)
@@ -227,12 +227,12 @@ class Batch:
         def table(name: str) -> dict[str, list[Any]]:
             keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
             return {
-                key: _joined(getattr(part, name).get(key, [None] * part.num_rows) for part in parts)
+                key: _join(getattr(part, name).get(key, [None] * part.num_rows) for part in parts)
                 for key in keys
             }
 
         joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
-        joined |= {name: _joined(getattr(part, name) for part in parts) for name in _LISTS}
+        joined |= {name: _join(getattr(part, name) for part in parts) for name in _LISTS}
         joined |= {name: table(name) for name in _TABLES}
         return cls(**joined)
 
@@ -251,7 +251,7 @@ class Batch:
     @property
     def longest(self) -> int:
         """The real tokens of the longest row, prompt and completion together."""
-        return max(row.prompt + row.completion for row in self.counted().host_rows or ())
+        return max(row.prompt + row.completion for row in self.with_counts().host_rows or ())
 
     def shared_prefixes(self) -> Tensor:
         """Number the shared prefixes, (B,) int64 from 0: neighbours with the same group and prompt
@@ -271,7 +271,7 @@ class Batch:
             window: longest row, in tokens, that can be packed, with each prompt computed once. A
                 longer row has its whole micro-batch padded, so it is kept apart.
         """
-        rows = self.counted().host_rows or ()
+        rows = self.with_counts().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
         batches: list[Tensor] = []
         both = ((split_packed, False), (split_padded, True))
@@ -316,7 +316,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
-def _joined(lists: Iterable[Sequence[Any]]) -> list[Any]:
+def _join(lists: Iterable[Sequence[Any]]) -> list[Any]:
     return [item for one in lists for item in one]
 
 

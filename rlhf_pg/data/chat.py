@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 
 # Marks the end of the assistant's words in a rendered chat: private characters, no whitespace.
 MARK = "\ue000\ue001\ue002"
@@ -63,17 +63,17 @@ def encode(
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
-        ids = tokenized(tokenizer, text, where, add_special_tokens=True)["input_ids"]
+        ids = tokenize(tokenizer, text, where, add_special_tokens=True)["input_ids"]
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        quoted = quoted_chat(text, tokenizer, where)
+        quoted = quote_chat(text, tokenizer, where)
         if open_turn and continues(text):
-            quoted[-1] = _marked(quoted[-1])
-            chat = _around_mark(rendered(tokenizer, quoted, where, False, tools))[0]
+            quoted[-1] = _mark(quoted[-1])
+            chat = _around_mark(render(tokenizer, quoted, where, False, tools))[0]
         else:
-            chat = rendered(tokenizer, quoted, where, open_turn, tools)
+            chat = render(tokenizer, quoted, where, open_turn, tools)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
-        raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
+        raise ValueError(f"{where} must be a string or a list of messages, got {show(text)}")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
     if not ids:
@@ -102,11 +102,11 @@ def encode_answer(
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
-        return tokenized(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
-    said = quoted_chat(list(prompt), tokenizer, where)
+        return tokenize(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
+    said = quote_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
-    told = quoted_chat(list(messages), tokenizer, where)
-    chat = rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    told = quote_chat(list(messages), tokenizer, where)
+    chat = render(tokenizer, [*said, _mark(turn), *told], where, True, tools)
     text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
@@ -141,7 +141,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
+def _mark(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with MARK after its content."""
     content = message["content"]
     if isinstance(content, str):
@@ -156,16 +156,16 @@ def _around_mark(chat: str) -> tuple[str, str]:
     return before, after
 
 
-def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """Quote chat messages for `rendered`."""
+def quote_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+    """Quote chat messages for `render`."""
     try:
-        quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer, len(tokenizer)))
+        quoted: list[Any] = _quote(messages, _vocabulary(tokenizer, len(tokenizer)))
     except Exception as error:
-        raise ValueError(f"{where} cannot be read: {told(error)}") from error
+        raise ValueError(f"{where} cannot be read: {tell(error)}") from error
     return quoted
 
 
-def rendered(
+def render(
     tokenizer: PreTrainedTokenizerBase,
     quoted: list[Any],
     where: str,
@@ -184,7 +184,7 @@ def rendered(
             **template_arguments(tokenizer),
         )
     except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
+        raise ValueError(f"{where} does not fit the chat template: {tell(error)}") from error
     return chat
 
 
@@ -206,13 +206,13 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
     return _Vocabulary(names, found, set(added))
 
 
-def _quoted(value: Any, special: _Vocabulary) -> Any:
+def _quote(value: Any, special: _Vocabulary) -> Any:
     """Copy messages with a `QUOTE` in place of every special token's name."""
     if isinstance(value, list | tuple):
-        return [_quoted(item, special) for item in value]
+        return [_quote(item, special) for item in value]
     if isinstance(value, Mapping):
         return {
-            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special)
+            _quote(k, special): v if k == "role" and v in ROLES else _quote(v, special)
             for k, v in value.items()
         }
     if value is not None and not isinstance(value, str | int | float):
@@ -225,33 +225,33 @@ def _quoted(value: Any, special: _Vocabulary) -> Any:
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
-    """Tokenize a `rendered` chat; a `QUOTE` becomes the letters of the name."""
+    """Tokenize a rendered chat; a `QUOTE` becomes the letters of the name."""
     first, *rest = QUOTE.split(chat)
-    ids = tokenized(tokenizer, first, where, add_special_tokens=False)["input_ids"]
+    ids = tokenize(tokenizer, first, where, add_special_tokens=False)["input_ids"]
     for number, text in zip(rest[::2], rest[1::2], strict=True):
-        ids += spelled(tokenizer, number, where)
-        ids += tokenized(tokenizer, text, where, add_special_tokens=False)["input_ids"]
+        ids += spell(tokenizer, number, where)
+        ids += tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"]
     return ids
 
 
-def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
+def spell(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
     """Return ids that spell the name with this number without using special tokens."""
     vocabulary = _vocabulary(tokenizer, len(tokenizer))
     name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
-    ids = tokenized(tokenizer, name, where, **plain)["input_ids"]
+    ids = tokenize(tokenizer, name, where, **plain)["input_ids"]
     if vocabulary.ids & set(ids):  # some vocabularies have the name as a piece
-        letters = [tokenized(tokenizer, letter, where, **plain) for letter in name]
+        letters = [tokenize(tokenizer, letter, where, **plain) for letter in name]
         ids = [i for letter in letters for i in letter["input_ids"]]
     return ids
 
 
-def tokenized(
+def tokenize(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
 ) -> dict[str, list[Any]]:
     """Tokenize a text: return "input_ids" and other entries by the options."""
     try:
         encoded: dict[str, list[Any]] = tokenizer(text, **options)
     except Exception as error:  # a character without a token, or a slow tokenizer
-        raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
+        raise ValueError(f"{where} cannot be tokenized: {tell(error)}") from error
     return encoded

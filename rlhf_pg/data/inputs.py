@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.sources import Loaded, load_datasets, made_prompts
+from rlhf_pg.data.sources import Loaded, load_datasets, make_prompts
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
@@ -29,15 +29,15 @@ def settle_data(
         task = load_task(args.task, args.task_options, args.seed)
     if not trains:
         if eval_dataset is None:  # without held-out data, use all
-            held_out = named_data(args, task, train=False).eval
-            eval_dataset = held_out or named_data(args, task).train
-        sets = made_sets(eval_dataset, args)
+            held_out = load_named_data(args, task, train=False).eval
+            eval_dataset = held_out or load_named_data(args, task).train
+        sets = make_sets(eval_dataset, args)
         return task, next(iter(sets.values())), sets
     args.refuse_twice("train_dataset", train_dataset, "task")
-    train_dataset, eval_dataset = given_or_named(args, train_dataset, eval_dataset, task)
+    train_dataset, eval_dataset = load_data(args, train_dataset, eval_dataset, task)
     if train_dataset is not None or environment_factory is None:  # environments bring prompts
-        train_dataset = made_prompts(train_dataset, args, "train_dataset")
-    return task, train_dataset, made_sets(eval_dataset, args)
+        train_dataset = make_prompts(train_dataset, args, "train_dataset")
+    return task, train_dataset, make_sets(eval_dataset, args)
 
 
 def load_task(name: str, options: Mapping[str, Any], seed: int) -> Any:
@@ -45,19 +45,19 @@ def load_task(name: str, options: Mapping[str, Any], seed: int) -> Any:
     return import_module("rlhf_pg.tasks").load_task(name, options, seed)
 
 
-def given_or_named(args: Config, train: Any, held_out: Any, task: Any = None) -> Loaded:
+def load_data(args: Config, train: Any, held_out: Any, task: Any = None) -> Loaded:
     """Return the given training and evaluation data, or else those that the config names;
     ValueError for both.
     """
     args.refuse_twice("train_dataset", train, "dataset_name")
     args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
-    named = named_data(args, task, train is None)
+    named = load_named_data(args, task, train is None)
     return Loaded(
         named.train if train is None else train, named.eval if held_out is None else held_out
     )
 
 
-def named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
+def load_named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
     """Load the training rows, if `train`, and the evaluation sets that a config names."""
     loaded = load_datasets(args, args.seed, train)
     if task is None:
@@ -66,11 +66,11 @@ def named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
     return Loaded(task.train_dataset, loaded.eval or own)
 
 
-def made_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[str, Any]:
+def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[str, Any]:
     """Make the prompts of evaluation datasets, by name; a single one has the name ""."""
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     return {
-        name: made_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
+        name: make_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
         for name, data in sets.items()
         if data is not None or not name
     }

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import encode
 
@@ -125,12 +125,12 @@ def as_dataset(given: Any) -> Dataset:
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
             "set dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
-            f"or give a datasets.Dataset or a list of dicts; got {shown(given)}{hint}"
+            f"or give a datasets.Dataset or a list of dicts; got {show(given)}{hint}"
         )
     try:
         return Dataset.from_list([dict(row) for row in given])
     except Exception as error:
-        raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
+        raise ValueError(f"the list cannot become a dataset: {tell(error)}") from error
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
@@ -145,7 +145,7 @@ def _in_rows(dataset: Dataset) -> Dataset:
         with foreign("the dataset's transform"):
             return Dataset.from_list([dataset[row] for row in range(len(dataset))])
     except Exception as error:
-        raise ValueError(f"the dataset's transform cannot be applied: {told(error)}") from error
+        raise ValueError(f"the dataset's transform cannot be applied: {tell(error)}") from error
 
 
 def fitting_prompts(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import datasets
 from datasets import Dataset, DatasetDict
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.prompts import as_dataset, permutation
 
@@ -49,11 +49,11 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     if split is not None or args.eval_dataset_name:
         for name in args.eval_dataset_name or names:
             held_out[name] = open_dataset(name, args.dataset_config, split)
-    mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
+    mixed = _mix([rename_columns(part, args) for part in parts], args.dataset_weights, seed)
     evaluated: dict[str, Dataset] = {}
     for name, data in held_out.items():
         short = Path(name).name.partition(".")[0] if len(held_out) > 1 else ""
-        evaluated[name if short in evaluated else short] = renamed(data, args)
+        evaluated[name if short in evaluated else short] = rename_columns(data, args)
     return Loaded(mixed if train else None, evaluated)
 
 
@@ -77,7 +77,7 @@ def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
         else:
             opened = datasets.load_dataset(name, config)
     except Exception as error:  # from `datasets`, the Hub or a parser
-        raise ValueError(f"dataset_name {name!r} cannot be loaded: {told(error)}") from error
+        raise ValueError(f"dataset_name {name!r} cannot be loaded: {tell(error)}") from error
     return opened if isinstance(opened, DatasetDict) else {"train": opened}
 
 
@@ -112,7 +112,7 @@ def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset
     return data.select(kept), data.select(sorted(chosen))
 
 
-def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -> Dataset | None:
+def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -> Dataset | None:
     """Concatenate datasets, or sample from them by weight until each was used up once."""
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -127,12 +127,12 @@ def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int)
         )
     except Exception as error:  # columns of different types
         raise ValueError(
-            f"the datasets of dataset_name cannot be mixed: {told(error)}. Give their columns the "
+            f"the datasets of dataset_name cannot be mixed: {tell(error)}. Give their columns the "
             "same names and types"
         ) from error
 
 
-def renamed(data: Dataset, args: DataConfig) -> Dataset:
+def rename_columns(data: Dataset, args: DataConfig) -> Dataset:
     """Rename columns by `dataset_columns`; ValueError if that is impossible."""
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
@@ -189,7 +189,7 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
             prompt = args.prompt_template.format(**row)
         except Exception as error:  # from a conversion or format after the name
             raise ValueError(
-                f"prompt_template cannot be filled with row {number}: {told(error)}. Double the "
+                f"prompt_template cannot be filled with row {number}: {tell(error)}. Double the "
                 "braces of plain text"
             ) from error
     if isinstance(prompt, str) and (args.apply_chat_template or system is not None):
@@ -199,7 +199,7 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
     return with_system(prompt, system, f"the prompt in row {number}")
 
 
-def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
+def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
     """Make prompts by `with_prompts`; a ValueError begins with `what`."""
     try:
         return with_prompts(as_dataset(data), args, of_texts)

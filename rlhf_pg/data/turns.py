@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_pg.data.chat import QUOTE, quoted_chat, rendered, spelled, template_arguments, tokenized
+from rlhf_pg.data.chat import QUOTE, quote_chat, render, spell, template_arguments, tokenize
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -43,14 +43,14 @@ def encode_turns(
         ValueError: there is no chat template, the messages do not fit it, or its turns cannot be
             separated.
     """
-    quoted = quoted_chat(list(messages), tokenizer, where)
-    whole = rendered(tokenizer, quoted, where)
+    quoted = quote_chat(list(messages), tokenizer, where)
+    whole = render(tokenizer, quoted, where)
 
     def length(count: int, closed: bool) -> int:
         """Return the length of the text up to a message, or up to the opening of its turn."""
         if count == 0 and not closed:
             return 0
-        text = rendered(tokenizer, quoted[:count], where, open_turn=not closed)
+        text = render(tokenizer, quoted[:count], where, open_turn=not closed)
         if not whole.startswith(text):
             raise ValueError(
                 f"{where}: the chat template renders the first {count} messages differently if "
@@ -112,11 +112,11 @@ def _tokenize_places(
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
-            pieces, width = spelled(tokenizer, part, where), len(part) + 2
+            pieces, width = spell(tokenizer, part, where), len(part) + 2
             spans = [(0, width)] * len(pieces)
         else:
             options = {"add_special_tokens": False, "return_offsets_mapping": True}
-            encoded = tokenized(tokenizer, part, where, **options)
+            encoded = tokenize(tokenizer, part, where, **options)
             pieces, spans, width = encoded["input_ids"], encoded["offset_mapping"], len(part)
         ids += pieces
         places += [(at + a, at + b) for a, b in spans]

@@ -4,9 +4,9 @@ from rlhf_pg.models.adapters import MOST_LOST as MOST_LOST
 from rlhf_pg.models.adapters import adapter_of as adapter_of
 from rlhf_pg.models.adapters import adapts_tied_weights as adapts_tied_weights
 from rlhf_pg.models.adapters import add_adapter as add_adapter
-from rlhf_pg.models.adapters import lost_in_merge as lost_in_merge
-from rlhf_pg.models.adapters import merged as merged
-from rlhf_pg.models.adapters import quantized as quantized
+from rlhf_pg.models.adapters import is_quantized as is_quantized
+from rlhf_pg.models.adapters import merge as merge
+from rlhf_pg.models.adapters import merge_loss as merge_loss
 from rlhf_pg.models.attention import max_positions as max_positions
 from rlhf_pg.models.attention import settle_positions as settle_positions
 from rlhf_pg.models.critic import ActorCritic as ActorCritic

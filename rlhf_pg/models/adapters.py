@@ -136,12 +136,12 @@ def freeze_all_but(model: nn.Module, *parts: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def quantized(model: nn.Module) -> bool:
+def is_quantized(model: nn.Module) -> bool:
     """Return whether weights are stored in fewer bits than they compute in."""
     return not all(p.is_floating_point() for p in model.parameters())
 
 
-def merged(model: PreTrainedModel) -> PreTrainedModel:
+def merge(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain model with the adapter merged into the weights.
 
     Weights that the adapter changes are copied; the others are shared with the original.
@@ -159,7 +159,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def lost_in_merge(model: nn.Module) -> float:
+def merge_loss(model: nn.Module) -> float:
     """Return the share of an adapter that is lost to rounding when it is merged into the weights.
 
         |rounded - exact| / |exact - base|

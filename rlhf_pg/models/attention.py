@@ -71,9 +71,7 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 
 
 @contextmanager
-def replaced_attention(
-    configs: Sequence[Any], names: Sequence[str] | None = None
-) -> Iterator[None]:
+def replace_attention(configs: Sequence[Any], names: Sequence[str] | None = None) -> Iterator[None]:
     """Use this file's attention, or these names, inside the block, then restore the models' own."""
     own = [config._attn_implementation for config in configs]
     try:
@@ -105,7 +103,7 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
     inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
     trunk: Any = model.base_model
     try:
-        with replaced_attention(configs_of(model)):
+        with replace_attention(configs_of(model)):
             trunk(**inputs, use_cache=False, layout=probe)
     except (AttributeError, NotImplementedError, TypeError) as error:
         return AttentionSupport(f"its attention cannot be replaced ({error})")

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.boundary.quoted import quoted, shown, told
+from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
@@ -282,7 +282,7 @@ def check_directory(model: str | PathLike[str]) -> None:
     is_here = not is_path and first != name and os.path.isdir(first)
     if (is_path or is_here) and not os.path.isdir(name) and not is_gguf(name):
         of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
-        raise ValueError(f"there is no model directory {quoted(name)}{of_hub}")
+        raise ValueError(f"there is no model directory {quote(name)}{of_hub}")
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(
-            f"the {what} {shown(str(path))} cannot be loaded ({told(error)}): give a directory as "
+            f"the {what} {show(str(path))} cannot be loaded ({tell(error)}): give a directory as "
             "save_pretrained leaves it, with its config.json, weights and tokenizer files, a GGUF "
             "file (pip install gguf), or the id of one on the Hub"
         ) from error
@@ -330,7 +330,7 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
     if strange := sorted(fields - known):
         key = strange[0]
         raise ValueError(
-            f"model_init_kwargs: {shown(key)} is neither an argument of from_pretrained nor a "
+            f"model_init_kwargs: {show(key)} is neither an argument of from_pretrained nor a "
             f"field of {type(config).__name__}{nearest(key, known)}"
         )
 
@@ -384,7 +384,7 @@ def load_tokenizer(
     is_missing = id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token)
     if needs_eos and is_missing:
         raise ValueError(
-            f"the tokenizer has no EOS token{'' if eos is None else ' ' + shown(eos)}, so no "
+            f"the tokenizer has no EOS token{'' if eos is None else ' ' + show(eos)}, so no "
             "completion could end: set processing_class.eos_token to one of its tokens"
         )
     if tokenizer.pad_token_id is None:
@@ -419,7 +419,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
     token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1), default=("", -1))
     if last >= rows:
         raise ValueError(
-            f"{name}: the token {shown(token)} has the id {last} but the model has only {rows} "
+            f"{name}: the token {show(token)} has the id {last} but the model has only {rows} "
             "embedding rows: use the model's tokenizer, or call model.resize_token_embeddings"
         )
 

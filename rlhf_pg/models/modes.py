@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.lm_head import LOADED
 
 
@@ -28,7 +28,7 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     for part in model.modules():
         if getattr(part, "gradient_checkpointing", False):
             part._gradient_checkpointing_func = partial(
-                _offloaded if offload else checkpoint,
+                _offload if offload else checkpoint,
                 use_reentrant=False,
                 context_fn=partial(contexts, part),
             )
@@ -42,13 +42,13 @@ def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterat
     own = part.training
     part.training = all(child.training for child in part.children())
     try:
-        with replaced_attention(configs, names):
+        with replace_attention(configs, names):
             yield
     finally:
         part.training = own
 
 
-def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def _offload(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Recompute a layer like `checkpoint`, from inputs kept on the host."""
     kept: Any = save_on_cpu(pin_memory=True)
     if any(isinstance(x, FakeTensor) for x in inputs):
@@ -68,7 +68,7 @@ def checkpoints(model: nn.Module) -> bool:
 def offloads(model: nn.Module) -> bool:
     """Return whether recomputation starts from inputs in the host's memory."""
     functions = (getattr(part, "_gradient_checkpointing_func", None) for part in model.modules())
-    return any(getattr(function, "func", None) is _offloaded for function in functions)
+    return any(getattr(function, "func", None) is _offload for function in functions)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ from rlhf_pg.models.attention import (
     attention_support,
     configs_of,
     fused_on_cpu,
-    replaced_attention,
+    replace_attention,
     window,
 )
 from rlhf_pg.models.lm_head import evaluating
@@ -72,7 +72,7 @@ def hidden_states(trunk: nn.Module, batch: Batch, window: float, routes: bool = 
     packs = can_pack(batch, window)
     tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
     asked = {"output_router_logits": True} if routes else {}
-    with replaced_attention(configs_of(trunk)) if packs else nullcontext():
+    with replace_attention(configs_of(trunk)) if packs else nullcontext():
         output = trunk(**tokens.inputs, **asked, use_cache=False)
     logits = output.router_logits if routes else ()
     return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states, tokens.rows, logits)
@@ -112,7 +112,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
 
     Indices are computed on the host and moved to the device in one piece.
     """
-    rows = batch.counted().host_rows or ()
+    rows = batch.with_counts().host_rows or ()
     device, width = batch.completion_ids.device, batch.prompt_ids.shape[1]
     prompt, completion = torch.tensor([(row.prompt, row.completion) for row in rows]).T
     family = torch.tensor([row.family for row in rows])
@@ -277,7 +277,7 @@ class _Attention(torch.autograd.Function):
             part, own = fused_on_cpu(
                 *_operands(block, query, key, value), 0.0, block.causal, scale=scale
             )
-            part, own = _joined(part), _joined(own[..., None])[..., 0]
+            part, own = _join(part), _join(own[..., None])[..., 0]
             if block.causal:
                 out[:, block.queries], logsum[:, block.queries] = part, own
             else:
@@ -308,7 +308,7 @@ class _Attention(torch.autograd.Function):
             )
             places = (block.queries, block.keys, block.keys)
             for total, place, part in zip(grads, places, parts, strict=True):
-                of_heads = _joined(part)
+                of_heads = _join(part)
                 copies = len(of_heads) // len(total)  # per key head, see `_operands`
                 if copies > 1:
                     of_heads = of_heads.view(-1, copies, *of_heads.shape[1:]).sum(1)
@@ -335,7 +335,7 @@ def _split(x: Tensor, count: int) -> Tensor:
     return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).transpose(0, 1)
 
 
-def _joined(x: Tensor) -> Tensor:
+def _join(x: Tensor) -> Tensor:
     """Undo `_split`."""
     return x.transpose(0, 1).flatten(1, 2)
 

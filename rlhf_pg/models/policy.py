@@ -49,7 +49,7 @@ class Balance:
 
     top_k: int
 
-    def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
+    def count_choices(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
         """Sum choices and probabilities over tokens with weights `rows` (N,); logits are (N,E)."""
         layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
         wide = torch.promote_types(layers.dtype, torch.float32)
@@ -144,7 +144,7 @@ class Policy(nn.Module):
         or only the routers' choices, (L,E).
         """
         if routes_alone:
-            routed = self._routed(self.hidden_states(batch))
+            routed = self._route(self.hidden_states(batch))
             assert routed is not None
             return routed.chosen
         if self.head is not None:
@@ -166,12 +166,12 @@ class Policy(nn.Module):
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
         scored = _spread(batch, slots, *self.head(before, batch.completion_ids.flatten()[slots]))
-        return scored._replace(routed=self._routed(trunk))
+        return scored._replace(routed=self._route(trunk))
 
-    def _routed(self, trunk: Hidden) -> Routed | None:
+    def _route(self, trunk: Hidden) -> Routed | None:
         if self.balance is None:
             return None
-        return self.balance.routed(trunk.router_logits, trunk.rows)
+        return self.balance.count_choices(trunk.router_logits, trunk.rows)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the model's logits for all tokens of the completions, (B,T,V)."""

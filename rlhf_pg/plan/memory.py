@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.chat import set_template_arguments
-from rlhf_pg.data.inputs import load_task, named_data
+from rlhf_pg.data.inputs import load_named_data, load_task
 from rlhf_pg.data.prompts import load_prompts
-from rlhf_pg.data.sources import made_prompts
+from rlhf_pg.data.sources import make_prompts
 from rlhf_pg.models import Critic, Policy, adapter_of, assemble
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
@@ -89,7 +89,7 @@ def build_meta_models(
             model = _without_data(name, dtype, AutoModelForCausalLM, remote)
         tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
     if not prompt:  # the longest of the config's data
-        data = made_prompts(named_data(args, task).train, args, "train_dataset")
+        data = make_prompts(load_named_data(args, task).train, args, "train_dataset")
         set_template_arguments(tokenizer, args.chat_template_kwargs)
         prompt = load_prompts(data, tokenizer).longest
     row, critic = prompt + args.max_completion_length, None
@@ -130,12 +130,14 @@ def _without_data(
         return get_peft_model(base, adapter)
 
 
-def predicted_memory(
+def predict_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
     """Estimate the memory of a process with `room` bytes, for rows of maximal length."""
     args, width = meta.args, meta.args.max_completion_length
-    update, rollout = (_kept(meta, layout, processes, sampling) for sampling in (False, True))
+    update, rollout = (
+        _weight_bytes(meta, layout, processes, sampling) for sampling in (False, True)
+    )
     left = room - sum(update.values()) if kind == "cuda" else room
     tokens, row = args.micro_batch_tokens, meta.prompt + width
     if tokens == "auto":
@@ -155,7 +157,9 @@ def predicted_memory(
     return Memory(update, rollout, int(tokens), rows)
 
 
-def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) -> dict[str, float]:
+def _weight_bytes(
+    meta: MetaModels, layout: Sharding, processes: int, sampling: bool
+) -> dict[str, float]:
     """Return the bytes of policy, critic and reference, without activations."""
     policy = list(meta.policy.parameters())
     optim = meta.args.optim

@@ -8,7 +8,7 @@ import torch
 from rich.table import Table
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.trainers.token_budget import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
@@ -37,7 +37,7 @@ def verdict(
         return build_meta_models(args, here, kind, room if kind == "cuda" else None)
 
     def estimate(meta: MetaModels, sharding: str, processes: int) -> Memory:
-        return predicted_memory(meta, BY_FLAG[sharding], processes, room, kind)
+        return predict_memory(meta, BY_FLAG[sharding], processes, room, kind)
 
     def remedies() -> Iterator[str]:
         """Yield flags with which the run would fit: other shardings first, then other keys."""

@@ -16,7 +16,7 @@ ABSENT = "-"
 
 def write_comparison(directories: Sequence[Path], out: Path) -> Path:
     """Write a page that compares runs, with a chart for each metric, and return its path."""
-    runs = named_runs(directories)
+    runs = name_runs(directories)
     curves = [curve_data(files) | {"name": visible(name)} for name, files in runs.items()]
     charts = []
     for chart in charts_of(dict.fromkeys(key for curve in curves for key in curve["metrics"])):
@@ -37,7 +37,7 @@ def write_comparison(directories: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def named_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
+def name_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     """Return runs by unique names: as many last parts of each path as necessary."""
     paths = [directory.absolute() for directory in directories]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
@@ -53,7 +53,7 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     """Return results, and the keys and versions in which runs differ."""
     columns = [_results(files.metrics) for files in runs.values()]
     known = [key for key in columns[0] if any(column[key] is not None for column in columns)]
-    results = [[key, *(_spelled(column[key]) for column in columns)] for key in known]
+    results = [[key, *(_spell(column[key]) for column in columns)] for key in known]
     config = differing({name: files.config for name, files in runs.items()})
     config.sort(key=lambda row: row[0] in PLACES)
     versions = differing({name: environment_of(files) for name, files in runs.items()})
@@ -93,7 +93,7 @@ def _results(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def _spelled(number: float | None) -> str:
+def _spell(number: float | None) -> str:
     if number is None:
         return ABSENT
     return f"{number:,.0f}" if abs(number) >= 1000 or number == int(number) else f"{number:.4g}"

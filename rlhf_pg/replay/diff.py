@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_pg.replay.comparison import differing, environment_of, named_runs
+from rlhf_pg.replay.comparison import differing, environment_of, name_runs
 from rlhf_pg.report.run_files import PLACES, StepTokens, tokens_file
 
 GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update computes
@@ -54,7 +54,7 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     Numbers are equal within a share `rtol` of the largest of their kind; 0 means bit by bit. Above
     0 weights are not compared, since a run keeps only their hashes.
     """
-    names = named_runs([a, b])
+    names = name_runs([a, b])
     one, other = names.values()
     config = differing({name: run.config for name, run in names.items()})
     versions = differing({name: environment_of(run) for name, run in names.items()})

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import RunFiles
-from rlhf_pg.rewards.named import PYTHON, named_rewards
+from rlhf_pg.rewards.named import PYTHON, make_rewards
 from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
 
 
@@ -22,7 +22,7 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     if algorithm not in TRAINERS:
         raise ValueError(
             f"{run.directory / 'config.yaml'}: the key algorithm must be one of "
-            f"{', '.join(TRAINERS)}, got {shown(algorithm)}"
+            f"{', '.join(TRAINERS)}, got {show(algorithm)}"
         )
     kind = TRAINERS[algorithm]
     recipe = ["--config", str(run.directory / "config.yaml")]
@@ -39,13 +39,13 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
         args = dataclasses.replace(args, reward_funcs=(), reward_options={})
         for name in names:
             own = {name: options[name]} if name in options else {}
-            functions += [_missing(name)] if name.startswith(PYTHON) else named_rewards([name], own)
+            functions += [_missing(name)] if name.startswith(PYTHON) else make_rewards([name], own)
     return kind(args=args, reward_funcs=functions)
 
 
 def _missing(name: str) -> Any:
     def missing(**_: Any) -> Any:
-        raise ValueError(f"{quoted(name)} was given in Python, and is not there to be asked")
+        raise ValueError(f"{quote(name)} was given in Python, and is not there to be asked")
 
     missing.__name__ = name.removeprefix(PYTHON)
     return missing

@@ -136,13 +136,13 @@ class Replay:
                 f"of an earlier version: step {step} cannot be made again"
             )
         greedy = self.run.tokens(step, greedy=True)
-        return self._scored(tokens).with_columns(
+        return self._score(tokens).with_columns(
             num_prompts=trace["num_prompts"],
             other_tokens=trace["other_tokens"],
-            greedy=None if greedy is None else self._scored(greedy),
+            greedy=None if greedy is None else self._score(greedy),
         )
 
-    def _scored(self, record: StepTokens) -> Batch:
+    def _score(self, record: StepTokens) -> Batch:
         trainer = self.trainer
         runtime, tokenizer = trainer.runtime, trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
@@ -190,7 +190,7 @@ class Replay:
         sealed = {place: atomic.state(place).get("step", -1) for place in places}
         for place in sorted(places, key=sealed.__getitem__, reverse=True):
             if 0 < sealed[place] <= step:
-                reason = atomic.verified(place, contents=self.trainer.runtime.is_main)
+                reason = atomic.find_damage(place, contents=self.trainer.runtime.is_main)
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place
         return None

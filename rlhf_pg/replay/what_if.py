@@ -95,10 +95,10 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
 
     def scored(batch: Batch) -> Batch:
         if any(key in changes for key in REWARDS):
-            return other.sampler.scored(batch)
+            return other.sampler.score(batch)
         assert batch.scores is not None
         raw = batch.scores[:, :, : own.shaping.functions]
-        return batch.with_columns(scores=other.shaping.penalized(raw, batch))
+        return batch.with_columns(scores=other.shaping.add_penalties(raw, batch))
 
     greedy = None if batch.greedy is None else scored(batch.greedy)
     would_be = _side(other, scored(batch).with_columns(greedy=greedy))
@@ -144,7 +144,7 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     batch, metrics = trainer.estimate(learner.score(batch), meter)
     learner.module.train()
     try:
-        learner.accumulate(trainer.without_truncated(batch), meter)
+        learner.accumulate(trainer.drop_truncated(batch), meter)
         parameters = trainer.checkpointer.parameters.items()
         gradient = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
     finally:

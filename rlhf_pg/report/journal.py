@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from safetensors import SafetensorError
 
-from rlhf_pg.boundary.quoted import told, visible
+from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.run_files import (
@@ -56,7 +56,7 @@ class LiveReport:
         except Exception as error:  # a full disk or a damaged file must not end a run
             if not self._has_failed:
                 logger.warning(
-                    "%s is not up to date: %s", self.directory / "report.html", told(error)
+                    "%s is not up to date: %s", self.directory / "report.html", tell(error)
                 )
             self._has_failed = True
         self._due = self.clock() + SHARE * (self.clock() - begun)
@@ -128,9 +128,9 @@ class Journal:
         self._report.update()
         step = metrics["step"]
         if "eval_reward" in metrics:
-            sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
+            sampled, greedy = (_spell(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
             self.say(f"step {step}  held out: reward {sampled}, greedy {greedy}")
-        summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in self._shown)
+        summary = "  ".join(f"{name} {_spell(metrics[name])}" for name in self._shown)
         if self._bar is not None and self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
@@ -160,7 +160,7 @@ class Journal:
             self._completions.write(*({"step": step, **one} for one in record.completions))
         for i in record.shown:
             one = record.completions[i]
-            said = " ".join(_spelled(one[key]) for key in one if key.startswith("rewards/"))
+            said = " ".join(_spell(one[key]) for key in one if key.startswith("rewards/"))
             self.say(f"  {_text(one['prompt'])} -> {_text(one['completion'])}  [{said}]")
 
 
@@ -170,7 +170,7 @@ def _text(turns: Any) -> str:
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 
 
-def _spelled(number: float | None) -> str:
+def _spell(number: float | None) -> str:
     return "-" if number is None or math.isnan(number) else f"{number:.3f}"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from rlhf_pg.boundary.quoted import quoted, visible
+from rlhf_pg.boundary.quoted import quote, visible
 from rlhf_pg.report.run_files import PACKAGES, PLACES, RunFiles, version
 
 MOST_ROWS = 12  # rows in the table of the reward
@@ -38,12 +38,12 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     """
     algorithm = str(config["algorithm"])
     base = config.get("model_name_or_path")
-    start = f", from {literal(_named(base))}" if base else ""
+    start = f", from {literal(_redact(base))}" if base else ""
     names = config.get("dataset_name") or [config.get("task")]
-    data = ", ".join(literal(_named(name)) for name in names if name)
+    data = ", ".join(literal(_redact(name)) for name in names if name)
     known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
     rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
-    scored = ", ".join(literal(_named(name)) for name in rewards if name)
+    scored = ", ".join(literal(_redact(name)) for name in rewards if name)
     # The header for the Hub, with names that can be Hub ids.
     header = ModelCardData(
         library_name="peft" if config.get("use_peft") else "transformers",
@@ -51,7 +51,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         datasets=list(filter(_is_hub_id, config.get("dataset_name") or ())) or None,
         tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
     )
-    plain = json.loads(json.dumps(_named(dict(config)), default=str))
+    plain = json.loads(json.dumps(_redact(dict(config)), default=str))
     settings = {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
     parts = [
         f"---\n{header.to_yaml()}\n---\n",
@@ -64,7 +64,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         _curve(directory),
         "## Config",
         "Keys that are not listed are at their defaults or empty.",
-        fenced(yaml.safe_dump(settings, sort_keys=False).rstrip(), "yaml"),
+        fence(yaml.safe_dump(settings, sort_keys=False).rstrip(), "yaml"),
         "## Versions",
         ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
     ]
@@ -75,10 +75,10 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
 
 def literal(text: Any) -> str:
     """Return one line of text, escaped for Markdown and HTML."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", html.escape(quoted(str(text)), quote=False))
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", html.escape(quote(str(text)), quote=False))
 
 
-def fenced(text: str, language: str) -> str:
+def fence(text: str, language: str) -> str:
     """Return text as a code block, with a fence longer than any in the text."""
     text = visible(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
@@ -90,7 +90,7 @@ def _is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not os.path.exists(name)
 
 
-def _named(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     """Return a value without local directories and addresses of servers."""
     if isinstance(value, str) and (address := ADDRESS.fullmatch(value)):
         return f"{address[1] or ''}a server"
@@ -98,12 +98,12 @@ def _named(value: Any) -> Any:
         kind, place = ("model:", value[6:]) if value.startswith("model:") else ("", value)
         return kind + Path(place).name if os.path.isabs(place.partition(":")[0]) else value
     if isinstance(value, list | tuple):
-        return [_named(item) for item in value]
+        return [_redact(item) for item in value]
     if isinstance(value, dict):
         return {
-            _named(key): textwrap.shorten(str(_named(item)), LONGEST_RUBRIC, placeholder=" ...")
+            _redact(key): textwrap.shorten(str(_redact(item)), LONGEST_RUBRIC, placeholder=" ...")
             if key == "rubric"
-            else _named(item)
+            else _redact(item)
             for key, item in value.items()
             if key not in PLACES and key != "base_url"
         }

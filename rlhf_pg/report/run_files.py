@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.checkpoint.atomic import sync
 
 logger = logging.getLogger(__name__)
@@ -222,12 +222,12 @@ def run_of(name: str) -> RunFiles:
     """Return the run in a directory; ValueError if there is none, or its config is not YAML."""
     run = RunFiles(Path(name))
     if not run.directory.exists():
-        raise ValueError(f"{quoted(name)} does not exist: pass the output_dir of a run")
+        raise ValueError(f"{quote(name)} does not exist: pass the output_dir of a run")
     if not any((run.directory / file).is_file() for file in OF_A_RUN):
         inside = {path.parent.name for x in OF_A_RUN for path in run.directory.glob(f"*/{x}")}
-        hint = f"; in it are the runs {', '.join(map(quoted, sorted(inside)))}" if inside else ""
+        hint = f"; in it are the runs {', '.join(map(quote, sorted(inside)))}" if inside else ""
         files = " or ".join(OF_A_RUN)
-        raise ValueError(f"{quoted(name)} is not a directory of a run, which has {files}{hint}")
+        raise ValueError(f"{quote(name)} is not a directory of a run, which has {files}{hint}")
     try:
         _ = run.config
     except yaml.YAMLError as error:

@@ -101,7 +101,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
         "left_out": left_out,
         "running": running,
     }
-    write_document(path, curve["name"], data, ((step, logged.packed(step)) for step in steps))
+    write_document(path, curve["name"], data, ((step, logged.pack(step)) for step in steps))
     return path
 
 

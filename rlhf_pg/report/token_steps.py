@@ -60,7 +60,7 @@ class LoggedSteps:
         # Weights of the sources of reward by name; 1 if not given.
         self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
 
-    def packed(self, step: int) -> bytes:
+    def pack(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""
         tokens, records = self.files.tokens(step), self.records[step]
         header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}

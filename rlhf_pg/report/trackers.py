@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.report.run_files import finite
 from rlhf_pg.runtime.processes import Runtime
 
@@ -43,7 +43,7 @@ class Trackers:
         self._open: dict[str, GeneralTracker] = {}
 
     @contextmanager
-    def opened(
+    def open(
         self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
     ) -> Iterator[None]:
         """Open the trackers for a run, and close them at its end.
@@ -95,7 +95,7 @@ class Trackers:
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
             except Exception as error:  # each library has its own errors
-                failures.append(f"report_to: {name} cannot start: {told(error)}")
+                failures.append(f"report_to: {name} cannot start: {tell(error)}")
                 if name in self._open:
                     self._try(name, lambda tracker: tracker.finish())
                 self._open.pop(name, None)
@@ -108,7 +108,7 @@ class Trackers:
         except Exception as error:  # each library has its own errors
             del self._open[name]
             text = "report_to: %s failed and is disabled: %s"
-            logger.warning(text, name, told(error))
+            logger.warning(text, name, tell(error))
 
 
 def _tracker(

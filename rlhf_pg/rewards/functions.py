@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
@@ -129,9 +129,7 @@ class Answer:
         if len(values) != self.count:
             got = f"{len(values)} values for {self.count} completions"
             raise ValueError(f"log_extra: column {column!r} has {got}")
-        text = json.dumps(
-            values, default=lambda x: x.tolist() if hasattr(x, "tolist") else shown(x)
-        )
+        text = json.dumps(values, default=lambda x: x.tolist() if hasattr(x, "tolist") else show(x))
         self.extra[column] = json.loads(text)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -152,7 +150,7 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     except CallFailed:
         raise
     except (Exception, SystemExit) as error:
-        raise CallFailed(f"raised {told(error)}") from error
+        raise CallFailed(f"raised {tell(error)}") from error
 
 
 async def call_async(
@@ -167,14 +165,14 @@ async def call_async(
         raise
     except (Exception, asyncio.CancelledError, SystemExit) as error:
         late = CallFailed.late(timeout) if limit.expired() else None
-        raise late or CallFailed(f"raised {told(error)}") from error
+        raise late or CallFailed(f"raised {tell(error)}") from error
 
 
 def read_scores(returned: Any, count: int) -> list[Any]:
     """Convert `count` scores to plain numbers, None, and lists of these (else CallFailed)."""
     scores = _plain(returned)
     if not isinstance(scores, list) or len(scores) != count:
-        got = f"{len(scores)} scores" if isinstance(scores, list) else shown(returned)
+        got = f"{len(scores)} scores" if isinstance(scores, list) else show(returned)
         raise CallFailed(f"must return a list of {count} scores, one per completion, got {got}")
     read = list[Any]()
     for i, score in enumerate(scores):
@@ -192,7 +190,7 @@ def _number(score: Any, where: str) -> float | None:
     if (number := finite(score)) is not None:
         return number
     raise CallFailed(
-        f"returned {shown(score)} for {where} of the call: return a finite number, or None where "
+        f"returned {show(score)} for {where} of the call: return a finite number, or None where "
         "the reward does not apply"
     )
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.boundary.user_modules import PREFIX, load
-from rlhf_pg.config.fields import checked_options
-from rlhf_pg.config.files import absolute, located
+from rlhf_pg.config.fields import check_options
+from rlhf_pg.config.files import absolute, locate_reward
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import SAMPLED
@@ -30,13 +30,13 @@ def settle_rewards(
     if rewards:
         names = {"reward_funcs": tuple(map(name_of, rewards)), "reward_model_name_or_path": None}
         return rewards, [], names | {"reward_options": {}}
-    named = named_rewards(args.reward_funcs, args.reward_options)
+    named = make_rewards(args.reward_funcs, args.reward_options)
     rewards = [args.reward_model_name_or_path, *(named or [own])]
     said = describe(args.reward_funcs, named)
     return [reward for reward in rewards if reward is not None], said, {}
 
 
-def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
+def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
     """Make rewards from their names: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
@@ -52,11 +52,11 @@ def named_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None
     for key, own in options.items():
         if key not in names and f"judge:{key}" not in names:
             raise ValueError(
-                f"reward_options has {quoted(key)}, which reward_funcs does not name"
-                f"{nearest(key, names)}; it names {', '.join(map(quoted, names)) or 'nothing'}"
+                f"reward_options has {quote(key)}, which reward_funcs does not name"
+                f"{nearest(key, names)}; it names {', '.join(map(quote, names)) or 'nothing'}"
             )
         if not isinstance(own, Mapping):
-            raise ValueError(f"reward_options of {quoted(key)} must be a mapping, got {shown(own)}")
+            raise ValueError(f"reward_options of {quote(key)} must be a mapping, got {show(own)}")
     short = {name: name.removeprefix("judge:") for name in names}
     return [_reward(name, options.get(name, options.get(short[name], {}))) for name in names]
 
@@ -69,11 +69,11 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
         return make_verifier(name, options)
     if kind == "model":
         if options or not own:
-            raise ValueError(f"write model:PATH_OR_HUB_ID, without options, got {quoted(name)}")
+            raise ValueError(f"write model:PATH_OR_HUB_ID, without options, got {quote(name)}")
         return own
     if name.startswith(PYTHON):
         raise ValueError(
-            f"reward_funcs has {quoted(name)}, a reward that was given in Python and cannot be "
+            f"reward_funcs has {quote(name)}, a reward that was given in Python and cannot be "
             "found by name: give it to the trainer, or name a function in a file (file.py:NAME)"
         )
     if kind in ("judge", "http", "https"):
@@ -81,16 +81,16 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
 
         made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
         try:
-            return made(given, **checked_options(made.__init__, options))
+            return made(given, **check_options(made.__init__, options))
         except ValueError as error:
-            raise ValueError(f"{quoted(name)}: {error}") from error
+            raise ValueError(f"{quote(name)}: {error}") from error
     function = load(name)
     if not options and hasattr(function, "__name__"):
         return function
     known = [option for option in inspect.signature(function).parameters if option not in SAMPLED]
     if unknown := [option for option in options if option not in known]:
         raise ValueError(
-            f"{quoted(name)} has no option {shown(unknown[0])}{nearest(str(unknown[0]), known)}; "
+            f"{quote(name)} has no option {show(unknown[0])}{nearest(str(unknown[0]), known)}; "
             f"its options are {', '.join(known) or 'none'}"
         )
     bound: Any = functools.partial(function, **options)
@@ -105,15 +105,15 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
         function = reward.func if isinstance(reward, functools.partial) else reward
         module = getattr(function, "__module__", "")
         if isinstance(reward, str):
-            what = f"loads the reward model {quoted(reward)}"
+            what = f"loads the reward model {quote(reward)}"
         elif where := getattr(reward, "where", None):  # a server's address
             what = f"sends completions to {where}"
         elif getattr(reward, "is_ready_made", False):
             what = "ready-made"
         else:
             file = getattr(sys.modules.get(module), "__file__", None) or module
-            what = f"runs code imported from {quoted(file)}"
-        lines.append(f"reward {quoted(name)}: {what}")
+            what = f"runs code imported from {quote(file)}"
+        lines.append(f"reward {quote(name)}: {what}")
     return lines
 
 
@@ -135,4 +135,4 @@ def name_of(source: Any) -> str:
         return f"{PYTHON}{name}"
     if module.startswith(PREFIX):  # loaded from a file
         return f"{sys.modules[module].__file__}:{name}"
-    return located(f"{module}:{name}", None)
+    return locate_reward(f"{module}:{name}", None)

@@ -19,8 +19,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from rlhf_pg.boundary.launcher import without_launcher
-from rlhf_pg.boundary.quoted import told
-from rlhf_pg.boundary.user_modules import import_file, loaded
+from rlhf_pg.boundary.quoted import tell
+from rlhf_pg.boundary.user_modules import import_file, loaded_files
 from rlhf_pg.rewards.functions import CallFailed
 
 START = 300.0  # timeout in seconds for a worker to start, and to import a function
@@ -74,10 +74,10 @@ class Pool:
         try:
             call = pickle.dumps((function, args))
         except Exception as error:
-            reason = f"has arguments that cannot be sent to a worker: {told(error)}"
+            reason = f"has arguments that cannot be sent to a worker: {tell(error)}"
             future.set_exception(CallFailed(reason))
             return future
-        files = [file for name, file in loaded().items() if name.encode() in call]
+        files = [file for name, file in loaded_files().items() if name.encode() in call]
         self._tasks.put((future, (files, call), timeout))
         return future
 
@@ -128,7 +128,7 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
         pipe.send(([], pickle.dumps((ready, ()))))
         failure = pipe.recv()[1] if pipe.poll(START) else f"not in {START:g} s"
     except (EOFError, OSError) as error:
-        failure = told(error)
+        failure = tell(error)
     if worker is None or failure is not None:
         _kill(worker)
         raise NotStarted(f"cannot be called: a worker process does not start: {failure}")
@@ -165,5 +165,5 @@ def work() -> None:
             except CallFailed as error:
                 failure = str(error)
             except Exception as error:
-                failure = f"raised {told(error)}"
+                failure = f"raised {tell(error)}"
             pipe.send((answer, failure))

@@ -49,7 +49,7 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
     return -penalty * (beyond / buffer).clamp(0, 1)
 
 
-def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
+def replace_sources(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
     """Replace all sources but one in some rows, (B,) bool (N Implementation Details).
 
     In those rows every other source scores 0 at the last True slot of `mask` (B,T), even one that

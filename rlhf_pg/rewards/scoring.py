@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, call, call_async
 from rlhf_pg.rewards.scores import ends
@@ -102,7 +102,7 @@ class Rewards:
             if not callable(function) or isinstance(function, PeftModel):
                 raise TypeError(
                     "reward_funcs must be callables or reward models (one with an adapter by "
-                    f"merge_and_unload()), got {shown(function)}"
+                    f"merge_and_unload()), got {show(function)}"
                 )
             taken = {*RESERVED, *(source.name for source in self.sources)}
             own = getattr(function, "__name__", type(function).__name__)
@@ -207,7 +207,7 @@ class Rewards:
                         answer = asked.result()
                         placed = _place(answer.scores, part.completion_ids, mask[own])
                     except CallFailed as failure:
-                        about = "" if is_model else f" (prompt {shown(part.prompts[0])})"
+                        about = "" if is_model else f" (prompt {show(part.prompts[0])})"
                         error = f"reward function {source.name} {failure}{about}"
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
@@ -231,7 +231,7 @@ class Rewards:
             if unscored[i] and not judgement.lost[i]:
                 raise ValueError(
                     f"no reward function applies to completion {i} of the batch: each of "
-                    f"{', '.join(self.names)} returned None for prompt {shown(inputs.prompts[i])}"
+                    f"{', '.join(self.names)} returned None for prompt {show(inputs.prompts[i])}"
                 )
         judgement.lost &= unscored
         return judgement

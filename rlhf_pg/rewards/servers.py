@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from rlhf_pg.boundary.http import Client
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
 from rlhf_pg.data.chat import text_of
@@ -54,7 +54,7 @@ class HttpReward:
         api_key_env: str | None = None,  # variable with the key, sent as Authorization: Bearer
     ) -> None:
         self.client = Client(url, timeout, retries, concurrency, key_for(url, api_key_env))
-        self.where = quoted(url)
+        self.where = quote(url)
         self.__name__ = url.partition("//")[2].rstrip("/")
 
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[Any]:
@@ -65,7 +65,7 @@ class HttpReward:
                 answer = answer.get("scores", answer.get("rewards"))
             if isinstance(answer, list) and len(answer) == len(completions):
                 return answer
-            raise ValueError(f"it is not a list of {len(completions)} scores, got {shown(answer)}")
+            raise ValueError(f"it is not a list of {len(completions)} scores, got {show(answer)}")
 
         of_run = {"trainer_state", *UNCOPIED}  # not columns, but in **kwargs too
         columns = {name: values for name, values in columns.items() if name not in of_run}
@@ -106,7 +106,7 @@ class Judge:
         ends = re.fullmatch(r"\s*(-?[\d.]+)\s*-\s*(-?[\d.]+)\s*", scale)
         self.low, self.high = map(float, ends.groups() if ends else (0, 0))
         if self.low >= self.high:
-            raise ValueError(f'scale must be two numbers, as "1-10", got {shown(scale)}')
+            raise ValueError(f'scale must be two numbers, as "1-10", got {show(scale)}')
         fields = {"model": model, "temperature": temperature, "extra_body": request or {}}
         self.fields: Any = {key: value for key, value in fields.items() if value is not None}
         variable = api_key_env or ("OPENAI_API_KEY" if base_url == OPENAI else None)
@@ -114,7 +114,7 @@ class Judge:
         self.client = AsyncOpenAI(
             base_url=base_url, api_key=key, timeout=timeout, max_retries=retries
         )
-        self.where = quoted(f"{model} at {self.client.base_url}")
+        self.where = quote(f"{model} at {self.client.base_url}")
         self.where += f", with the key in {variable}" if variable else ""
         self._free = asyncio.Semaphore(concurrency)
         self.cache = Path(cache or os.devnull)
@@ -165,7 +165,7 @@ class Judge:
                 return
         raise ValueError(
             f"the judge gave no score from {self.low:g} to {self.high:g} in {ANSWERS} answers; "
-            f"the last: {shown(text)}"
+            f"the last: {show(text)}"
         )
 
 
@@ -190,7 +190,7 @@ def key_for(url: str, variable: str | None) -> str:
     secret = parts.userinfo or parts.query or parts.fragment
     if parts.scheme not in ("http", "https") or not parts.host or secret:
         raise ValueError(
-            f"an address is http://host:port/path, got {quoted(url)}; a user, a password or a "
+            f"an address is http://host:port/path, got {quote(url)}; a user, a password or a "
             "query would be saved with the config: put the key in a variable, see api_key_env"
         )
     key = os.environ.get(variable or "", "").strip()

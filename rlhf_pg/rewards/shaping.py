@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.rewards.scores import at_end, overlong, replaced, sum_step_scores
+from rlhf_pg.rewards.scores import at_end, overlong, replace_sources, sum_step_scores
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.running_stats import RunningMoments
 
@@ -43,7 +43,7 @@ class Shaping:
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
         self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
 
-    def penalized(self, scores: Tensor, batch: Batch) -> Tensor:
+    def add_penalties(self, scores: Tensor, batch: Batch) -> Tensor:
         """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
@@ -58,19 +58,19 @@ class Shaping:
             scores = torch.cat([scores, column[:, :, None].to(scores)], dim=2)
         return scores
 
-    def measured(self, scores: Tensor) -> Tensor | None:
+    def measure(self, scores: Tensor) -> Tensor | None:
         """Return lowest, negated highest and total clipped scores, (B,3F) for F functions, of a
         step's raw scores (B,T,K); None if nothing is normalised.
         """
         if self.args.reward_squash != "min_max" and not self.moments:
             return None
-        own = self._clipped(scores)
+        own = self._clip(scores)
         low = own.where(~own.isnan(), torch.inf).amin(1)
         high = own.where(~own.isnan(), -torch.inf).amax(1)
         return torch.cat([low, -high, sum_step_scores(own)], dim=1)
 
     def observe(self, everyone: Tensor) -> None:
-        """Update with the `measured` of all processes, before the step's scores are shaped."""
+        """Update with the `measure` of all processes, before the step's scores are shaped."""
         low, negated_high, step_totals = everyone.chunk(3, dim=1)
         if self.args.reward_squash == "min_max":
             self._bounds = low.amin(0), -negated_high.amin(0)
@@ -82,7 +82,7 @@ class Shaping:
 
     def __call__(self, scores: Tensor, batch: Batch, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds running normalisation."""
-        own, penalties = self._clipped(scores), scores[:, :, self.functions :]
+        own, penalties = self._clip(scores), scores[:, :, self.functions :]
         if self.args.reward_squash == "sigmoid":
             own = own.sigmoid()
         elif self.args.reward_squash == "min_max" and normalize:
@@ -94,15 +94,15 @@ class Shaping:
         scores = scores * self.weights.to(scores)
         if self.args.missing_eos_mode == "replace":
             source = self.names.index("missing_eos_penalty")
-            return replaced(scores, batch.truncated, batch.action_mask, source)
+            return replace_sources(scores, batch.truncated, batch.action_mask, source)
         return scores
 
-    def judged(self, scores: Tensor) -> Tensor:
+    def weigh(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,functions).
 
         Penalties are left out: they would distinguish equally wrong completions of a group.
         """
-        return self._clipped(scores) * self.weights[: self.functions].to(scores)
+        return self._clip(scores) * self.weights[: self.functions].to(scores)
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and a mask of the steps (B,T).
@@ -113,7 +113,7 @@ class Shaping:
         there = ~functions.isnan().all(2) | (penalties.nansum(2) != 0)
         return shaped.nansum(2), there
 
-    def _clipped(self, scores: Tensor) -> Tensor:
+    def _clip(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
         own, limits = scores[:, :, : self.functions], self.args.reward_clip_range
         return own if limits is None else own.clamp(*limits)

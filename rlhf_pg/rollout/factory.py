@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
-def installed() -> str | None:
+def installed_version() -> str | None:
     """Return the version of the installed vLLM without the slow import."""
     try:
         return importlib.metadata.version("vllm")
@@ -34,7 +34,7 @@ def installed() -> str | None:
         return None
 
 
-def unsuited(
+def reason_against(
     args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
 ) -> str | None:
     """Return the reason why vLLM does not suit this run on this kind of device, or None."""
@@ -67,7 +67,7 @@ def choose_engine(
     """Return the name of the rollout engine, and the reason; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
-    why = runtime.first_error(unsuited(args, model, runtime.device.type, installed()))
+    why = runtime.first_error(reason_against(args, model, runtime.device.type, installed_version()))
     return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
 
 

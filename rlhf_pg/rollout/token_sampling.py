@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from rlhf_pg.masking import widen
-from rlhf_pg.rng import mix, shift, signed
+from rlhf_pg.rng import as_signed, mix, shift
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens in a block, whose probabilities are summed first
@@ -96,7 +96,7 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
     """Return (R,) int64: each row's seed, to which the noise adds the position."""
-    state = mix(torch.full_like(prompt_indices, signed(seed)))
+    state = mix(torch.full_like(prompt_indices, as_signed(seed)))
     state = mix(state + prompt_indices)
     return mix(state + samples)
 

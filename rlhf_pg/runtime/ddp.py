@@ -269,7 +269,7 @@ class FullWeights:
                         _put_in_place(own, own.to("meta"))
 
     @contextmanager
-    def modified(self, trained: bool = False) -> Iterator[None]:
+    def modify(self, trained: bool = False) -> Iterator[None]:
         """Write changes of `module` in the block, on the CPU, back to the shards; collective."""
         with self.gathered(torch.device("cpu"), trained):
             yield

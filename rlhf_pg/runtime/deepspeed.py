@@ -171,7 +171,7 @@ def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
 def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     """Return the launcher's DeepSpeed config without the keys that the recipe decides."""
     plugin = accelerator.state.deepspeed_plugin
-    config = _decided(plugin.deepspeed_config)
+    config = _drop_auto(plugin.deepspeed_config)
     for key in ("optimizer", "scheduler"):
         if key in config:
             raise ValueError(
@@ -189,10 +189,10 @@ def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     }
 
 
-def _decided(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
     """Drop the values "auto", which stand for DeepSpeed's defaults, and the batch size."""
     return {
-        key: _decided(value) if isinstance(value, dict) else value
+        key: _drop_auto(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if value != "auto" and key != "train_batch_size"
     }

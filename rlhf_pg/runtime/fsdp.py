@@ -21,7 +21,7 @@ class FSDPBackend(DDPBackend):
         check_divisible(self.module, self.optimizer)
         _set_apart(self.module)
         before = {id(p): name for name, p in self.module.named_parameters()}
-        wrapped = _sharded(self._accelerator, self.module)
+        wrapped = _shard(self._accelerator, self.module)
         after = dict(self.module.named_parameters())
         for group in self.optimizer.param_groups:
             group["params"] = [after[before[id(p)]] for p in group["params"]]
@@ -31,7 +31,7 @@ class FSDPBackend(DDPBackend):
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
         """Shard a module that is not trained, even parts that the launcher keeps whole."""
         # Without a backward pass, gathered weights would never be freed.
-        _sharded(accelerator, module).set_reshard_after_forward(True)
+        _shard(accelerator, module).set_reshard_after_forward(True)
         return module
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class FSDPBackend(DDPBackend):
         return moment
 
 
-def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
+def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     """Shard a module in place, by the layers that `transformers` does not split, and the rest."""
     parts = list(module.modules())
     names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}

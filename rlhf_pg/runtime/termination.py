@@ -59,7 +59,7 @@ class Termination:
         self.asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Handle signals inside the block: the first is noted, and a later one ends the process.
 
         Outside the main thread, which alone can handle them, signals are not handled. A signal that
@@ -115,7 +115,7 @@ class Termination:
         """End the run on all processes after the step, as if it were the last."""
         self._stop = True
 
-    def agreed(self) -> int:
+    def agree(self) -> int:
         """Return the largest signal that has come to any process, or 0; collective.
 
         It also sets `stopping`, the same on all processes, if the run has to end.

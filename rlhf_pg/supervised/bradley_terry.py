@@ -20,7 +20,7 @@ from transformers import (
 
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import finite
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
@@ -99,7 +99,7 @@ def train_reward_model(
         (Bradley-Terry, with margins) and `eval_calibration_error` (see `calibration_error`); also
         in `args.output_dir/metrics.json`.
     """
-    args = args.located()
+    args = args.locate()
     check_precision(args.dtype)
     runtime = Runtime()
     set_seed(args.seed)
@@ -115,7 +115,7 @@ def train_reward_model(
         load_pairs, args, scorer, processing_class, data, needs_eos=False
     )
     scorer.config.pad_token_id = tokenizer.pad_token_id
-    trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
+    trained = scorer if adapter is None else _adapt(scorer, adapter, args.dtype)
     objective = Preference(scorer, tokenizer.pad_token_id, args)
     trainer = SupervisedTrainer(objective, trained, tokenizer, pairs, held_out, args, runtime)
 
@@ -126,7 +126,7 @@ def train_reward_model(
                 final = whole.module
                 for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
                     parameter.data = parameter.data.float()
-                models.merged(final).save_pretrained(path)
+                models.merge(final).save_pretrained(path)
                 tokenizer.save_pretrained(path)
 
     return trainer.train(save)
@@ -206,7 +206,7 @@ def _tokenize_pair(
         )
     given = pair.get("margin", 0.0)
     if (margin := finite(given)) is None:
-        raise ValueError(f"the margin in row {row} must be a finite number, got {shown(given)}")
+        raise ValueError(f"the margin in row {row} must be a finite number, got {show(given)}")
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 
@@ -223,12 +223,12 @@ def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         return prompt, text
-    asked = [_said(message) for message in prompt if _said(message)[0] != "system"]
-    repeats = [_said(message) for message in text[: len(asked)]] == asked
+    asked = [_say(message) for message in prompt if _say(message)[0] != "system"]
+    repeats = [_say(message) for message in text[: len(asked)]] == asked
     return prompt, text[len(asked) :] if repeats else text
 
 
-def _said(message: Any) -> tuple[Any, Any]:
+def _say(message: Any) -> tuple[Any, Any]:
     is_message = isinstance(message, Mapping)
     return (message.get("role"), message.get("content")) if is_message else (None, message)
 
@@ -274,7 +274,7 @@ class Preference(Objective):
         }
 
 
-def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
+def _adapt(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
     """Freeze a classifier and add an adapter, in place; its head is trained in full."""
     config = copy.deepcopy(config)
     config.task_type = "SEQ_CLS"
@@ -324,7 +324,7 @@ def _load(
             path, weight_dtype(args), trust_remote_code=args.trust_remote_code, options=options
         )
         classifier = classifier_of(base)
-        classifier.base_model.load_state_dict(models.merged(adapted).base_model.state_dict())
+        classifier.base_model.load_state_dict(models.merge(adapted).base_model.state_dict())
         if models.has_tokenizer(path):
             classifier.name_or_path = path
         return classifier

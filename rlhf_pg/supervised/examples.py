@@ -9,13 +9,13 @@ from typing import Any, TypeAlias, TypedDict
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode, set_template_arguments
-from rlhf_pg.data.inputs import given_or_named, made_sets
+from rlhf_pg.data.inputs import load_data, make_sets
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import made_prompts, with_system
+from rlhf_pg.data.sources import make_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about, load_tokenizer, max_positions
 
@@ -50,7 +50,7 @@ class ExampleMaker:
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None and "prompt" in self.columns:
-            ids, mask = self._completed(row["prompt"], row[self.completion], number)
+            ids, mask = self._complete(row["prompt"], row[self.completion], number)
         elif "messages" in self.columns:
             ids, mask = self._chat(row["messages"], 0, f"messages in row {number}")
         else:
@@ -73,7 +73,7 @@ class ExampleMaker:
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
 
-    def _completed(self, prompt: Any, completion: Any, number: int) -> Learnt:
+    def _complete(self, prompt: Any, completion: Any, number: int) -> Learnt:
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -83,15 +83,15 @@ class ExampleMaker:
         if not isinstance(prompt, list) or not isinstance(completion, list):
             raise ValueError(
                 f"row {number}: a prompt must be text or a list of messages, and its "
-                f"{self.completion} too, or text after messages; got {shown(prompt)} and "
-                f"{shown(completion)}"
+                f"{self.completion} too, or text after messages; got {show(prompt)} and "
+                f"{show(completion)}"
             )
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat([*prompt, *completion], read, f"prompt in row {number}")
 
     def _chat(self, messages: Any, read: int, where: str) -> Learnt:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
-            raise ValueError(f"{where} must be a list of messages, got {shown(messages)}")
+            raise ValueError(f"{where} must be a list of messages, got {show(messages)}")
         if self.completion is None and self.args.system_prompt is not None:
             messages = with_system(messages, self.args.system_prompt, where)
         return encode_turns(messages, self.tokenizer, where, read, self.args.assistant_only_loss)
@@ -104,7 +104,7 @@ class ExampleMaker:
                 "give messages"
             )
         if not isinstance(text, str) or not text:
-            raise ValueError(f"the text in row {number} must be text, got {shown(text)}")
+            raise ValueError(f"the text in row {number} must be text, got {show(text)}")
         asked = encode(prompt, self.tokenizer, number) if prompt else []
         ids = encode(prompt + text, self.tokenizer, number, "text")
         if ids[: len(asked)] != asked:
@@ -155,9 +155,9 @@ def settle_data(
     """Return training rows and held-out sets by name, given or named by the config, with their
     prompts; ValueError if there are none, or a named dataset does not exist.
     """
-    train, held_out = given_or_named(args, train_dataset, eval_dataset)
-    train = made_prompts(train, args, "train_dataset", of_texts=False)
-    return train, made_sets(held_out, args, of_texts=False)
+    train, held_out = load_data(args, train_dataset, eval_dataset)
+    train = make_prompts(train, args, "train_dataset", of_texts=False)
+    return train, make_sets(held_out, args, of_texts=False)
 
 
 def load_all(

@@ -63,7 +63,7 @@ def train_sft(
         ValueError: no model or data, an invalid row, or an `args.output_dir` that another run uses
             or that cannot be written to.
     """
-    args = args.located()
+    args = args.locate()
     check_precision(args.dtype)
     runtime = Runtime()
     set_seed(args.seed)

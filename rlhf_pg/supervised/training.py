@@ -159,8 +159,8 @@ class SupervisedTrainer:
             journal = Journal(directory, state.step, runtime.is_main, ("loss", "grad_norm"))
             if runtime.is_main:
                 dump(args, directory / "config.yaml")
-            tracked = trackers.opened(directory, args.run_name, asdict(args), state.step > 0)
-            with termination.awaited(), tracked, journal.progress(self.total):
+            tracked = trackers.open(directory, args.run_name, asdict(args), state.step > 0)
+            with termination.handle_signals(), tracked, journal.progress(self.total):
                 while state.step < self.total:
                     metrics = self.step()
                     evaluates = due(state.step, args.eval_steps)
@@ -168,7 +168,7 @@ class SupervisedTrainer:
                     journal.step(metrics)
                     if evaluates or due(state.step, args.logging_steps):
                         trackers.log(metrics)
-                    number = termination.agreed()
+                    number = termination.agree()
                     if number or due(state.step, args.save_steps):
                         saver.save(runtime)
                     if number:

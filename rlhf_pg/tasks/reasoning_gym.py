@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.tasks.task import Task
@@ -64,7 +64,7 @@ def score_answers(
     for said, written in zip(completions, entry, strict=True):
         text = said if isinstance(said, str) else text_of(said[-1])
         answer = extract_answer(text)
-        problem = json.loads(written, object_hook=_unmarked)
+        problem = json.loads(written, object_hook=_unmark_tuples)
         try:
             answer = text.strip() if answer is None else answer
             scores.append(float(_verifier(generator, options).score_answer(answer, problem)))
@@ -94,7 +94,7 @@ def _generator(name: str, options: Mapping[str, Any]) -> Any:
         made = create_dataset(name, **options)
     except Exception as error:  # its config checks itself, even by assertions
         raise ValueError(
-            f"task_options of reasoning_gym:{name} are refused: {told(error)}"
+            f"task_options of reasoning_gym:{name} are refused: {tell(error)}"
         ) from error
     if RUNS_ANSWERS.search(inspect.getsource(type(made))):
         raise ValueError(
@@ -110,20 +110,20 @@ def _problems(entries: Sequence[Mapping[str, Any]]) -> Dataset:
         {
             "prompt": [entry["question"] for entry in entries],
             "answer": [str(entry["answer"]) for entry in entries],
-            "entry": [json.dumps(_marked(entry), default=str) for entry in entries],
+            "entry": [json.dumps(_mark_tuples(entry), default=str) for entry in entries],
         }
     )
 
 
-def _marked(value: Any) -> Any:
+def _mark_tuples(value: Any) -> Any:
     """Mark tuples: JSON turns them into lists, which some verifiers distinguish."""
     if isinstance(value, dict):
-        return {key: _marked(inner) for key, inner in value.items()}
+        return {key: _mark_tuples(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        inner = [_marked(one) for one in value]
+        inner = [_mark_tuples(one) for one in value]
         return {TUPLE: inner} if isinstance(value, tuple) else inner
     return value
 
 
-def _unmarked(read: dict[str, Any]) -> Any:
+def _unmark_tuples(read: dict[str, Any]) -> Any:
     return tuple(read[TUPLE]) if TUPLE in read else read

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import bound
+from rlhf_pg.config.fields import bind
 from rlhf_pg.config.files import absolute
 from rlhf_pg.data import PromptSampler
 from rlhf_pg.data.chat import set_template_arguments
@@ -45,7 +45,7 @@ from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
-from rlhf_pg.trainers.token_budget import chunk_size, most, settled_budget
+from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 
 if TYPE_CHECKING:
     from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool
@@ -73,16 +73,16 @@ def build(
     kind = trainer.config_type
     args = kind() if args is None else args
     if not isinstance(args, kind):
-        given_kind = quoted(f"{type(args).__module__}.{type(args).__name__}")
+        given_kind = quote(f"{type(args).__module__}.{type(args).__name__}")
         raise ValueError(f"args must be rlhf_pg's {kind.__name__}, got {given_kind}")
 
     # The run's inputs, from Python or the config, which never change from here on.
-    args = args.located()
+    args = args.locate()
     check_precision(args.dtype)
     for callback in callbacks or ():
         if not isinstance(callback, Callback):
             raise ValueError(
-                f"callbacks must be objects of rlhf_pg.Callback, got {shown(callback)}: "
+                f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
                 "instantiate a class; write a transformers callback's on_step_end as "
                 "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
             )
@@ -95,7 +95,7 @@ def build(
     else:  # arguments that only training takes do not have to be given again
         kept = tuple(name for name in args.given_in_python if name in arguments)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
-    again = given_again(args, arguments)
+    again = refuse_given_twice(args, arguments)
     task, train_dataset, eval_datasets = settle_data(
         args, train_dataset, eval_dataset, environment_factory, trainer.trains
     )
@@ -172,11 +172,11 @@ def build(
     # Prompts.
     if environments is not None:
         own, rows = train_dataset is None, args.prompts_per_step
-        train_dataset = environments.prompted(train_dataset, rows)
+        train_dataset = environments.add_prompts(train_dataset, rows)
         if own and train_dataset is not None and args.max_steps < 0:
             raise ValueError("without a train_dataset, set max_steps to the length of the run")
         eval_datasets = {
-            name: environments.prompted(data, rows) for name, data in eval_datasets.items()
+            name: environments.add_prompts(data, rows) for name, data in eval_datasets.items()
         }
     trainer.eval_sets = eval_sets = trainer.eval_prompts(eval_datasets)
     if trainer.trains:
@@ -195,8 +195,8 @@ def build(
     longest_row = longest_prompt + args.max_completion_length
 
     # The method: functions that the config names, and state that changes during the run.
-    trainer.estimator = bound(ADVANTAGES[args.advantage_estimator], args)
-    trainer.policy_loss = bound(POLICY_LOSSES[args.policy_loss], args)
+    trainer.estimator = bind(ADVANTAGES[args.advantage_estimator], args)
+    trainer.policy_loss = bind(POLICY_LOSSES[args.policy_loss], args)
     trainer.controllers = Controllers(args)
     averages = args.advantage_estimator == "returns_minus_moving_average"
     trainer.moving_average = MovingAverage() if averages else None
@@ -224,7 +224,7 @@ def build(
     module.to(runtime.loading_device).eval()
     reference = optimizer = scheduler = None
     if trainer.trains:
-        tokens = settled_budget(args, module, runtime, prompts.longest)
+        tokens = find_budget(args, module, runtime, prompts.longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, trainer.critic, args, trainer.total_steps, optimizers
@@ -290,7 +290,7 @@ def build(
     )
 
 
-def given_again(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def refuse_given_twice(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of given arguments that no config key can replace; ValueError if one is
     missing that the run of a recorded config had.
     """

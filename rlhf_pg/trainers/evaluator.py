@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import total_scores
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.trainers.sampler import Sampler, with_logged
+from rlhf_pg.trainers.sampler import Sampler, merge_logged
 
 Answer = Callable[[Any], Hashable]
 
@@ -57,7 +57,7 @@ def evaluate(
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
         sampled = sampler.sample(prompts, mine, indices, n, temperature)
-        scored = sampler.scored(sampled)
+        scored = sampler.score(sampled)
         assert scored.scores is not None
         raw, shaped = scored.scores, shaping(scored.scores, scored, normalize=False)
         rows.append(torch.cat([sum_step_scores(raw), sum_step_scores(shaped)], dim=1))
@@ -65,13 +65,13 @@ def evaluate(
         lengths.append(scored.lengths())
         parts.append(scored)
         if n > 1:
-            # Without penalties, clipping and scaling. `scored` has masked the completions whose
+            # Without penalties, clipping and scaling. `score` has masked the completions whose
             # rewards failed.
             weights = sampler.rewards.weights.to(raw.device)
             paid = (sum_step_scores(raw)[:, : len(weights)] * weights).nansum(dim=1)
             lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
             paid = paid.masked_fill(lost, math.nan).view(len(mine), n)
-            attempts.append(_judged(paid, scored.completions, args.eval_success_threshold, answer))
+            attempts.append(_judge(paid, scored.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
@@ -83,7 +83,7 @@ def evaluate(
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
     own, logged = sampler.settle()  # a failed episode is a wrong answer
-    return with_logged(metrics | own | sampler.episode_metrics(parts), logged)
+    return merge_logged(metrics | own | sampler.episode_metrics(parts), logged)
 
 
 def standard_error(values: Tensor, owners: Tensor) -> float:
@@ -112,7 +112,7 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     return variance.sqrt().item() / len(values)
 
 
-def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
+def _judge(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
     """Return (P,2) float64: the number of correct completions, and the majority's reward.
 
     Both are NaN for a prompt with a completion that could not be scored.
@@ -130,7 +130,7 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
         if not isinstance(given, Hashable):
             raise ValueError(
                 f"{getattr(answer, '__name__', answer)} must return hashable answers, such as "
-                f"strings or numbers, got {shown(given)}"
+                f"strings or numbers, got {show(given)}"
             )
     votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
     judged = torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)

@@ -342,7 +342,7 @@ class Learner:
         window = self.policy.window
         if self.critic is not None:  # a row that either model pads must fit
             window = min(window, self.critic.window)
-        batch = batch.counted()
+        batch = batch.with_counts()
         chunks = batch.micro_batches(self.token_budget, window)
         # Reduced before the first pass, which may itself wait for the other processes.
         count = max(1, self.runtime.all_reduce_max(len(chunks)))

@@ -115,17 +115,17 @@ class TrainingLoop(ABC):
         journal.say(self.describe())
         journal.trace(vars(self.began()))
         self.observers = [self._record]
-        tracked = self.trackers.opened(
+        tracked = self.trackers.open(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )
         progress = journal.progress(self.total_steps)
-        with self.termination.awaited(), tracked, progress, self._saved_on_leaving():
+        with self.termination.handle_signals(), tracked, progress, self._save_on_error():
             self._tell("on_start")
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
             export.save_final(self.checkpointer, self.runtime, directory / "final")
-            if number := self.termination.agreed():  # the caller has to end as well
+            if number := self.termination.agree():  # the caller has to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
         uploads = args.push_to_hub and self.runtime.is_main
@@ -174,7 +174,7 @@ class TrainingLoop(ABC):
             self._tell("on_log", metrics)
         if due(step, args.save_steps):
             self.save_checkpoint()
-        number = self.termination.agreed()
+        number = self.termination.agree()
         if self.termination.stopping and not reported:
             self.trackers.log(metrics)
             self._tell("on_log", metrics)
@@ -223,7 +223,7 @@ class TrainingLoop(ABC):
         raise Terminated(number)
 
     @contextmanager
-    def _saved_on_leaving(self) -> Iterator[None]:
+    def _save_on_error(self) -> Iterator[None]:
         """Save the last finished step when an error ends the run, and add a note to the error.
 
         With several processes this happens only if all raise it together: an error of one alone

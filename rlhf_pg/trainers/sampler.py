@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
 from rlhf_pg.data.chat import whole_turn
@@ -88,7 +88,7 @@ class Sampler:
             batch = self.roll_out(indices)
         failpoint("reward")
         with meter.time("reward"):
-            return self.scored(batch)
+            return self.score(batch)
 
     def roll_out(self, indices: range) -> Batch:
         """Sample this rank's share of the prompts, in whole groups.
@@ -225,7 +225,7 @@ class Sampler:
 
     # -------------------------------------------------------------------------------------- rewards
 
-    def scored(self, batch: Batch) -> Batch:
+    def score(self, batch: Batch) -> Batch:
         """Add raw scores (B,T,K), and log the metrics of reward functions.
 
         A score is at the last token of the text that it judges, with NaN elsewhere. A completion
@@ -246,13 +246,13 @@ class Sampler:
             )
             for name in judgement.metrics:
                 if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
-                    raise ValueError(TAKEN.format(shown(name)))
+                    raise ValueError(TAKEN.format(show(name)))
             self.judged.append(judgement)
         if judgement.lost.any():
             known = ~judgement.lost.to(batch.action_mask.device)
             mask = batch.action_mask & known[:, None]
             batch = batch.with_columns(action_mask=mask)
-        scores = self.shaping.penalized(judgement.scores.to(batch.sampler_logprobs), batch)
+        scores = self.shaping.add_penalties(judgement.scores.to(batch.sampler_logprobs), batch)
         return batch.with_columns(scores=scores, logged=judgement.extra)
 
     def _inputs(self, batch: Batch) -> RewardInputs:
@@ -369,7 +369,7 @@ class Sampler:
     def _constant_groups(self, part: Batch) -> set[int]:
         """Find the groups of all ranks whose completions share one score before penalties."""
         assert part.scores is not None
-        said = sum_step_scores(self.shaping.judged(part.scores))
+        said = sum_step_scores(self.shaping.weigh(part.scores))
         paid, _ = self.runtime.gather(said)
         groups, _ = self.runtime.gather(part.groups)
         # On the CPU, where sums are deterministic: if processes disagreed, they would deadlock.
@@ -386,7 +386,7 @@ class Sampler:
         with meter.time("rollout"):
             greedy = self.sample(self.prompts, rows, indices, n=1, temperature=0.0)
         with meter.time("reward"):
-            greedy = self.scored(greedy)
+            greedy = self.score(greedy)
         tokens = batch.other_tokens + int(self.runtime.all_reduce_sum(greedy.num_tokens))
         return batch.with_columns(greedy=greedy, other_tokens=tokens)
 
@@ -401,11 +401,11 @@ def prompt_and_completion(
     return whole_turn(prompt, [{"role": "assistant", "content": text}])
 
 
-def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
+def merge_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
     """Merge the run's metrics with those that reward functions logged; ValueError if a name is in
     both.
     """
     for name in logged:
         if name in metrics:
-            raise ValueError(TAKEN.format(shown(name)))
+            raise ValueError(TAKEN.format(show(name)))
     return metrics | logged

@@ -20,7 +20,7 @@ from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
-from rlhf_pg.data.inputs import made_sets
+from rlhf_pg.data.inputs import make_sets
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import kl_estimate, kl_loss
 from rlhf_pg.losses import Loss, against_sampler
@@ -38,7 +38,7 @@ from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
-from rlhf_pg.trainers.sampler import with_logged
+from rlhf_pg.trainers.sampler import merge_logged
 
 if TYPE_CHECKING:
     from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
@@ -147,7 +147,7 @@ class PolicyGradientTrainer(TrainingLoop):
             batch = self.learner.score(batch)  # log-probabilities and values (B,T)
             batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
         with meter.time("update"):
-            metrics |= self.update(self.without_truncated(batch), meter)  # self.loss  <- as well
+            metrics |= self.update(self.drop_truncated(batch), meter)  # self.loss  <- as well
         for observe in self.observers:  # the record of the step
             observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
@@ -163,7 +163,7 @@ class PolicyGradientTrainer(TrainingLoop):
         assert scores is not None
 
         # Shape the scores and place each at the end of its step, after updating the statistics.
-        if (measured := shaping.measured(scores)) is not None:
+        if (measured := shaping.measure(scores)) is not None:
             shaping.observe(runtime.gather(measured)[0])
         shaped = shaping(scores, batch)
         step_scores, step_mask = shaping.steps(shaped)
@@ -216,7 +216,7 @@ class PolicyGradientTrainer(TrainingLoop):
             advantages = whiten(advantages, mask, stats=stats)
         positive = None
         if args.positive_nll_coef:
-            positive = sum_step_scores(shaping.judged(scores)).nansum(1)
+            positive = sum_step_scores(shaping.weigh(scores)).nansum(1)
             positive = positive > args.positive_nll_threshold
 
         metrics |= reward_metrics(raw, trained[:, :-1], shaping.names, groups)
@@ -245,7 +245,7 @@ class PolicyGradientTrainer(TrainingLoop):
         )
         return batch, metrics
 
-    def without_truncated(self, batch: Batch) -> Batch:
+    def drop_truncated(self, batch: Batch) -> Batch:
         """Leave truncated completions out of the losses (`mask_truncated_completions`).
 
         They stay in all statistics, and models may still attend to them.
@@ -285,7 +285,7 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
-        return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
+        return merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
 
     @cached_property
     def correction(self) -> str:
@@ -423,7 +423,7 @@ class PolicyGradientTrainer(TrainingLoop):
             )
         sets = self.eval_sets
         if eval_dataset is not None:
-            sets = self.eval_prompts(made_sets(eval_dataset, self.args))
+            sets = self.eval_prompts(make_sets(eval_dataset, self.args))
         if not sets:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperatures = {"": self.args.temperature if temperature is None else temperature}

@@ -57,7 +57,7 @@ SHARDINGS = (
 )
 
 
-def settled_budget(
+def find_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
     """Return `micro_batch_tokens`, for "auto" as many as fit beside the module; collective.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pg.boundary.quoted import LONGEST, quoted, shown, told, visible
+from rlhf_pg.boundary.quoted import LONGEST, quote, show, tell, visible
 
 
 @pytest.mark.parametrize(
@@ -18,15 +18,15 @@ from rlhf_pg.boundary.quoted import LONGEST, quoted, shown, told, visible
     ],
 )
 def test_quoted_escapes_control_characters_and_hides_secrets(text, said):
-    assert quoted(text) == said
+    assert quote(text) == said
 
 
 def test_long_quoted_text_is_truncated_with_note():
-    assert quoted("a" * LONGEST) == "a" * LONGEST
-    assert quoted("ab" * LONGEST) == "ab" * (LONGEST // 2) + f" ... ({2 * LONGEST} characters)"
+    assert quote("a" * LONGEST) == "a" * LONGEST
+    assert quote("ab" * LONGEST) == "ab" * (LONGEST // 2) + f" ... ({2 * LONGEST} characters)"
     secret = "https://host/?" + "s" * 3 * LONGEST + " end"
-    assert quoted(secret) == f"https://host/?*** end ... ({len(secret)} characters)"
-    assert len(shown([0] * 10**6)) < LONGEST + 50
+    assert quote(secret) == f"https://host/?*** end ... ({len(secret)} characters)"
+    assert len(show([0] * 10**6)) < LONGEST + 50
 
 
 def test_visible_keeps_newlines():
@@ -34,5 +34,5 @@ def test_visible_keeps_newlines():
 
 
 def test_exception_and_repr_are_quoted():
-    assert told(ValueError("a\x1b")) == r"ValueError: a\x1b"
-    assert shown("a\x1b") == r"'a\x1b'"
+    assert tell(ValueError("a\x1b")) == r"ValueError: a\x1b"
+    assert show("a\x1b") == r"'a\x1b'"

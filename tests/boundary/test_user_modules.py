@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.boundary.user_modules import loaded
-from rlhf_pg.config.files import located
+from rlhf_pg.boundary.user_modules import loaded_files
+from rlhf_pg.config.files import locate_reward
 
 REWARD = "def accuracy(prompts, completions, **_):\n    return [1.0 for _ in completions]\n"
 
@@ -35,7 +35,7 @@ def write(directory: Path, **files: str) -> Path:
 
 def load(name: str, beside: Path | None) -> Any:
     """What a name in a recipe means."""
-    return user_modules.load(located(name, beside))
+    return user_modules.load(locate_reward(name, beside))
 
 
 def failure(name: str, beside: Path | None) -> str:
@@ -58,7 +58,7 @@ def test_file_is_imported_once_and_known_to_workers(tmp_path):
     write(tmp_path, mine=REWARD + "def other(): ...\n")
     first = load("mine.py:accuracy", tmp_path)
     assert load("mine.py:accuracy", tmp_path) is first
-    mine = [name for name, file in loaded().items() if file == str(tmp_path / "mine.py")]
+    mine = [name for name, file in loaded_files().items() if file == str(tmp_path / "mine.py")]
     assert mine == [first.__module__]
 
 

@@ -21,7 +21,7 @@ from rlhf_pg.checkpoint.checkpointer import (
     Checkpointer,
     TrainState,
     optimizer_tensors,
-    stored_state,
+    read_state,
 )
 from rlhf_pg.models import Policy, Reference, fingerprint
 from rlhf_pg.rng import rng_tensors
@@ -169,7 +169,7 @@ def test_optimizer_restored_by_name_takes_same_steps(make, tmp_path):
     other.load_state_dict(model.state_dict())
     # The parameters come in another order: they are told apart by name.
     restored = make(list(other.parameters())[::-1])
-    state = stored_state(tmp_path / "tensors", dict(other.named_parameters()))
+    state = read_state(tmp_path / "tensors", dict(other.named_parameters()))
     RUNTIME.prepare(other, restored).load_state(state)
     optimize(model, optimizer, 2)
     optimize(other, restored, 2)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.cli.evaluate import parsed
+from rlhf_pg.cli.evaluate import parse_flags
 from rlhf_pg.cli.recipes import find_recipe, is_recipe
 from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.tasks import arithmetic
@@ -164,4 +164,4 @@ def test_wrong_usage_is_one_message(flags, said, tmp_path, model_path, capsys) -
 
 @pytest.mark.parametrize("flags", [["--top_p", "0.9"], ["--top_p", "1.0"], ["--top_k", "0"], []])
 def test_truncated_sampling_needs_no_key(flags) -> None:
-    assert parsed(["grpo_arithmetic", *flags])[0].truncated_sampling == "ignore"
+    assert parse_flags(["grpo_arithmetic", *flags])[0].truncated_sampling == "ignore"

@@ -15,7 +15,7 @@ from rlhf_pg.config import (
     SFTConfig,
     config,
 )
-from rlhf_pg.config.fields import bound
+from rlhf_pg.config.fields import bind
 from rlhf_pg.config.parse import REPLACED, dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -246,7 +246,7 @@ def test_function_is_bound_to_its_config_keys():
         return logprobs, beta, epsilon_high, not_a_key
 
     config = GRPOConfig(beta=0.5, epsilon_high=0.4)
-    assert bound(loss, config)("x") == ("x", 0.5, 0.4, 1)
+    assert bind(loss, config)("x") == ("x", 0.5, 0.4, 1)
 
 
 # -------------------------------------------------------------------------------------- defaults

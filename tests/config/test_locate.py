@@ -39,7 +39,7 @@ def config() -> PPOConfig:
 
 
 def test_names_of_files_become_absolute(recipe):
-    args = config().located(recipe)
+    args = config().locate(recipe)
     assert args.model_name_or_path == args.reward_model_name_or_path == f"{recipe}/model"
     assert args.value_model_name_or_path == "org/model"
     assert (args.dataset_name, args.eval_dataset_name) == (
@@ -56,13 +56,13 @@ def test_names_of_files_become_absolute(recipe):
         "text": {"rubric": "Kind"},
         f"{recipe}/mine.py:f": {"limit": 1},
     }
-    assert args.located() == args
+    assert args.locate() == args
 
 
 def test_config_of_python_is_located_in_the_working_directory(recipe, monkeypatch):
     args, other = config(), config()
     monkeypatch.chdir(recipe)
-    assert args.located().dataset_name == (f"{recipe}/data.jsonl",)
+    assert args.locate().dataset_name == (f"{recipe}/data.jsonl",)
     assert args == other
 
 

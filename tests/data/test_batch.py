@@ -76,9 +76,9 @@ def test_numbers_of_other_tokens_raise(logprobs, actions):
 
 def test_rows_of_another_mask_are_counted_anew():
     numbers = [[-0.5, -0.6]]
-    batch = Batch.from_tokens([[1]], [[2, 3]], numbers, [False], [0], PAD).counted()
+    batch = Batch.from_tokens([[1]], [[2, 3]], numbers, [False], [0], PAD).with_counts()
     other = batch.with_columns(action_mask=torch.tensor([[True, False]]))
-    assert other.action_slots().tolist() == other.counted().action_slots().tolist() == [0]
+    assert other.action_slots().tolist() == other.with_counts().action_slots().tolist() == [0]
 
 
 def test_action_mask_has_holes_at_environment_tokens():
@@ -209,7 +209,7 @@ def test_lengths_count_real_tokens():
 def test_counted_rows_match_masks():
     r = rollout(prompts=[[1], [1], [2, 1]], completions=[[2], [3, 4], [5]])
     own = r.completion_mask & (r.completion_ids != 3)
-    r = dataclasses.replace(r, groups=torch.tensor([7, 7, 8]), action_mask=own).counted()
+    r = dataclasses.replace(r, groups=torch.tensor([7, 7, 8]), action_mask=own).with_counts()
     rows = [(row.family, row.prompt, row.completion, row.actions) for row in r.host_rows]
     assert rows == [(0, 1, 1, 1), (0, 1, 2, 1), (1, 2, 1, 1)]
     plain = dataclasses.replace(r, host_rows=None)
@@ -223,10 +223,10 @@ def test_counted_rows_match_masks():
 
 
 def test_counted_record_without_rows():
-    none = rollout().select(torch.tensor([], dtype=torch.int64)).counted()
+    none = rollout().select(torch.tensor([], dtype=torch.int64)).with_counts()
     assert none.host_rows == ()
     assert none.completion_ids.shape == (0, 1)
-    assert none.counted() is none
+    assert none.with_counts() is none
     assert none.micro_batches(10) == []
     assert none.action_slots().tolist() == []
     assert none.select(torch.tensor([], dtype=torch.int64)).num_rows == 0

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
-from rlhf_pg.config.files import located
+from rlhf_pg.config.files import locate_reward
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.data.inputs import made_sets, settle_data
+from rlhf_pg.data.inputs import make_sets, settle_data
 from rlhf_pg.rewards.named import name_of, settle_rewards
-from rlhf_pg.trainers.build import given_again
+from rlhf_pg.trainers.build import refuse_given_twice
 from rlhf_pg.trainers.evaluation import Evaluation
 
 REWARDS = """
@@ -96,7 +96,7 @@ def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
 
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
     sets = {"easy": rows[:2], "hard": Dataset.from_list(rows[2:])}
-    assert list(made_sets({"none": None} | sets, GRPOConfig(prompt_template="q"))) == [*sets]
+    assert list(make_sets({"none": None} | sets, GRPOConfig(prompt_template="q"))) == [*sets]
     trainer = GRPOTrainer(
         model=model_path,
         reward_funcs=even,
@@ -125,7 +125,7 @@ def total(completions, **columns):
 
 ROWS = [{"prompt": "1+1="}]
 OWN = {"reward_model_name_or_path": None, "reward_options": {}}
-TOTAL = located(f"{__name__}:total", None)
+TOTAL = locate_reward(f"{__name__}:total", None)
 OWN |= {"reward_funcs": (TOTAL,)}
 
 
@@ -225,7 +225,7 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
 
 def test_arguments_that_say_nothing_are_not_given():
     given = {"a": None, "b": object(), "c": [], "d": {"e": 1}, "f": (None, None), "g": "path"}
-    assert given_again(GRPOConfig(), given) == ("b", "d", "g")
+    assert refuse_given_twice(GRPOConfig(), given) == ("b", "d", "g")
 
 
 @pytest.mark.parametrize(

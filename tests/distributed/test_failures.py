@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.checkpoint.atomic import find_damage
 from tests.distributed.backends import environment
 from tests.distributed.launching import OWN, PATIENCE, start_two
 
@@ -62,7 +62,7 @@ def test_killed_launcher_ends_all_after_same_step(tmp_path) -> None:
     assert launcher.returncode == -signal.SIGKILL
     assert "SIGTERM: resume from" in said
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert (saved.name, verified(saved)) == ("step-00000002", None)
+    assert (saved.name, find_damage(saved)) == ("step-00000002", None)
 
 
 @pytest.mark.distributed
@@ -94,7 +94,7 @@ def test_sigint_to_all_ranks_saves_one_checkpoint(started, tmp_path) -> None:
         output = said(process)
         assert process.returncode == 130, output
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert verified(saved) is None
+    assert find_damage(saved) is None
 
 
 @pytest.mark.distributed

@@ -100,8 +100,6 @@ def test_multi_token_characters_are_read_whole(text, cut):
     assert judge(policy_tokenizer=tokenizer).steps(ids) == (expected or [("", len(ids) - 1)])
 
 
-
-
 @pytest.mark.parametrize(
     ("labels", "completion", "ids", "key"),
     [

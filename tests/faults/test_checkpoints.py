@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from rlhf_pg import PPOTrainer, failpoints
 from rlhf_pg.checkpoint import compatibility
-from rlhf_pg.checkpoint.atomic import STATE, partial_of, publish, verified
+from rlhf_pg.checkpoint.atomic import STATE, find_damage, partial_of, publish
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.runtime import Runtime
 from tests.faults.job import build
@@ -133,8 +133,8 @@ def test_full_disk_during_save_keeps_earlier_checkpoints(output, monkeypatch, po
         trainer.save_checkpoint()
     names = sorted(path.name for path in (output / "checkpoints").iterdir())
     assert names == NAMES + ["step-00000004"] * (point == "save-rename")  # all had been written
-    assert all(verified(output / "checkpoints" / name) is None for name in names)
-    assert verified(trainer.save_checkpoint()) is None  # there is room again
+    assert all(find_damage(output / "checkpoints" / name) is None for name in names)
+    assert find_damage(trainer.save_checkpoint()) is None  # there is room again
 
 
 @pytest.mark.fault(7, "a replacement that was written is completed")
@@ -144,7 +144,7 @@ def test_failed_replacement_is_completed(output, monkeypatch) -> None:
     fail_at(monkeypatch, "save-replace:eio")
     with pytest.raises(OSError, match="could not be saved"):
         trainer.save_checkpoint()
-    assert verified(output / "checkpoints" / NAMES[2]) is None
+    assert find_damage(output / "checkpoints" / NAMES[2]) is None
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == NAMES
 
 
@@ -185,7 +185,7 @@ def test_save_total_limit_does_not_count_skipped_checkpoints(output) -> None:
     assert trainer.state.step == 1
     trainer.state.step = 2
     trainer.save_checkpoint()
-    assert verified(output / "checkpoints" / NAMES[1]) is None
+    assert find_damage(output / "checkpoints" / NAMES[1]) is None
 
 
 # ------------------------------------------------------------------------------------- who else is
@@ -358,4 +358,4 @@ def test_directory_above_that_may_not_be_read_is_not_synced(tmp_path, monkeypatc
     path = tmp_path / "run" / "final"
     partial_of(path).mkdir(parents=True)
     publish(path, {})
-    assert verified(path) is None
+    assert find_damage(path) is None

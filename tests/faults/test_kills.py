@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.checkpoint.atomic import find_damage
 from tests.faults.job import STEPS, left, start
 
 ROOT = Path(__file__).parents[2]
@@ -82,9 +82,9 @@ def test_killed_run_resumes_to_uninterrupted_result(tmp_path, unbroken, point, p
     assert left(output) == unbroken
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
-    assert verified(checkpoints / names[-1]) is None
-    assert verified(output / "best") is None
-    assert verified(output / "final") is None
+    assert find_damage(checkpoints / names[-1]) is None
+    assert find_damage(output / "best") is None
+    assert find_damage(output / "final") is None
     assert not list(output.glob("partial-*"))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.checkpoint.atomic import find_damage
 from tests.faults.test_signals import signalled
 from tests.untimed import untimed
 
@@ -75,7 +75,7 @@ def test_interrupted_run_keeps_all_finished_steps(make, tmp_path) -> None:
             trainer.train()
         assert "Resume from" in "".join(left.value.__notes__)
         (saved,) = (run / "checkpoints").iterdir()
-        assert (saved.name, verified(saved)) == ("step-00000002", None)
+        assert (saved.name, find_damage(saved)) == ("step-00000002", None)
         make(output_dir=str(run), **HURT).train("latest")
         assert untimed(run) == untimed(tmp_path / "whole")
 

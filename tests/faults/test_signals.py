@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.runtime.termination import POLL, SAME, TOLD
 from tests.faults.job import start
 from tests.trainers.conftest import digits
@@ -89,7 +89,7 @@ def test_second_sigint_ends_at_once(make, tmp_path, interruptible) -> None:
         make(reward_funcs=reward, save_steps=1).train()
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000001", "step-00000002"]
-    assert verified(checkpoints / "step-00000002") is None
+    assert find_damage(checkpoints / "step-00000002") is None
     assert len(untimed(tmp_path / "run")) == 2
 
 
@@ -127,7 +127,7 @@ def test_sigterm_during_final_save_exits_after_saving(make, tmp_path, monkeypatc
     with pytest.raises(SystemExit) as left:
         trainer.train()
     assert left.value.code == 143
-    assert verified(tmp_path / "run" / "final") is None
+    assert find_damage(tmp_path / "run" / "final") is None
     make(max_steps=1).train("latest")  # whatever started it may begin it again
 
 
@@ -147,7 +147,7 @@ def test_second_sigterm_kills_process_at_once(tmp_path) -> None:
     assert done.returncode == -signal.SIGTERM, done.said
     assert "still here" not in done.said
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
-    assert verified(checkpoints / "step-00000001") is None
+    assert find_damage(checkpoints / "step-00000001") is None
 
 
 def test_training_in_thread_keeps_signal_handlers(make) -> None:

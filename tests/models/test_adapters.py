@@ -18,8 +18,8 @@ from rlhf_pg.models import (
     load_model,
     load_tokenizer,
     load_weights,
-    lost_in_merge,
-    merged,
+    merge,
+    merge_loss,
     new_critic,
 )
 from rlhf_pg.models.adapters import adapter_of, adds_nothing, share_frozen
@@ -306,7 +306,7 @@ def test_prompt_tuning_raises():
 def test_merged_model_matches_and_copies_only_changed_weights(options):
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1, **options)))
     weights = {name: (p, p.clone()) for name, p in model.named_parameters()}
-    expected, plain = logits(model), merged(model)
+    expected, plain = logits(model), merge(model)
     assert not isinstance(plain, PeftModel)
     assert plain.state_dict().keys() == tiny_model("llama").state_dict().keys()
     torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-4)
@@ -324,7 +324,7 @@ def test_merged_model_matches_and_copies_only_changed_weights(options):
 def test_merging_one_tied_weight_keeps_other(target, tmp_path):
     base = stir(tiny_model("llama", tie_word_embeddings=True))
     model = stir(add_adapter(base, adapter(lora_alpha=1, target_modules=["q_proj", target])))
-    plain = merged(model)
+    plain = merge(model)
     torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-4)
     assert base.config.tie_word_embeddings
     plain.save_pretrained(tmp_path)
@@ -385,11 +385,11 @@ def test_bf16_merge_loss_by_hand(delta, lost):
             is_a_or_base = "lora_B" not in name
             nn.init.constant_(parameter, 1.0 if is_a_or_base else delta)
             parameter.data = parameter.data.to(torch.bfloat16 if "base" in name else torch.float32)
-    assert lost_in_merge(model) == pytest.approx(lost, abs=1e-6)
+    assert merge_loss(model) == pytest.approx(lost, abs=1e-6)
 
 
 def test_float32_merge_is_almost_lossless():
-    assert lost_in_merge(stir(get_peft_model(tiny_model("llama"), adapter()))) < 1e-6
+    assert merge_loss(stir(get_peft_model(tiny_model("llama"), adapter()))) < 1e-6
     model = tiny_model("llama", dtype=torch.bfloat16)
-    assert merged(model) is model
-    assert lost_in_merge(model) == 0
+    assert merge(model) is model
+    assert merge_loss(model) == 0

@@ -16,7 +16,7 @@ WITH_LOSS = [arch for arch in MIXTURES if arch not in ("deepseek_v3", "glm4_moe"
 def test_balance_loss_by_hand():
     """Two tokens, of 3 rows and of 1, with probabilities 1/4, 3/4 and 2/3, 1/3 of two experts."""
     logits = torch.tensor([[1.0, 3.0], [2.0, 1.0]], dtype=torch.float64).log()
-    routed = Balance(1).routed([logits], torch.tensor([3, 1]))
+    routed = Balance(1).count_choices([logits], torch.tensor([3, 1]))
     assert routed.chosen.tolist() == [[1.0, 3.0]]
     torch.testing.assert_close(
         routed.probability[0].tolist(), [3 / 4 + 2 / 3, 9 / 4 + 1 / 3], rtol=1e-12, atol=0
@@ -31,7 +31,7 @@ def test_layers_are_balanced_separately():
     sure = 50 * torch.eye(2, dtype=torch.float64)
     rows = torch.ones(3, dtype=torch.int64)
     layers = [sure[[0, 0, 0]], sure[[1, 1, 1]]]
-    assert Balance(1).loss(*Balance(1).routed(layers, rows)).item() == pytest.approx(2)
+    assert Balance(1).loss(*Balance(1).count_choices(layers, rows)).item() == pytest.approx(2)
     assert load_balancing_loss_func(tuple(layers), 2, 1).item() == pytest.approx(1)
 
 
@@ -39,7 +39,7 @@ def test_single_layer_loss_matches_transformers():
     logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1])
     theirs = load_balancing_loss_func((logits,), 5, 2, mask[None])
-    ours = Balance(2).loss(*Balance(2).routed([logits], mask))
+    ours = Balance(2).loss(*Balance(2).count_choices([logits], mask))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
 
 

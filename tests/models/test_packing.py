@@ -14,7 +14,7 @@ from rlhf_pg.models import (
     disable_dropout,
     packing,
 )
-from rlhf_pg.models.attention import attention_support, replaced_attention
+from rlhf_pg.models.attention import attention_support, replace_attention
 from rlhf_pg.models.critic import ValueHead
 from rlhf_pg.models.packing import Family, SharedPrefix, lay_out_packed, lay_out_padded
 from tests.models.architectures import build
@@ -257,7 +257,7 @@ def test_attention_implementation_is_restored():
     before = model.config._attn_implementation
     Policy(model)(batch_of())
     assert model.config._attn_implementation == before
-    with pytest.raises(ZeroDivisionError), replaced_attention([model.config]):
+    with pytest.raises(ZeroDivisionError), replace_attention([model.config]):
         _ = 1 / 0
     assert model.config._attn_implementation == before
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching, decode_attention
 from rlhf_pg.rollout.native.decode_attention import KeyValues
@@ -66,7 +66,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, 
     )
     # All completions have their full length.
     trainer.sampler.engine.eos_token_ids = []
-    return trainer, meta, predicted_memory(meta, SHARDINGS[0], 1, 0.0, "cpu")
+    return trainer, meta, predict_memory(meta, SHARDINGS[0], 1, 0.0, "cpu")
 
 
 def taken(tensors: Iterable[Tensor | None]) -> int:
@@ -140,7 +140,7 @@ def test_predicted_parts_match_real_step(case) -> None:
     with seen.watched():
         samples = trainer.sampler.roll_out(range(2))
         experience, _ = trainer.estimate(
-            trainer.learner.score(trainer.sampler.scored(samples)), Meter()
+            trainer.learner.score(trainer.sampler.score(samples)), Meter()
         )
         trainer.update(experience, Meter())
     seen.measure()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
-from rlhf_pg.plan.memory import build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import build_meta_models, predict_memory
 from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.distributed.launching import saved_model
 
@@ -103,7 +103,7 @@ def drawn(tmp_path_factory):
     ],
 )
 def test_parts_on_eight_ranks_by_hand(drawn, name, own, of_reference) -> None:
-    memory = predicted_memory(drawn, BY_NAME[name], 8, 80e9, "cuda")
+    memory = predict_memory(drawn, BY_NAME[name], 8, 80e9, "cuda")
     count = sum(p.numel() for p in drawn.policy.parameters())
     critic = sum(p.numel() for p in drawn.critic.parameters())
     parts = [memory.update[part] for part in ("weights", "gradients", "optimizer")]
@@ -127,7 +127,7 @@ def test_optimizer_bytes_follow_options(optim, moments_and_masters) -> None:
         max_completion_length=6,
     )
     own = build_meta_models(args, "cpu")
-    memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
+    memory = predict_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     count = sum(p.numel() for p in own.policy.parameters())
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
 

@@ -14,7 +14,7 @@ from rlhf_pg.cli import main
 from rlhf_pg.cli.recipes import find_recipe
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan import memory
-from rlhf_pg.plan.memory import Memory, build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import Memory, build_meta_models, predict_memory
 from rlhf_pg.report.run_files import read
 from rlhf_pg.trainers import TRAINERS
 from rlhf_pg.trainers.token_budget import SHARDINGS, Growth, of_update
@@ -106,7 +106,7 @@ def planned(name: str, directory: Path, **changes: Any) -> Memory:
     options = header.split("rlhf-pg plan ", 1)[1]
     gpus = re.search(r"--num_processes (\d+) --sharding (\w+)", options)
     layout, processes = (SHARDINGS[0], 1) if gpus is None else (BY_FLAG[gpus[2]], int(gpus[1]))
-    return predicted_memory(meta, layout, processes, H100, "cuda")
+    return predict_memory(meta, layout, processes, H100, "cuda")
 
 
 def in_header(name: str) -> int:

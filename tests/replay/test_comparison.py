@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.replay.comparison import difference_tables, named_runs, write_comparison
+from rlhf_pg.replay.comparison import difference_tables, name_runs, write_comparison
 from tests.report.synthetic import make_run
 from tests.report.test_run_page import read
 
@@ -18,7 +18,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 
 def test_tables_have_what_differs(two: list[Path]) -> None:
-    results, config, versions = difference_tables(named_runs(two))
+    results, config, versions = difference_tables(name_runs(two))
     assert results["rows"][0] == ["steps", "20", "30"]
     assert config["head"] == ["key", "a", "b"]
     assert config["rows"] == [
@@ -33,7 +33,7 @@ def test_tables_have_what_differs(two: list[Path]) -> None:
 
 def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
     (two[0] / "trace.jsonl").unlink()
-    *_, versions = difference_tables(named_runs(two))
+    *_, versions = difference_tables(name_runs(two))
     assert versions["note"] == "Not known of a."
 
 
@@ -48,5 +48,5 @@ def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) 
 
 def test_names_of_runs_differ() -> None:
     paths = [Path("/x/one/run"), Path("/x/two/run")]
-    assert list(named_runs(paths)) == ["one/run", "two/run"]
-    assert list(named_runs([paths[0], paths[0]])) == ["1: /x/one/run", "2: /x/one/run"]
+    assert list(name_runs(paths)) == ["one/run", "two/run"]
+    assert list(name_runs([paths[0], paths[0]])) == ["1: /x/one/run", "2: /x/one/run"]

@@ -231,7 +231,7 @@ def test_reader_never_sees_half_a_page(run: Path, monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> bytes:
         raise OSError("no space left")
 
-    monkeypatch.setattr(token_steps.LoggedSteps, "packed", broken)
+    monkeypatch.setattr(token_steps.LoggedSteps, "pack", broken)
     with pytest.raises(OSError, match="no space left"):
         write_report(run)
     assert path.read_bytes() == before

@@ -5,7 +5,7 @@ import pickle
 import pytest
 from transformers import TrainerState
 
-from rlhf_pg.rewards.named import describe, named_rewards
+from rlhf_pg.rewards.named import describe, make_rewards
 from rlhf_pg.rewards.servers import HttpReward, Judge
 from rlhf_pg.rewards.verifiers import Verifier
 from tests.boundary.test_user_modules import forget, write  # noqa: F401
@@ -40,7 +40,7 @@ def test_every_form_in_one_list(here, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     names = ["mine.py:accuracy", "json.dumps", "exact", "http://127.0.0.1:9/score", "judge:kind"]
     names += ["model:runs/judge", "model:org/reward-model"]
-    made = named_rewards(names, {"kind": JUDGED})
+    made = make_rewards(names, {"kind": JUDGED})
     assert [type(reward) for reward in made[2:5]] == [Verifier, HttpReward, Judge]
     assert made[5:] == ["runs/judge", "org/reward-model"]
     assert Rewards(made[:5]).names == ["accuracy", "dumps", "exact", "127.0.0.1:9/score", "kind"]
@@ -58,7 +58,7 @@ def test_every_form_in_one_list(here, monkeypatch):
 
 def test_options_of_function_are_given_to_it_at_every_call(here):
     options = {"mine.py:brevity": {"limit": 1}, "mine.py:later": {"bonus": 3.0}}
-    made = named_rewards([*options, "mine.py:accuracy", "mine.py:kept"], options)
+    made = make_rewards([*options, "mine.py:accuracy", "mine.py:kept"], options)
     for functions in (made, pickle.loads(pickle.dumps(made))):
         rewards = Rewards(functions)
         said = rewards(["p"] * 2, ["a", "bb"], [[4]] * 2, {"answer": ["a", "x"]})
@@ -84,7 +84,7 @@ def of_run(completions, step, log_metric=None, **_):
         "counted.py:any_column": {"limit": 1},
         "counted.py:of_run": {"step": 7, "log_metric": None},
     }
-    made = named_rewards(list(options), options)
+    made = make_rewards(list(options), options)
     said = Rewards(made)(
         ["p"] * 2, ["a", "bb"], [[4]] * 2, {"limit": [5, 6]}, state=TrainerState(global_step=3)
     )
@@ -99,7 +99,7 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
         "http://127.0.0.1:9": {"concurrency": 2, "retries": 0},
     }
     names = ["judge:kind", "http://127.0.0.1:9"]
-    made = named_rewards(names, options)
+    made = make_rewards(names, options)
     judge, server = made
     assert (judge.client.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
     assert server.client.retries == 0
@@ -133,4 +133,4 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
 )
 def test_wrong_name_or_option_is_one_error(here, names, options, reason):
     with pytest.raises(ValueError, match=reason):
-        named_rewards(names, options)
+        make_rewards(names, options)

@@ -11,7 +11,7 @@ from rlhf_pg.rewards.scores import (
     at_end,
     ends,
     overlong,
-    replaced,
+    replace_sources,
     sum_step_scores,
 )
 
@@ -78,12 +78,12 @@ def test_overlong_matches_equation_13(longest, data):
     assert overlong(torch.tensor(lengths), longest, buffer).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.proves("rlhf_pg.rewards.scores.replaced")
+@pytest.mark.proves("rlhf_pg.rewards.scores.replace_sources")
 def test_replaced_row_keeps_only_given_source():
     rows = torch.tensor([True, False, True, False])
     given_ = torch.cat([SCORES, at_end(torch.tensor([-9.0, 0, -9, 0]), MASK)[:, :, None]], dim=2)
     before = given_.clone()
-    out = replaced(given_, rows, MASK, 2)
+    out = replace_sources(given_, rows, MASK, 2)
     same(given_, before)
     same(sum_step_scores(out), [[0, 0, -9], [NAN, 0, 0], [0, 0, -9], [7, 1, 0]])
     same(out[0, :, 0], [NAN, NAN, 0])  # one 0, at the end, and no steps

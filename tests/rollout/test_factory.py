@@ -20,7 +20,7 @@ TIED = {"tie_word_embeddings": True}
 def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) -> str | None:
     model = options.pop("model", None) or tiny_model("llama")
     with patch.object(in_process, "lacking", lambda _: None):
-        return factory.unsuited(GRPOConfig(**options), model, kind, version)
+        return factory.reason_against(GRPOConfig(**options), model, kind, version)
 
 
 def test_plain_gpu_run_allows_vllm():

@@ -78,7 +78,7 @@ def test_modified_weights_are_written_back() -> None:
     model = tiny_model("gpt2")
     whole = FullWeights(model, splits=True)
     expected = [p.detach() + 1 for p in model.parameters()]
-    with whole.modified():
+    with whole.modify():
         for parameter in whole.module.parameters():
             parameter.data = parameter.data + 1
     assert all(p.equal(e) for p, e in zip(model.parameters(), expected, strict=True))

@@ -104,7 +104,7 @@ def kept_prompts(monkeypatch):
             model, self.model = self.model, old
             configs, self.configs = self.configs, continuous_batching.configs_of(old)
             try:
-                with torch.no_grad(), continuous_batching.replaced_attention(self.configs):
+                with torch.no_grad(), continuous_batching.replace_attention(self.configs):
                     real(self, fresh)
             finally:
                 self.model, self.configs = model, configs

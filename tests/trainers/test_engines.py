@@ -34,7 +34,7 @@ class Stand(NativeEngine):
 def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     """A machine on which vLLM is there and suits."""
     Stand.made = []
-    monkeypatch.setattr(factory, "unsuited", lambda *_: None)
+    monkeypatch.setattr(factory, "reason_against", lambda *_: None)
     monkeypatch.setattr(in_process, "VllmEngine", Stand)
     return Stand
 
@@ -135,7 +135,7 @@ def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
 
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
+        before.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
         make(max_steps=1, save_steps=1).train()
     again = make(max_steps=2)
     assert type(again.sampler.engine) is vllm
@@ -148,7 +148,7 @@ def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monk
 
 def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
-    monkeypatch.setattr(factory, "unsuited", lambda *_: "vLLM is not installed")
+    monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
     said = r"rollout_engine vllm, but auto chooses native here \(auto: vLLM is not installed\): set"
     with pytest.raises(ValueError, match=said):
         make(max_steps=2).train(resume_from_checkpoint=True)

@@ -438,7 +438,7 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
     trainer = player(make, reward_funcs=length, reward_weights=(0.0, 2.0))
     assert trainer.shaping.names == ["length", "environment"]
     samples = trainer.sampler.roll_out(range(2))
-    scores = trainer.sampler.scored(samples).scores
+    scores = trainer.sampler.score(samples).scores
     shaped = trainer.shaping(scores, samples)
     total = scores.nansum(1)
     assert total[:, 0].tolist() == [len(text) for text in samples.completions]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rlhf_pg import PPOTrainer
-from rlhf_pg.checkpoint.atomic import verified
-from rlhf_pg.report.model_card import _named, model_card
+from rlhf_pg.checkpoint.atomic import find_damage
+from rlhf_pg.report.model_card import _redact, model_card
 from rlhf_pg.tasks import arithmetic
 
 NASTY = "a|b](javascript:x)<script>alert(1)</script>\n# `head`\x1b[31m"
@@ -27,7 +27,7 @@ def test_final_has_card_with_method_data_curve_and_versions(make, tmp_path):
     trainer.train()
     final = tmp_path / "run" / "final"
     card = (final / "README.md").read_text()
-    assert verified(final) is None
+    assert find_damage(final) is None
     header = header_of(card)
     assert header["library_name"] == "peft"
     assert "ppo" in header["tags"]
@@ -152,7 +152,7 @@ def test_failed_card_and_upload_are_one_warning_each(make, tmp_path, hub, monkey
     (said,) = [m for m in caplog.messages if m.startswith("push_to_hub")]
     assert "could not be uploaded" in said
     assert "hf upload run" in said
-    assert verified(tmp_path / "run" / "final") is None
+    assert find_damage(tmp_path / "run" / "final") is None
 
 
 def test_upload_without_token_is_refused_before_training(make, monkeypatch, tmp_path):
@@ -193,7 +193,7 @@ def test_card_names_no_directory_of_this_machine() -> None:
         "reward_funcs": ["model:/home/me/judge", "/home/me/r.py:acc", "model:org/judge", "math"],
         "reward_options": {"/home/me/r.py:acc": {"file": "/home/me/x"}},
     }
-    assert _named(config) == {
+    assert _redact(config) == {
         "reward_funcs": ["model:judge", "r.py:acc", "model:org/judge", "math"],
         "reward_options": {"r.py:acc": {"file": "x"}},
     }

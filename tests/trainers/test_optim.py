@@ -138,7 +138,7 @@ def test_qlora_gradient_matches_dequantized_weights(make, model_path) -> None:
         if source.dtype == torch.uint8:
             source = dequantize_4bit(source, sources[name].quant_state)
         parameter.data = source.clone()
-    batch = quantized.sampler.scored(quantized.sampler.roll_out(range(4)))
+    batch = quantized.sampler.score(quantized.sampler.roll_out(range(4)))
     for trainer in (quantized, twin):
         experience, _ = trainer.estimate(trainer.learner.score(batch), Meter())
         trainer.learner.accumulate(experience, Meter())

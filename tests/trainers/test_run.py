@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer
-from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.metrics import KEYS
 from rlhf_pg.report.run_files import read
@@ -128,7 +128,7 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     for place, steps in {"earlier-1": 1, "earlier-2": 2, ".": 1}.items():
         assert len(read(run / place / "metrics.jsonl")) == steps
-        assert verified(run / place / "checkpoints" / f"step-{steps:08d}") is None
+        assert find_damage(run / place / "checkpoints" / f"step-{steps:08d}") is None
     assert (run / "earlier-1" / "final" / "config.json").exists()
     assert "had an earlier run or a model, which was moved to" in capsys.readouterr().out
 

@@ -102,7 +102,7 @@ def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_p
         )
         say(trainer, SAYS)
         experience, metrics = estimated(trainer)
-        made[masked] = trainer.without_truncated(experience), metrics
+        made[masked] = trainer.drop_truncated(experience), metrics
     (everything, metrics), (experience, masked_metrics) = made[False], made[True]
     assert masked_metrics == metrics
     for name, value in everything._tensors():

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.config.fields import checked_options
+from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.config.fields import check_options
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.rewards.verifiers import answers, programs, texts
 
@@ -66,7 +66,7 @@ class Verifier:
             try:
                 return None if truth is None else self.score(texts.text_of(completion), ids, truth)
             except texts.Unreadable as error:
-                where = f"where the column {column!r} holds {shown(truth)}"
+                where = f"where the column {column!r} holds {show(truth)}"
                 texts.warn_once(f"reward {self.name} does not apply {where}: {error}")
                 return None
 
@@ -95,15 +95,15 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
     """
     if name not in VERIFIERS:
         raise ValueError(
-            f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
+            f"there is no reward {show(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
             f"{', '.join(VERIFIERS)}"
         )
     own = dict(options or {})
     opened = bool(own.pop("opened", False))
     try:
-        made = Verifier(name, checked_options(VERIFIERS[name], own), opened)
+        made = Verifier(name, check_options(VERIFIERS[name], own), opened)
         with suppress(texts.Unreadable):  # scoring a blank finds options that do not fit together
             made.score("")
     except ValueError as error:
-        raise ValueError(f"reward {name}: {quoted(str(error))}") from error
+        raise ValueError(f"reward {name}: {quote(str(error))}") from error
     return made

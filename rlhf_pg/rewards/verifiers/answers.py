@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.rewards.functions import CallFailed
 from rlhf_pg.rewards.pool import NotStarted, Pool
 from rlhf_pg.rewards.verifiers.texts import (
@@ -189,11 +189,11 @@ def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = F
         return float(find(pattern, text, flags, timeout=SECONDS) is not None)
     except package.error as error:
         raise ValueError(
-            f"pattern {shown(pattern)} is not a regular expression: {quoted(str(error))}"
+            f"pattern {show(pattern)} is not a regular expression: {quote(str(error))}"
         ) from error
     except TimeoutError:
         warn_once(
-            f"reward regex: the pattern {shown(pattern)} takes more than {SECONDS:g} s on a text "
+            f"reward regex: the pattern {show(pattern)} takes more than {SECONDS:g} s on a text "
             f"of {len(text)} characters; such a completion gets 0"
         )
         return 0.0
@@ -229,7 +229,7 @@ def schema_validator(text: str) -> Any:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"schema is not a JSON schema: {quoted(error.message)}") from error
+        raise ValueError(f"schema is not a JSON schema: {quote(error.message)}") from error
     return kind(schema, registry=referencing.Registry())
 
 

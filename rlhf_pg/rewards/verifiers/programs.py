@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import PIPE, run
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.rewards.verifiers.texts import Seconds, Unreadable
 
 # A block that is not closed extends to the end.
@@ -75,7 +75,7 @@ def cases_in(truth: Any) -> list[str | tuple[str, str]]:
         return [truth]
     match truth:
         case {"fn_name": str(name)} if name:
-            raise Unreadable(f"calls of {shown(name)} are not run: write assertions")
+            raise Unreadable(f"calls of {show(name)} are not run: write assertions")
         case [*parts]:
             return [case for part in parts for case in cases_in(part)]
         case {"input": str(given), "output": str(expected)}:
@@ -83,9 +83,7 @@ def cases_in(truth: Any) -> list[str | tuple[str, str]]:
         case {"inputs": [*given], "outputs": [*expected]} if len(given) == len(expected):
             pairs = zip(given, expected, strict=True)
             return cases_in([{"input": one, "output": other} for one, other in pairs])
-    raise Unreadable(
-        f"{shown(truth)} is neither Python statements nor inputs with outputs, as text"
-    )
+    raise Unreadable(f"{show(truth)} is neither Python statements nor inputs with outputs, as text")
 
 
 def program_in(answer: str) -> str:
@@ -133,7 +131,7 @@ def check_sandbox() -> None:
 def no_sandbox(why: str) -> ValueError:
     """Return the error for a machine that cannot make a sandbox."""
     return ValueError(
-        f"no sandbox can be made here ({quoted(why)}): it needs bubblewrap 0.8 or newer (apt "
+        f"no sandbox can be made here ({quote(why)}): it needs bubblewrap 0.8 or newer (apt "
         "install bubblewrap), user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns,"
         " user.max_user_namespaces, a container with them); root needs setpriv too (util-linux)"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import finite
 
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
@@ -68,7 +68,7 @@ def check_prompt(prompt: Any, given: Messages) -> Messages:
         system = [dict(m) for m in given[:1] if m.get("role") in ("system", "developer")]
         return [*system, {"role": "user", "content": prompt}]
     if not _is_chat(prompt) or not prompt:
-        raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
+        raise ValueError(f"reset must return a string or a list of messages, got {show(prompt)}")
     return [dict(message) for message in prompt]
 
 
@@ -78,7 +78,7 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(
-            f"step must return Observation(messages, reward, done), got {shown(answer)}"
+            f"step must return Observation(messages, reward, done), got {show(answer)}"
         )
     messages, reward, done = answer
     if isinstance(prompt, str):
@@ -88,7 +88,7 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
             messages = [{"role": "user", "content": messages}]
         fits, kind = _is_chat(messages), "messages or a string"
     if not (done or fits):
-        raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
+        raise ValueError(f"step must answer with {kind}, got {show(messages)}")
     return Observation(messages, check_reward(reward, "a turn"), bool(done))
 
 
@@ -97,7 +97,7 @@ def check_reward(reward: Any, what: str) -> float | None:
     number = finite(reward)
     if number is None and reward is not None:
         raise ValueError(
-            f"the reward of {what} must be a finite number or None, got {shown(reward)}"
+            f"the reward of {what} must be a finite number or None, got {show(reward)}"
         )
     return number
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.prompts import Tools
@@ -131,7 +131,7 @@ class EpisodeRunner:
             except StopIteration:
                 pass
             except Exception as error:  # the environment may return anything
-                episode.error = told(error)
+                episode.error = tell(error)
             return None
 
         def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:

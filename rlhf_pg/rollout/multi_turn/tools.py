@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import continues, encode, encode_answer
 from rlhf_pg.data.prompts import Schemas
@@ -90,7 +90,7 @@ class Toolbox:
             calls = message.get("tool_calls") or []
             return [_read_call(call.get("function", call)) for call in calls]
         except Exception as error:  # the policy's text may be anything
-            return [ToolCall(error=f"the call cannot be read: {told(error)}")]
+            return [ToolCall(error=f"the call cannot be read: {tell(error)}")]
 
 
 class ToolEnvironment:
@@ -134,7 +134,7 @@ class ToolEnvironment:
                     value = json.dumps(value, default=str, ensure_ascii=False)
                 return value.encode(errors="replace").decode()  # half a surrogate pair has no token
             except Exception as error:
-                result = told(error)
+                result = tell(error)
         self.failures += 1
         return f"Error: {result}"
 
@@ -166,7 +166,7 @@ class EnvironmentSource:
             factory = partial(factory, Toolbox(schemas=self.schemas, tokenizer=tokenizer))
         return {"environment_factory": factory, "timeout": timeout, "tools": self.schemas}
 
-    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
+    def add_prompts(self, dataset: Dataset | None, rows: int) -> Dataset | None:
         """Return the dataset with a column `prompt`, if the environments bring the prompts; a
         missing dataset becomes one of `rows` rows.
         """
@@ -180,7 +180,7 @@ def source_of(factory: Any) -> EnvironmentSource:
     if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "step")):
         raise ValueError(
             "environment_factory must make environments with reset(example) and step(completion), "
-            f"got {shown(factory)}; wrap TRL's environments in "
+            f"got {show(factory)}; wrap TRL's environments in "
             "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
         )
     return EnvironmentSource(factory)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
+from rlhf_pg.models.attention import Layout, configs_of, replace_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, bias
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
@@ -109,7 +109,7 @@ class BatchingSession:
 
     def step(self) -> list[Finished]:
         """Admit waiting samples or draw tokens, and return the completions that have finished."""
-        with replaced_attention(self.configs):
+        with replace_attention(self.configs):
             if not self._admit() and self.rows:
                 self._decode()
         return self._remove_finished()

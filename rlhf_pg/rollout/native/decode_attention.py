@@ -43,7 +43,7 @@ class KeyValues:
             wide = max(min(2 * self.width, self.longest), wide)
         self.slots, self.width = slots, wide
         for layer, (keys, values) in self._layers.items():  # one by one, to save memory
-            self._layers[layer] = (self._resized(keys), self._resized(values))
+            self._layers[layer] = (self._resize(keys), self._resize(values))
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stores of a layer; new ones are made to fit key and value (K,N,D)."""
@@ -61,7 +61,7 @@ class KeyValues:
         # Zeros: masked slots have weight 0, and 0 times uninitialised memory may be NaN.
         return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])
 
-    def _resized(self, old: Tensor) -> Tensor:
+    def _resize(self, old: Tensor) -> Tensor:
         new = self._empty(old[0])
         slots, width = min(len(old), self.slots), min(old.shape[2], self.width)
         new[:slots, :, :width] = old[:slots, :, :width]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.models import MOST_LOST, evaluating, lost_in_merge, max_positions, merged, quantized
+from rlhf_pg.models import MOST_LOST, evaluating, is_quantized, max_positions, merge, merge_loss
 from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
@@ -83,9 +83,9 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def _load_weights(self) -> Iterator[None]:
-        merges = isinstance(self.model, PeftModel) and not quantized(self.model)
-        if merges and lost_in_merge(self.model) <= MOST_LOST:
-            self.weights = merged(self.model)
+        merges = isinstance(self.model, PeftModel) and not is_quantized(self.model)
+        if merges and merge_loss(self.model) <= MOST_LOST:
+            self.weights = merge(self.model)
         try:
             yield
         finally:

@@ -53,7 +53,7 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights of `models.merged(model)` without a second copy of the model.
+    """Yield the names and weights of `models.merge(model)` without a second copy of the model.
 
     Persistent buffers are included. The layers that the adapter changes are copied one at a time;
     the rest are the policy's own tensors, tied ones once.
@@ -69,7 +69,7 @@ def _weights(
     `given` has only the policy's own tensors, since a copy may reuse the id of a freed one.
     """
     if hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer"):
-        module = _merged(module)
+        module = _merge(module)
     for name, parameter in module.named_parameters(recurse=False):
         if not given.get(id(parameter)):
             if id(parameter) in given:
@@ -82,7 +82,7 @@ def _weights(
         yield from _weights(child, f"{prefix}{name}.", given)
 
 
-def _merged(layer: Any) -> nn.Module:
+def _merge(layer: Any) -> nn.Module:
     """Merge a layer of `peft` in a copy, as `merge_and_unload` does."""
     tuners = [part for part in layer.modules() if isinstance(part, BaseTunerLayer)]
     changed = {id(p) for part in tuners for p in part.parameters()}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import MOST_LOST, lost_in_merge
+from rlhf_pg.models import MOST_LOST, merge_loss
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
@@ -159,7 +159,7 @@ class VllmEngine(RolloutEngine):
 
     def _load(self, policy: PreTrainedModel) -> None:
         """Copy the weights into place; vLLM casts and fuses them layer by layer."""
-        if not self._has_warned and (lost := lost_in_merge(policy)) > MOST_LOST:
+        if not self._has_warned and (lost := merge_loss(policy)) > MOST_LOST:
             self._has_warned = True
             logger.warning(
                 "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of it: "

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.rollout.engine import Request, SamplingParams
 
 OLDEST, TOO_NEW = (0, 32), (0, 33)  # as in the extra [vllm] of pyproject.toml
@@ -15,7 +15,7 @@ def check_version(version: str, what: str) -> None:
     """Refuse a vLLM version outside the tested range (ValueError)."""
     oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
     if not OLDEST <= tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2])) < TOO_NEW:
-        raise ValueError(f'{what} is version {quoted(version)}: use "vllm>={oldest},<{too_new}"')
+        raise ValueError(f'{what} is version {quote(version)}: use "vllm>={oldest},<{too_new}"')
 
 
 def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:

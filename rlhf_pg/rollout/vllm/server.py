@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from rlhf_pg.boundary import http
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
@@ -84,7 +84,7 @@ class VllmServerEngine(RolloutEngine):
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
         except (Refused, TypeError, LookupError) as error:
             raise ValueError(
-                f"vllm_server_base_url: no vLLM server at {self.client.url} ({told(error)})"
+                f"vllm_server_base_url: no vLLM server at {self.client.url} ({tell(error)})"
             ) from error
         check_version(version, f"the server at {url}")
         # The first model is the server's own.
@@ -114,7 +114,7 @@ class VllmServerEngine(RolloutEngine):
         yield
 
     def _load_adapter(self, model: PeftModel, name: str) -> None:
-        place = self._saved(model, name)
+        place = self._save(model, name)
         if name not in self._models():
             try:
                 self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
@@ -141,7 +141,7 @@ class VllmServerEngine(RolloutEngine):
         weakref.finalize(self, _remove, own, os.getpid())
         return own
 
-    def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
+    def _save(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
         """Save weights for the server, and return their path."""
         try:
             place = self._own / name
@@ -149,12 +149,12 @@ class VllmServerEngine(RolloutEngine):
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"vllm_sync_directory: weights cannot be written to {self.directory} "
-                f"({told(error)}): make room, or choose another"
+                f"({tell(error)}): make room, or choose another"
             ) from error
         return place
 
     def _replace_weights(self) -> None:
-        place = self._saved(self.model, "policy")
+        place = self._save(self.model, "policy")
         try:
             arguments = {"weights_path": str(place)}
             self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
@@ -304,7 +304,7 @@ def _completion(
         raise ValueError(f"{len(tokens)} of {max_tokens} tokens, and no stop")
     if reason == "length" and not ended[-1]:
         return Completion(tokens, logprobs, "length")
-    raise ValueError(f"finish_reason {shown(reason)} with {shown(tokens[-1])} as the last token")
+    raise ValueError(f"finish_reason {show(reason)} with {show(tokens[-1])} as the last token")
 
 
 def _remove(place: Path, owner: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.plan.memory import build_meta_models, predicted_memory
+from rlhf_pg.plan.memory import build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.gpu.check import Check, Result
@@ -66,9 +66,7 @@ def kept(model: str, directory: str, device: str) -> Result:
 def after_rollout(model: str, directory: str, device: str) -> Result:
     trainer = wide_trainer(model, directory, device)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
+    experience, _ = trainer.estimate(trainer.learner.score(trainer.sampler.score(samples)), Meter())
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
         alone = peak(device, lambda: trainer.update(experience, Meter()))
@@ -95,14 +93,12 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
         return Result("bitsandbytes is not installed", None)
     args = GRPOConfig(model_name_or_path=model, **{**PLANNED, **options})
     total = torch.cuda.get_device_properties(device).total_memory if device == "cuda" else 8e9
-    predicted = predicted_memory(
+    predicted = predict_memory(
         build_meta_models(args, device, "cuda"), SHARDINGS[0], 1, float(total), "cuda"
     )
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.scored(samples)), Meter()
-    )
+    experience, _ = trainer.estimate(trainer.learner.score(trainer.sampler.score(samples)), Meter())
     del samples
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     most = peak(device, lambda: trainer.update(experience, Meter()))

@@ -256,7 +256,7 @@ def test_generate_fallback_keeps_request_limits(monkeypatch):
 
 
 def test_unmergeable_adapter_keeps_generation_config(monkeypatch):
-    monkeypatch.setattr("rlhf_pg.rollout.native.engine.quantized", lambda model: True)
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.is_quantized", lambda model: True)
     base = tiny_model("llama")
     configured = base.generation_config
     model = stir(add_adapter(base, adapter(lora_alpha=1)))

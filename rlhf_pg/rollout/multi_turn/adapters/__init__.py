@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
@@ -34,7 +34,7 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     """
     library, _, rest = name.partition(":")
     if library not in VERSIONS or not rest:
-        raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
+        raise ValueError(f"there is no task {show(name)}: give verifiers:ENV_ID or openenv:URL")
     try:
         adapter = import_module(f"{__name__}.of_{library}")
     except ImportError as error:
@@ -43,4 +43,4 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     try:
         return AdaptedTask(*adapter.load(rest, seed, **options or {}))
     except TypeError as error:
-        raise ValueError(f"task_options of {shown(name)}: {told(error)}") from error
+        raise ValueError(f"task_options of {show(name)}: {tell(error)}") from error

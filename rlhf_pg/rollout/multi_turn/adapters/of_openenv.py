@@ -10,7 +10,7 @@ import httpx  # which OpenEnv itself uses
 from datasets import Dataset
 from openenv import GenericEnvClient
 
-from rlhf_pg.boundary.quoted import quoted, told
+from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
@@ -39,7 +39,7 @@ def load(
         found = call_beside(PATIENCE, _look, url, action_key, observation_key)
         source: EnvironmentSource = found.result()
     except Exception as error:
-        raise ValueError(f"the environment server {quoted(url)}: {told(error)}") from error
+        raise ValueError(f"the environment server {quote(url)}: {tell(error)}") from error
     total, first = episodes + eval_episodes, [{"role": "user", "content": prompt}]
     rows = [{"prompt": first, "seed": 2 * seed * total + i} for i in range(total)]
     train, held_out = Dataset.from_list(rows[:episodes]), Dataset.from_list(rows[episodes:])

@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Schemas
@@ -43,7 +43,7 @@ class TrlEnvironments(EnvironmentSource):
         def schemas_of(row: Mapping[str, Any]) -> Schemas:
             if row.get(COLUMN) not in boxes:
                 raise ValueError(
-                    f"its column '{COLUMN}' has {shown(row.get(COLUMN))}, but "
+                    f"its column '{COLUMN}' has {show(row.get(COLUMN))}, but "
                     f"environment_factory has {', '.join(map(str, boxes))}"
                 )
             return boxes[row[COLUMN]].schemas
@@ -54,7 +54,7 @@ class TrlEnvironments(EnvironmentSource):
             "tools": boxes[None].schemas if None in boxes else schemas_of,
         }
 
-    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
+    def add_prompts(self, dataset: Dataset | None, rows: int) -> Dataset | None:
         """Add empty prompts to a dataset without prompts: `reset` brings them."""
         if dataset is None and None in self.samples:
             return Dataset.from_dict({"prompt": [PLACEHOLDER] * rows})
@@ -86,7 +86,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
             row = {name: value for name, value in row.items() if name in parameters}
         said = call_beside(self.toolbox.timeout, self.trl_instance.reset, **row).result()
         if not isinstance(said, str | None):
-            raise ValueError(f"reset must return a string or None, got {shown(said)}")
+            raise ValueError(f"reset must return a string or None, got {show(said)}")
         self.prompt = example["prompt"]
         if said and isinstance(self.prompt, str):
             self.prompt += said

@@ -15,7 +15,7 @@ from verifiers.clients import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from rlhf_pg.boundary.quoted import quoted, shown, told
+from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
 
@@ -26,10 +26,10 @@ def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, Environment
         environment = load_environment(name, **options)
         train, evaluation = environment.build_dataset(), environment.build_eval_dataset()
     except Exception as error:
-        raise ValueError(f"environment {quoted(name)} cannot be loaded: {told(error)}") from error
+        raise ValueError(f"environment {quote(name)} cannot be loaded: {tell(error)}") from error
     if environment.rubric.has_group_rewards:
         raise ValueError(
-            f"the rubric of {quoted(name)} compares completions: it has to score each by itself"
+            f"the rubric of {quote(name)} compares completions: it has to score each by itself"
         )
     visible = {"name", "description", "parameters"}
     tools = [tool.model_dump(include=visible) for tool in environment.tool_defs or ()]
@@ -85,7 +85,7 @@ class VerifiersEnvironment(SettlingEnvironment):
         assert self.rollout is not None
         outcome = await asyncio.shield(self.rollout)
         if outcome["error"] is not None:
-            raise RuntimeError(f"the environment failed: {shown(outcome['error'])}")
+            raise RuntimeError(f"the environment failed: {show(outcome['error'])}")
         return float(outcome["reward"])
 
     def close(self) -> None:
