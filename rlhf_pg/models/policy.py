@@ -68,11 +68,12 @@ class Balance:
 
 def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
     """Return the balance of a mixture of experts; ValueError unless `transformers` has an auxiliary
-    loss for it and its trunk returns router logits with the hidden states.
+    loss for it, and its trunk returns router logits by which alone experts are chosen.
     """
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
-    if top_k is None or not has_trunk or getattr(bare, "router_aux_loss_coef", None) is None:
+    is_balanced = has_trunk and getattr(bare, "router_aux_loss_coef", None) is not None
+    if not (top_k and is_balanced) or any("correction_bias" in name for name in bare.state_dict()):
         raise ValueError(
             "router_aux_loss_coef is for a mixture of experts with a loss for its routers, which "
             f"{type(bare).__name__} is not (some are balanced by a bias): set it to 0"

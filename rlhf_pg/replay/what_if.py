@@ -145,8 +145,13 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     learner.module.train()
     try:
         learner.accumulate(trainer.drop_truncated(batch), meter)
-        parameters = trainer.checkpointer.parameters.items()
-        gradient = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+        if learner.trains_critic_alone(trainer.state.step):
+            learner.trained.zero_grad_of(learner.policy)
+        gradient = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in trainer.checkpointer.parameters.items()
+            if p.requires_grad
+        }
     finally:
         learner.trained.discard_update()
         learner.module.eval()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_pg.advantages import total_scores
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import text_of
@@ -76,8 +75,7 @@ def evaluate(
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
     metrics = reward_metrics(raw, trained, shaping.names, owners)
-    totals = total_scores(trained.cpu(), owners.cpu())
-    metrics["reward_stderr"] = standard_error(totals, owners.cpu())
+    metrics["reward_stderr"] = standard_error(trained.cpu(), owners.cpu())
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     if n > 1:
@@ -87,29 +85,32 @@ def evaluate(
 
 
 def standard_error(values: Tensor, owners: Tensor) -> float:
-    """Compute the standard error of a mean over prompts, clustered by prompt (Miller 2024, Eq. 4).
+    """Compute the standard error of a mean, or of the sum of the sources' means, clustered by
+    prompt (Miller 2024, Eq. 4).
 
-        SE = sqrt(P / (P - 1) * sum_p (sum_{i of p} (v_i - mean))^2) / N
+        SE = sqrt(P / (P - 1) * sum_p (sum_{i of p} sum_k (v_ik - mean_k) / N_k)^2)
 
     Prompts are the draws: the completions of one prompt resemble each other, and N of them say less
-    than N prompts would. With equally many per prompt this is the standard deviation (ddof 1) of
-    the prompts' means over sqrt(P). The factor P / (P - 1) makes it unbiased for few prompts.
+    than N prompts would. With equally many per prompt and one source this is the standard deviation
+    (ddof 1) of the prompts' means over sqrt(P). The factor P / (P - 1) makes it unbiased for few
+    prompts. Of a source that applies to some prompts only, this is the error to first order.
 
     Args:
-        values: (N,) one per completion; NaN is left out.
+        values: (N,) or (N,K), one per completion and source; NaN is left out, so that a source has
+            N_k values.
         owners: (N,) the prompt of each.
 
     Returns:
         The error; NaN if there are fewer than two prompts.
     """
+    values = values.double().reshape(len(values), -1)
     valid = ~values.isnan()
-    values, owners = values[valid].double(), owners[valid]
-    names, places = torch.unique(owners, return_inverse=True)
+    shares = torch.where(valid, (values - values.nanmean(0)) / valid.sum(0), 0.0).sum(1)
+    names, places = torch.unique(owners[valid.any(1)], return_inverse=True)
     if len(names) < 2:
         return math.nan
-    sums = values.new_zeros(len(names)).index_add(0, places, values - values.mean())
-    variance = sums.square().sum() * len(names) / (len(names) - 1)
-    return variance.sqrt().item() / len(values)
+    sums = shares.new_zeros(len(names)).index_add(0, places, shares[valid.any(1)])
+    return (sums.square().sum() * len(names) / (len(names) - 1)).sqrt().item()
 
 
 def _judge(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:

@@ -94,6 +94,15 @@ def test_greedy_baseline_gets_the_other_rewards_too(make) -> None:
         what_if(Replay(make(ReinforceTrainer, **plain)), make(ReinforceTrainer, **RUN | own), 3)
 
 
+def test_frozen_policy_has_no_gradient(make) -> None:
+    found = asked(make, PPOTrainer, {"value_pretraining_steps": 3}, vf_coef=0.3)
+    for side in (found.was, found.would_be):
+        moved = {name for name, gradient in side.gradient.items() if gradient.any()}
+        assert moved
+        assert all(name.startswith("critic.") for name in moved)
+    assert found.lengths()[1] == pytest.approx(3 * found.lengths()[0], rel=1e-4)
+
+
 def test_run_goes_on_as_if_nothing_was_asked(make) -> None:
     """Running statistics, weights and the critic's are those before the step, which can be made.
     Nothing but the policy's epsilon differs, which a first update does not reach.

@@ -117,6 +117,20 @@ def test_standard_error_weighs_prompts_by_their_completions() -> None:
     assert math.isnan(standard_error(values[:2], owners[:2]))
 
 
+def test_standard_error_of_sources_for_different_prompts_by_bootstrap() -> None:
+    """Each of two sources scores half of the prompts; the reward is the sum of their means."""
+    noise = torch.Generator().manual_seed(0)
+    owners = torch.arange(80).repeat_interleave(3)
+    scores = torch.randn(240, 2, generator=noise).double() + torch.tensor([5.0, -2.0])
+    scores += torch.randn(80, 1, generator=noise)[owners]  # those of a prompt resemble each other
+    scores[torch.arange(240), 1 - owners % 2] = math.nan
+    sums = []
+    for _ in range(2000):
+        drawn = torch.randint(80, (80,), generator=noise)
+        sums.append(scores.view(80, 3, 2)[drawn].flatten(0, 1).nanmean(0).sum())
+    assert standard_error(scores, owners) == pytest.approx(torch.stack(sums).std().item(), rel=0.08)
+
+
 def test_majority_scores_most_frequent_answer(make) -> None:
     reward = Listed((1.0, 0.0, 0.0, 0.5))
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, num_generations_eval=4)
