@@ -60,7 +60,7 @@ def test_readme_example_trains(tmp_path: Path, monkeypatch, algorithm: str) -> N
     short = code.replace("GRPO", algorithm).replace("max_steps=150", f"{options}max_steps=1")
     monkeypatch.chdir(tmp_path)
     exec(compile(short, "README.md", "exec"), {})
-    (line,) = (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / f"runs/{algorithm.lower()}/metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["rewards/repeats_last_digit/mean"] > 0
 
 

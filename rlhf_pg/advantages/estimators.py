@@ -3,9 +3,8 @@
 To add one, write the function, give it a line in `ADVANTAGES`, and add its name to the sets below
 where it belongs. Its keyword-only parameters are config keys of the same name.
 
-If a function below has the name of one in `per_group` or `per_token`, that one documents the
-formula. "Unbiased" refers to the policy gradient, with gamma 1 and with the rewards that are
-given.
+`estimate_x` applies `x` of `per_group` or `per_token`, which documents the formula. "Unbiased"
+refers to the policy gradient, with gamma 1 and with the rewards that are given.
 """
 
 from collections.abc import Callable

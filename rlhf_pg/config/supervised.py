@@ -24,14 +24,14 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
 
     batch_size: int = option(32, ge=1, help="Examples or pairs per step, over all processes.")
     micro_batch_size: Auto = option("auto", help=
-        "Examples per forward pass; never changes the result. auto: up to 16384 tokens.")
+        "Examples per forward pass; never changes the result. auto: by the longest example.")
     learning_rate: float = option(2e-05, gt=0, help=
         "Peak learning rate of AdamW; adapters need about ten times more.")
     lr_scheduler_type: Text = option("cosine", names=SCHEDULES, help="Learning-rate schedule.")
     warmup_steps: float = option(0.0, ge=0, help="Steps of warm-up; below 1, a share of all.")
 
     eval_steps: int = option(0, ge=0, help="Steps between evaluations; 0: at the end only.")
-    save_steps: int = option(500, ge=0, help="Steps between two checkpoints; 0: none.")
+    save_steps: int = option(500, ge=0, help="Steps between checkpoints; 0: only if interrupted.")
     logging_steps: int = option(10, ge=1, help="Steps between lines sent to trackers.")
 
     def __post_init__(self) -> None:

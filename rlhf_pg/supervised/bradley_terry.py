@@ -119,7 +119,7 @@ def train_reward_model(
     objective = Preference(scorer, tokenizer.pad_token_id, args)
     trainer = SupervisedTrainer(objective, trained, tokenizer, pairs, held_out, args, runtime)
 
-    def save(path: Path, saving: atomic.Save) -> None:
+    def save(saving: atomic.Save, path: Path) -> None:
         whole = trainer.checkpointer.parts["model"]
         with whole.gathered(runtime.main_host), saving.step():
             if runtime.is_main:
@@ -191,7 +191,7 @@ def _tokenize_pair(
     for key in ("chosen", "rejected"):
         text = pair[key]
         if "prompt" in pair:
-            prompt, text = _alike(pair["prompt"], text)
+            prompt, text = _without_repeats(pair["prompt"], text)
             both.append(encode_whole(prompt, text, tokenizer, row, args.append_eos))
             continue
         if args.system_prompt is not None and isinstance(text, list):
@@ -210,25 +210,25 @@ def _tokenize_pair(
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 
-def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:
+def _without_repeats(prompt: Any, text: Any) -> tuple[Any, Any]:
     """Return prompt and text as messages if either is, without messages that are in both.
 
     Public datasets repeat the prompt as text beside whole conversations.
     """
     if isinstance(text, str) and isinstance(prompt, list):
         return prompt, [{"role": "assistant", "content": text}]
-    if not isinstance(text, list):
-        return prompt, text
-    if isinstance(prompt, str):
+    if isinstance(text, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list):
+    if not (isinstance(text, list) and isinstance(prompt, list)):
         return prompt, text
-    asked = [_say(message) for message in prompt if _say(message)[0] != "system"]
-    repeats = [_say(message) for message in text[: len(asked)]] == asked
-    return prompt, text[len(asked) :] if repeats else text
+    asked, said = ([_role_and_content(message) for message in turns] for turns in (prompt, text))
+    bare = [turn for turn in asked if turn[0] != "system"]
+    if said and said[0][0] == "system" and said[1 : len(bare) + 1] == bare:
+        return text[: len(bare) + 1], text[len(bare) + 1 :]
+    return prompt, text[len(bare) :] if said[: len(bare)] == bare else text
 
 
-def _say(message: Any) -> tuple[Any, Any]:
+def _role_and_content(message: Any) -> tuple[Any, Any]:
     is_message = isinstance(message, Mapping)
     return (message.get("role"), message.get("content")) if is_message else (None, message)
 
@@ -295,7 +295,7 @@ def _load(
     options = models.init_options(args)
     if not isinstance(model, str | PathLike):
         models.set_options(model, options)
-        return model
+        return model.to(weight_dtype(args))
 
     def classifier_of(path: str) -> PreTrainedModel:
         models.check_options(path, options, args.trust_remote_code)

@@ -42,14 +42,15 @@ class ExampleMaker:
 
     @property
     def completion(self) -> str | None:
-        """The column with completions; None if conversations or texts are whole."""
-        if "messages" in self.columns and "completion" not in self.columns:
+        """The column with completions of prompts; None if conversations or texts are whole."""
+        has_prompts = "prompt" in self.columns
+        if ("messages" in self.columns and "completion" not in self.columns) or not has_prompts:
             return None
         return next((name for name in ("completion", "answer") if name in self.columns), None)
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
-        if self.completion is not None and "prompt" in self.columns:
+        if self.completion is not None:
             ids, mask = self._complete(row["prompt"], row[self.completion], number)
         elif "messages" in self.columns:
             ids, mask = self._chat(row["messages"], 0, f"messages in row {number}")
@@ -128,7 +129,7 @@ def load_examples(
         data = as_dataset(data)
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
-        has_prompts = maker.completion is not None and "prompt" in columns
+        has_prompts = maker.completion is not None
         if not has_prompts and not {"messages", "text"} & set(columns):
             raise ValueError(
                 "the dataset has no columns prompt and completion (or answer), messages, or text: "

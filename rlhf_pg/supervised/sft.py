@@ -1,11 +1,13 @@
 """Supervised fine-tuning on completions, conversations or plain text."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     DataCollatorWithFlattening,
@@ -28,9 +30,6 @@ from rlhf_pg.supervised.examples import (
     settle_data,
 )
 from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
-
-# Largest change of packed logits by rounding, in units of their standard deviation.
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 def train_sft(
@@ -73,8 +72,6 @@ def train_sft(
         raise ValueError("no model: give model=... or the key model_name_or_path")
     frozen = peft_config is not None
     computes: torch.dtype = getattr(torch, args.dtype)
-    if args.save_merged and (not frozen or args.load_in_4bit):
-        raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     policy = models.load_policy(
         model,
         computes if frozen else weight_dtype(args),
@@ -84,6 +81,8 @@ def train_sft(
         args.trust_remote_code,
         models.init_options(args),
     )
+    if args.save_merged and (args.load_in_4bit or not isinstance(policy, PeftModel)):
+        raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     tokenizer, examples, held_out = load_all(load_examples, args, policy, processing_class, data)
     return fit(args, policy, tokenizer, examples, held_out, runtime)
 
@@ -101,7 +100,7 @@ def fit(
         check_packing(model, examples)
     likelihood = Likelihood(model, tokenizer.pad_token_id, args)
     trainer = SupervisedTrainer(likelihood, model, tokenizer, examples, held_out, args, runtime)
-    return trainer.train(lambda path, saving: trainer.checkpointer.save_models(saving, path, True))
+    return trainer.train(partial(trainer.checkpointer.save_models, final=True))
 
 
 class Likelihood(Objective):
@@ -176,7 +175,7 @@ def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
             inputs = {name: value.to(model.device) for name, value in batch.items()}
             logits.append(model(**inputs, use_cache=False).logits[0, len(first) :].float())
     change = (logits[0] - logits[1]).abs().max() / logits[0].std()
-    if not change <= ROUNDING.get(model.dtype, 1e-3):
+    if not change <= (0.05 if model.dtype == torch.bfloat16 else 1e-3):  # rounding, in deviations
         raise ValueError(
             f"packing: the attention of {type(model).__name__} mixes the examples that are packed "
             "into a row: leave packing out"

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,6 +29,7 @@ from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import vocabulary_fingerprint
+from rlhf_pg.models.policy import train_as_evaluated
 from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.runtime import FullWeights, Runtime, Terminated, Termination, broadcasts_failure
@@ -88,7 +88,7 @@ class SupervisedTrainer:
     """Trains an objective on rows of data, and saves its model.
 
     Args:
-        model: what checkpoints hold, a part of the objective.
+        model: what checkpoints hold: the objective's model, or its adapter around it.
         held_out: rows to evaluate on, by name; a single set has the name "".
     """
 
@@ -110,18 +110,17 @@ class SupervisedTrainer:
                 "dataset_fingerprint out to train on them"
             )
         args = replace(args.on(runtime.device.type), dataset_fingerprint=data)
-        if args.disable_dropout:
-            models.disable_dropout(model)
         if args.gradient_checkpointing:
             models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
         self.args = args
         self.objective, self.rows, self.held_out = objective, rows, held_out
         self.runtime, self.state = runtime, TrainState()
-        self.epoch = math.ceil(len(rows) / args.batch_size)  # steps
-        steps = math.ceil(args.num_train_epochs * self.epoch)
+        self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)  # steps
+        steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self.total = args.max_steps if args.max_steps > 0 else steps
-        self.most = micro_batch_size(args, objective, rows, runtime.world)
-        prints = {"model": model_fingerprint(model), "train_dataset": data}
+        longest = max(max(map(objective.size, own)) for own in (rows, *held_out.values()))
+        self.rows_per_pass = micro_batch_size(args, objective.vocabulary, longest, runtime.world)
+        prints = {"model": models.fingerprint(model), "train_dataset": data}
         prints["tokenizer"] = vocabulary_fingerprint(tokenizer)
         parts = {"model": FullWeights(model, runtime.splits, runtime.watch)}
         objective.to(runtime.loading_device)
@@ -140,7 +139,7 @@ class SupervisedTrainer:
         )
 
     @broadcasts_failure
-    def train(self, save: Callable[[Path, atomic.Save], None]) -> dict[str, float]:
+    def train(self, save: Callable[[atomic.Save, Path], None]) -> dict[str, float]:
         """Train, evaluate, and save by `save` (on all processes); return the metrics on held-out
         rows, which are in `metrics.json` too.
 
@@ -152,10 +151,15 @@ class SupervisedTrainer:
         """
         args, runtime, state = self.args, self.runtime, self.state
         directory, saver = Path(args.output_dir), self.checkpointer
-        final = directory / "final"
+        final, measured = directory / "final", dict[str, float]()
         trackers, termination = Trackers(args.report_to, runtime), Termination(runtime)
         with run_dir_lock(directory, runtime):
             saver.resume(args.resume_from_checkpoint, runtime)
+            if state.step > self.total:
+                raise ValueError(
+                    f"the checkpoint is from step {state.step}, but max_steps or num_train_epochs "
+                    f"end the run at {self.total}: raise them"
+                )
             journal = Journal(directory, state.step, runtime.is_main, ("loss", "grad_norm"))
             if runtime.is_main:
                 dump(args, directory / "config.yaml")
@@ -163,8 +167,9 @@ class SupervisedTrainer:
             with termination.handle_signals(), tracked, journal.progress(self.total):
                 while state.step < self.total:
                     metrics = self.step()
-                    evaluates = due(state.step, args.eval_steps)
-                    metrics |= self.evaluate() if evaluates else {}
+                    evaluates = state.step == self.total or due(state.step, args.eval_steps)
+                    measured = self.evaluate() if evaluates else {}
+                    metrics |= measured
                     journal.step(metrics)
                     if evaluates or due(state.step, args.logging_steps):
                         trackers.log(metrics)
@@ -174,13 +179,16 @@ class SupervisedTrainer:
                     if number:
                         journal.say(f"resume from {saver.path()}")
                         raise Terminated(number)
-                measured = dict(sorted(self.evaluate().items()))
+                measured = measured or self.evaluate()
                 saving = atomic.Save(runtime, final)
                 saving.main(lambda: atomic.begin(final))
-                save(atomic.partial_of(final), saving)
+                save(saving, atomic.partial_of(final))
                 saving.main(lambda: atomic.publish(final, {"step": state.step}))
-            if runtime.is_main:
-                (directory / "metrics.json").write_text(json.dumps(measured, indent=1) + "\n")
+                if runtime.is_main:
+                    text = json.dumps(measured, indent=1, sort_keys=True)
+                    (directory / "metrics.json").write_text(f"{text}\n")
+                if number := termination.agree():
+                    raise Terminated(number)
             said = ", ".join(f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items())
             journal.say(f"{f'held-out {said}; ' if said else ''}saved {final}")
         return measured
@@ -192,6 +200,8 @@ class SupervisedTrainer:
         rows = [self.rows[i] for i in order(len(self.rows), args.batch_size, args.seed, state.step)]
         units = sum(map(self.objective.count, rows))
         self.objective.train()
+        if args.disable_dropout:
+            train_as_evaluated(self.objective.model)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for inputs, size, is_last in self._micro_batches(rows):
             with self.trained.micro_batch(is_last):
@@ -212,7 +222,7 @@ class SupervisedTrainer:
             "loss": float(self.runtime.all_reduce_sum(total)),
             "grad_norm": norm,
             "learning_rate": rate,
-            "epoch": state.step / self.epoch,
+            "epoch": state.step / self.steps_per_epoch,
             "step_time": time.perf_counter() - begun,
         }
 
@@ -234,9 +244,9 @@ class SupervisedTrainer:
         their number of rows (0 for blank inputs), and whether they are the last.
         """
         own = rows[self.runtime.rank :: self.runtime.world]
-        number = math.ceil(math.ceil(len(rows) / self.runtime.world) / self.most)
+        number = math.ceil(math.ceil(len(rows) / self.runtime.world) / self.rows_per_pass)
         for i in range(number):
-            part = own[i * self.most : (i + 1) * self.most]
+            part = own[i * self.rows_per_pass : (i + 1) * self.rows_per_pass]
             inputs = self.objective.collate(part or rows[:1])
             there = {name: value.to(self.runtime.device) for name, value in inputs.items()}
             yield there, len(part), i + 1 == number
@@ -267,20 +277,16 @@ def order(size: int, batch: int, seed: int, step: int) -> list[int]:
 
 @lru_cache(1)
 def _permutation(size: int, seed: int) -> list[int]:
-    noise = torch.Generator().manual_seed(seed)
-    return list(torch.randperm(size, generator=noise).tolist())
+    return list(torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def micro_batch_size(
-    args: SupervisedConfig, objective: Objective, rows: Sequence[Any], world: int
-) -> int:
+def micro_batch_size(args: SupervisedConfig, vocabulary: int, longest: int, world: int) -> int:
     """Return the rows of a micro-batch; "auto" keeps as many rows of the longest row's size within
     `TOKENS`, and their logits within `LOGITS`.
     """
     if isinstance(args.micro_batch_size, int):
         return args.micro_batch_size
-    tokens = min(TOKENS, LOGITS // objective.vocabulary)
-    fit = max(1, tokens // max(map(objective.size, rows)))
+    fit = max(1, min(TOKENS, LOGITS // vocabulary) // longest)
     return min(fit, math.ceil(args.batch_size / world))
 
 
@@ -291,10 +297,3 @@ def fingerprint(rows: Any) -> str:
         for value in row.values() if isinstance(row, dict) else row:
             digest.update(np.asarray(value, dtype=np.float64).tobytes() + b"|")
     return digest.hexdigest()
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's frozen weights, shapes, and scales of adapters."""
-    parts = [(n, part) for n, part in model.named_modules() if isinstance(part, LoraLayer)]
-    factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, not in any tensor
-    return hashlib.sha256("\n".join([models.fingerprint(model), *factors]).encode()).hexdigest()

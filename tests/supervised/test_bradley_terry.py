@@ -191,6 +191,15 @@ def test_implicit_and_mixed_prompts_give_same_chat(pair):
     assert tokenized(Dataset.from_list([pair]), chats()) == [expected]
 
 
+@pytest.mark.parametrize("where", ["both", "text", "prompt"])
+def test_system_message_beside_repeated_prompt_is_there_once(where):
+    system = [says("z", "system")]
+    prompt = [*(system if where != "text" else []), says("ab")]
+    whole = {key: [*(system if where != "prompt" else []), *WHOLE[key]] for key in WHOLE}
+    [pair] = tokenized(Dataset.from_list([{"prompt": prompt} | whole]), chats())
+    assert pair == ([21, 28, 23, 3, 4, 3, 5], [21, 28, 23, 3, 4, 3, 6])
+
+
 def test_system_prompt_stands_in_front_of_conversations():
     [pair] = tokenized(Dataset.from_list([WHOLE]), chats(), system_prompt="z")
     assert pair == ([21, 28, 23, 3, 4, 3, 5], [21, 28, 23, 3, 4, 3, 6])
@@ -282,6 +291,12 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
         train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
     with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropuot\) is for loading"):
         train_reward_model(args, classifier(), letters(), pairs(), pairs(8))
+
+
+def test_given_classifier_is_trained_in_float32(tmp_path):
+    model = classifier(scale=0.05, dtype=torch.bfloat16)
+    train(tmp_path, model, max_steps=1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_tokenizer_has_revision_of_model(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from rlhf_pg.models import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.sft import Likelihood, check_packing, token_sums
-from rlhf_pg.supervised.training import micro_batch_size, order
+from rlhf_pg.supervised.training import SupervisedTrainer, micro_batch_size, order
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
 
@@ -153,13 +155,12 @@ def test_micro_batches_and_packing_change_no_step(tmp_path):
 
 
 def test_automatic_micro_batch_fits_tokens_and_logits():
-    objective, args = likelihood(), SFTConfig(batch_size=12)
-    assert micro_batch_size(args, objective, ROWS, 1) == 12
-    assert micro_batch_size(args, objective, ROWS, 5) == 3
-    objective.vocabulary = 2**24  # 16 tokens of 1 GiB: two rows of seven
-    assert micro_batch_size(args, objective, ROWS, 1) == 2
-    objective.vocabulary = 2**30
-    assert micro_batch_size(args, objective, ROWS, 1) == 1
+    args = SFTConfig(batch_size=12)
+    assert micro_batch_size(args, vocabulary=40, longest=7, world=1) == 12
+    assert micro_batch_size(args, vocabulary=40, longest=7, world=5) == 3
+    assert micro_batch_size(args, vocabulary=40, longest=16384 // 2, world=1) == 2
+    assert micro_batch_size(args, vocabulary=2**24, longest=7, world=1) == 2  # 16 rows of logits
+    assert micro_batch_size(args, vocabulary=2**30, longest=7, world=1) == 1
 
 
 def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
@@ -209,7 +210,8 @@ def test_adapter_is_saved_apart_and_merged(tmp_path):
     assert not logits[0].allclose(logits[1], atol=1e-2)
     assert adapted.peft_config["default"].r == 2
     # An adapter is trained further.
-    again = train(tmp_path / "again", final, held_out=upper(6))
+    again = train(tmp_path / "again", final, held_out=upper(6), save_merged=True)
+    assert (tmp_path / "again" / "final" / "merged").is_dir()
     assert (
         again["eval_loss"]
         < train(tmp_path / "x", final, held_out=upper(6), max_steps=1)["eval_loss"]
@@ -255,20 +257,44 @@ def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path, lora):
     assert [line["step"] for line in lines] == [*range(1, 8)]
 
 
+def test_signal_ends_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatch):
+    options = {"max_steps": 5, "save_steps": 0}
+    train(tmp_path / "whole", **options)
+    step, calls = SupervisedTrainer.step, []
+
+    def signalled(trainer):
+        calls.append(trainer)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer)
+
+    monkeypatch.setattr(SupervisedTrainer, "step", signalled)
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", **options)
+    assert left.value.code == 128 + signal.SIGTERM
+    latest = {"resume_from_checkpoint": "latest"}
+    train(tmp_path / "run", **options | latest)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    shutil.rmtree(tmp_path / "run" / "final")
+    train(tmp_path / "again", **options | {"save_steps": 4})
+    with pytest.raises(ValueError, match="max_steps"):
+        train(tmp_path / "again", **options | latest | {"max_steps": 3})
+
+
 @pytest.mark.parametrize(
     ("other", "key"),
     [
         ({"batch_size": 2}, "batch_size"),
         ({"data": upper(23)}, "train_dataset"),
         ({"model": tiny_model("llama", scale=0.1)}, "model"),
-        ({"peft_config": adapter(lora_alpha=1)}, "model"),
+        ({"peft_config": adapter(lora_alpha=1)}, "lora_alpha"),
     ],
 )
 def test_resume_is_refused_with_other_data_model_or_keys(tmp_path, other, key):
     options = RESUMED | {"peft_config": adapter()}
     train(tmp_path / "whole", **options)
     copy_to_step(tmp_path / "whole", tmp_path / "run", 3)
-    with pytest.raises(ValueError, match=f"{key}.*resume with|another config: {key}"):
+    with pytest.raises(ValueError, match=f"{key}.*[Rr]esume with|another config: {key}"):
         train(tmp_path / "run", **options | {"resume_from_checkpoint": "latest"} | other)
 
 
