@@ -16,7 +16,7 @@ LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)  # policy over thre
 REF = torch.tensor([-0.4, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
 OLD = torch.tensor([-0.1, -0.6, 0.4], dtype=torch.float64).log_softmax(0)
 each_loss = pytest.mark.parametrize("estimator", KL_LOSSES)
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=15, deadline=None)
 
 
 def estimate(u, estimator):

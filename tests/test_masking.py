@@ -11,7 +11,7 @@ from rlhf_pg.masking import completion_mask, masked_mean, masked_var, whiten
 
 EOS, STOP, NAN = 2, 7, float("nan")
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=15, deadline=None)
 
 
 def f64(values):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
 
-few = settings(max_examples=50, deadline=None)
+few = settings(max_examples=15, deadline=None)
 numbers = st.lists(st.integers(-400, 400).map(lambda i: i / 8), max_size=6)
 batches = st.lists(numbers, min_size=1, max_size=6)
 

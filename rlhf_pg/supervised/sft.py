@@ -150,13 +150,12 @@ def token_sums(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor
     """Return the loss, the correct tokens and the trained tokens of each row, (B,3), from logits
     (B,T,V), each for the next token, and labels (B,T), `UNLABELLED` for tokens not trained on.
     """
-    logits, labels = logits[:, :-1].transpose(1, 2), labels[:, 1:]
-    learnt = labels != UNLABELLED
-    losses = nn.functional.cross_entropy(
-        logits, labels, reduction="none", label_smoothing=smoothing
-    )
-    right = (logits.argmax(1) == labels) & learnt
-    return torch.stack([losses.sum(1), right.sum(1), learnt.sum(1)], dim=1)
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    learnt, flat = labels != UNLABELLED, (logits.flatten(0, 1), labels.flatten())
+    losses = nn.functional.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)
+    right = (logits.argmax(-1) == labels) & learnt
+    sums = [losses.view(labels.shape).sum(1), right.sum(1), learnt.sum(1)]
+    return torch.stack(sums, dim=1)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from rlhf_pg.advantages import (
 )
 
 NAN = float("nan")
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=15, deadline=None)
 quarters = st.integers(-20, 20).map(lambda i: i / 4)
 unit = st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0])
 

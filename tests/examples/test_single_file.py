@@ -63,7 +63,7 @@ def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
         args=trainer_type.config_type(
             output_dir=str(tmp_path),
             dtype="float64",
-            prompts_per_step=4,
+            prompts_per_step=2,
             max_completion_length=LONGEST,
             learning_rate=RATE,
             lr_scheduler_type="constant",
@@ -73,7 +73,7 @@ def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
         ),
     ).train()
     module, own = edition(name), copy.deepcopy(start)
-    settings = {"prompts_per_step": 4, "longest": LONGEST, "learning_rate": RATE, "rows_at_once": 5}
+    settings = {"prompts_per_step": 2, "longest": LONGEST, "learning_rate": RATE, "rows_at_once": 5}
     module.train(own, tokenizer, PROMPTS, score, module.Config(steps=STEPS, **settings, **own_keys))
 
     pairs = list(zip(library.parameters(), own.parameters(), strict=True))

@@ -22,7 +22,7 @@ from rlhf_pg.losses import (
 )
 
 NAN = float("nan")
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=15, deadline=None)
 quarters = st.integers(-8, 8).map(lambda i: i / 4)
 
 

@@ -41,9 +41,15 @@ class Mutant:
         """The text of the target's file with the mistake in it."""
         file, _, start, end = find(self.target)
         text = (ROOT / file).read_text()
-        count = text[start:end].count(self.old)
+        return text[:start] + self.part() + text[end:]
+
+    def part(self) -> str:
+        """The target alone, with the mistake in it."""
+        file, _, start, end = find(self.target)
+        own = (ROOT / file).read_text()[start:end]
+        count = own.count(self.old)
         assert count == 1, f"{self.name}: `old` stands {count} times in {self.target}, not once"
-        return text[:start] + text[start:end].replace(self.old, self.new) + text[end:]
+        return own.replace(self.old, self.new)
 
 
 def read(path: Path) -> list[Mutant]:
@@ -77,9 +83,14 @@ def find(target: str) -> Place:
     raise ValueError(f"there is no module for {target}")
 
 
-def _inside(file: str, names: list[str]) -> Place:
+@cache
+def parsed(file: str) -> tuple[str, list[ast.stmt]]:
     text = (ROOT / file).read_text()
-    body: list[ast.stmt] = ast.parse(text).body
+    return text, ast.parse(text).body
+
+
+def _inside(file: str, names: list[str]) -> Place:
+    text, body = parsed(file)
     for depth, name in enumerate(names):
         for node in body:
             if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:

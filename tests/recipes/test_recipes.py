@@ -79,6 +79,7 @@ def test_recipe_trains_under_accelerate_launch(
     assert len(list((tmp_path / "run" / "tensorboard").rglob("events.*"))) == 2
 
 
+@pytest.mark.slow
 def test_train_command_runs_preference_pipeline(tmp_path: Path) -> None:
     """The three recipes of the task preference, each from what the one before left."""
     runs = {name: tmp_path / name for name in ("sft", "judge", "rl")}

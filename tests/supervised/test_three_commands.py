@@ -18,8 +18,7 @@ def rows(path: Path, made: list[dict[str, str]]) -> str:
     return str(path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_three_commands_train_on_own_files(tmp_path: Path, lora: bool) -> None:
     tiny_model("llama", scale=0.05).save_pretrained(tmp_path / "base")
     letters().save_pretrained(tmp_path / "base")

@@ -9,6 +9,7 @@ import logging
 import shutil
 import struct
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def trackio_config(run: Path) -> dict[str, Any]:
     return found.config
 
 
+RUN_NAME = f"third try {uuid.uuid4().hex}"  # trackio may have earlier runs in its directory
 STEPS: dict[str, Callable[[Path], Steps]] = {
     "tensorboard": tensorboard_steps,
     "wandb": wandb_steps,
@@ -145,7 +147,7 @@ def lines(run: Path) -> Steps:
 def test_run_reports_every_metric(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(4))
     run = tmp_path / "run"
-    options = {"report_to": NAMES, "run_name": "third try", "epsilon_high": None, "max_steps": 2}
+    options = {"report_to": NAMES, "run_name": RUN_NAME, "epsilon_high": None, "max_steps": 2}
     trainer = make(eval_dataset=held_out, eval_steps=2, **options)
     trainer.train()
     expected = lines(run)
@@ -163,7 +165,7 @@ def test_run_reports_every_metric(make, tmp_path) -> None:
         assert set(kept) == set(config)
     assert wandb_exit_code(run) == 0
     (record,) = [r.run for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
-    assert (record.display_name, record.project) == ("third try", "rlhf_pg")
+    assert (record.display_name, record.project) == (RUN_NAME, "rlhf_pg")
 
 
 def test_resumed_run_continues_in_trackers(make, tmp_path) -> None:
