@@ -181,7 +181,7 @@ class Learner:
         return metrics
 
     def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
-        args, everyone = self.args, self.runtime.all_reduce_sum
+        args, all_sum = self.args, self.runtime.all_reduce_sum
         norms, skipped, drifted = list[float](), 0, False
         rates = {name: group["lr"] for name, group in self._rates.items()}
         for number, (iteration, minibatch) in enumerate(self._minibatches(batch, step)):
@@ -201,7 +201,7 @@ class Learner:
             elif (
                 norms  # the first update is always made: the policy is still the old one
                 and args.target_kl is not None  # the factor of Spinning Up and Stable-Baselines3
-                and seen.means(everyone(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
+                and seen.means(all_sum(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
             ):
                 drifted = True
                 self.trained.zero_grad_of(self.module)
@@ -270,9 +270,9 @@ class Learner:
 
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
-        args, everyone = self.args, self.runtime.all_reduce_sum
+        args, all_sum = self.args, self.runtime.all_reduce_sum
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
-        count = everyone(weight_count(minibatch.action_mask, args.aggregation))
+        count = all_sum(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self.micro_batches(minibatch))
         share = 1 / (self.runtime.world * len(micro_batches))
         balance = self.policy.balance
@@ -282,10 +282,10 @@ class Learner:
             # last: one more pass counts them.
             with torch.no_grad():
                 parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
-            chosen = everyone(torch.stack(parts).sum(0))
+            chosen = all_sum(torch.stack(parts).sum(0))
         right = None
         if minibatch.positive is not None:
-            right = everyone((minibatch.action_mask & minibatch.positive[:, None]).sum())
+            right = all_sum((minibatch.action_mask & minibatch.positive[:, None]).sum())
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
