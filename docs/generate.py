@@ -35,7 +35,13 @@ from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, Reward
 from rlhf_pg.config.method import MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
-from tests.distributed.layouts import LAYOUTS, Layout
+from tests.distributed.layouts import (
+    LAYOUTS,
+    SUPERVISED,
+    SUPERVISED_DOUBLE,
+    SUPERVISED_LAYOUTS,
+    Layout,
+)
 from tests.faults.rows import ROWS
 from tests.test_layers import FLOORS
 
@@ -415,6 +421,13 @@ def reliability() -> str:
         cells = [_distances(found, layout, job) for job in jobs]
         rows.append(f"| {layout.describe()} | {' | '.join(cells)} |")
     text = filled((ROOT / "docs" / "reliability.md").read_text(), "invariance", "\n".join(rows))
+    supervised = list(SUPERVISED | SUPERVISED_DOUBLE)
+    rows = [f"| | {' | '.join(supervised)} |", "|---" * (len(supervised) + 1) + "|"]
+    for layout in SUPERVISED_LAYOUTS:
+        of = found.get(str(layout), {})
+        cells = [f"{of[job]['weights']:.0e}" if job in of else "" for job in supervised]
+        rows.append(f"| {layout.describe()} | {' | '.join(cells)} |")
+    text = filled(text, "supervised", "\n".join(rows))
     return filled(text, "faults", faults())
 
 

@@ -125,7 +125,7 @@ def train_reward_model(
             if runtime.is_main:
                 final = whole.module
                 for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
-                    parameter.data = parameter.data.float()
+                    parameter.data = parameter.data.to(weight_dtype(args))
                 models.merge(final).save_pretrained(path)
                 tokenizer.save_pretrained(path)
 

@@ -157,3 +157,19 @@ LAYOUTS = [
     Layout("zero2_offload", 2),
     Layout("zero3_offload", 2),
 ]
+
+# Supervised runs on 11 rows in batches of 4: the last of an epoch has three.
+SUPERVISED: dict[str, dict[str, Any]] = {
+    "sft": {"algorithm": "sft"},
+    "sft, one by one": {"algorithm": "sft", "micro_batch_size": 1},
+    "sft, packed": {"algorithm": "sft", "packing": True, "label_smoothing": 0.1},
+    "sft, LoRA": {"algorithm": "sft", "use_peft": True, "lora_r": 2},
+    "reward model": {"algorithm": "reward_model"},
+    "reward model, one by one": {"algorithm": "reward_model", "micro_batch_size": 1},
+    "reward model, LoRA": {"algorithm": "reward_model", "use_peft": True, "lora_r": 2},
+}
+SUPERVISED_DOUBLE = {
+    f"{name}, float64": SUPERVISED[name] | {"dtype": "float64", "arch": "gpt2"}
+    for name in ("sft, one by one", "reward model")
+}
+SUPERVISED_LAYOUTS = [Layout("ddp", 2), Layout("ddp", 4), Layout("fsdp2", 2), Layout("zero3", 2)]
