@@ -20,7 +20,8 @@ def forget(monkeypatch):
     for name in ("mine", "helpers"):  # another file's tests may have left them
         sys.modules.pop(name, None)
     modules = dict(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = [path for path in sys.path if "pytest-of" not in path]  # nor the directories of others
+    monkeypatch.setattr(sys, "path", own)
     yield
     for name in sys.modules.keys() - modules.keys():
         del sys.modules[name]
