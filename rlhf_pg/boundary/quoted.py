@@ -27,10 +27,10 @@ def visible(text: str) -> str:
 
 
 def show(value: object) -> str:
-    """Return the `repr` of anything, `quoted`."""
+    """Return the `repr` of anything, as `quote` does a text."""
     return quote(repr(value))
 
 
 def tell(error: BaseException) -> str:
-    """Return an exception's type and message, `quoted`."""
+    """Return an exception's type and message, as `quote` does a text."""
     return quote(f"{type(error).__name__}: {error}")

@@ -253,7 +253,7 @@ class Preference(Objective):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the scores of the chosen and the rejected texts, and the margins, (B,3)."""
         ids, mask = (inputs[name].flatten(0, 1) for name in ("ids", "mask"))
-        with self.autocast():
+        with self.autocast(inputs):
             scores = sequence_scores(self.model, ids, mask).view(-1, 2)
         return torch.cat([scores, inputs["margins"][:, None]], dim=1)
 

@@ -134,7 +134,7 @@ class Likelihood(Objective):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return loss, correct tokens and trained tokens of each row, (B,3)."""
         given = {name: value for name, value in inputs.items() if name != "labels"}
-        with self.autocast():
+        with self.autocast(inputs):
             logits = self.model(**given, use_cache=False).logits
             return token_sums(logits, inputs["labels"], self.smoothing * self.training)
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from rlhf_pg import models
@@ -49,9 +48,9 @@ class Objective(nn.Module, ABC):
         super().__init__()
         self.model, self._dtype = model, getattr(torch, args.dtype)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Any]:
         """Compute in bfloat16 inside the block, if the config says so."""
-        kind = next(self.parameters()).device.type
+        kind = next(iter(inputs.values())).device.type  # weights may be offloaded
         return torch.autocast(kind, torch.bfloat16, self._dtype == torch.bfloat16)
 
     def count(self, row: Any) -> int:
@@ -115,7 +114,7 @@ class SupervisedTrainer:
         self.args = args
         self.objective, self.rows, self.held_out = objective, rows, held_out
         self.runtime, self.state = runtime, TrainState()
-        self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)  # steps
+        self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)
         steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self.total = args.max_steps if args.max_steps > 0 else steps
         longest = max(max(map(objective.size, own)) for own in (rows, *held_out.values()))
@@ -124,7 +123,16 @@ class SupervisedTrainer:
         prints["tokenizer"] = vocabulary_fingerprint(tokenizer)
         parts = {"model": FullWeights(model, runtime.splits, runtime.watch)}
         objective.to(runtime.loading_device)
-        optimizer, scheduler = optimizer_and_schedule(objective, args, self.total)
+        trained = [p for p in objective.parameters() if p.requires_grad]
+        groups = [
+            {"params": own, "weight_decay": decay}
+            for decay, is_wide in ((args.weight_decay, True), (0.0, False))  # biases, norms: none
+            if (own := [p for p in trained if (p.ndim >= 2) == is_wide])
+        ]
+        optimizer = AdamW(groups, lr=args.learning_rate, fused=True)
+        warmup = args.warmup_steps if args.warmup_steps >= 1 else self.total * args.warmup_steps
+        length = math.ceil(warmup), self.total
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *length)
         self.trained = runtime.prepare(objective, optimizer, args.max_grad_norm)
         self.checkpointer = Checkpointer(
             directory=Path(args.output_dir) / "checkpoints",
@@ -250,21 +258,6 @@ class SupervisedTrainer:
             inputs = self.objective.collate(part or rows[:1])
             there = {name: value.to(self.runtime.device) for name, value in inputs.items()}
             yield there, len(part), i + 1 == number
-
-
-def optimizer_and_schedule(
-    module: nn.Module, args: SupervisedConfig, total: int
-) -> tuple[Optimizer, LRScheduler]:
-    """Make AdamW, without decay for vectors (biases, norms), and its schedule of `total` steps."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": own, "weight_decay": decay}
-        for decay, is_wide in ((args.weight_decay, True), (0.0, False))
-        if (own := [p for p in trained if (p.ndim >= 2) == is_wide])
-    ]
-    optimizer = AdamW(groups, lr=args.learning_rate, fused=True)
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else total * args.warmup_steps
-    return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, math.ceil(warmup), total)
 
 
 def order(size: int, batch: int, seed: int, step: int) -> list[int]:

@@ -139,7 +139,7 @@ def _judge(paid: Tensor, completions: Sequence[Any], threshold: float, answer: A
 
 
 def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
-    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`, and errors.
+    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judge`, and errors.
 
     Rows of NaN are left out.
     """

@@ -131,6 +131,12 @@ def test_smoothed_loss_by_loop():
     assert sum(map(objective.count, ROWS)) == 3 + 2 + 6
 
 
+def test_precision_is_that_of_the_inputs_device():
+    with torch.device("meta"):  # as offloaded weights are elsewhere
+        objective = Likelihood(tiny_model("llama"), 0, SFTConfig(dtype="bfloat16"))
+    assert objective.autocast({"input_ids": torch.zeros(1, 1)}).device == "cpu"
+
+
 def test_rows_of_every_epoch_come_once():
     epochs = [[order(11, 4, 7, 3 * epoch + i) for i in range(3)] for epoch in (0, 1)]
     assert [len(batch) for batch in epochs[0]] == [4, 4, 3]
