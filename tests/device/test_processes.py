@@ -33,10 +33,10 @@ def launched(config: str, path: Path) -> dict[str, dict[str, Any]]:
     return {made["name"]: made for made in map(json.loads, file.read_text().splitlines())}
 
 
-SLOW = [pytest.param(config, marks=pytest.mark.slow) for config in ("zero2", "zero3")]
+SLOW = [pytest.param(config, marks=pytest.mark.slow) for config in ("ddp", "zero2", "zero3")]
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", *SLOW])
+@pytest.mark.parametrize("config", ["fsdp2", *SLOW])
 def test_two_gpus_match_one_cpu(expected: Any, config: str, tmp_path: Path) -> None:
     there = launched(config, tmp_path)
     for run in RUNS:
