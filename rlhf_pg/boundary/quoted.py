@@ -1,8 +1,11 @@
 """Quote foreign text (from servers, environments, reward functions) for logs and errors."""
 
 import re
+import traceback
+from pathlib import Path
 
 LONGEST = 1000  # characters
+LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(traceback.__file__).parent}/", "<frozen ")
 
 _USER = re.compile(r"(?<=://)[^\s/?#@]+@")
 _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
@@ -34,3 +37,10 @@ def show(value: object) -> str:
 def tell(error: BaseException) -> str:
     """Return an exception's type and message, as `quote` does a text."""
     return quote(f"{type(error).__name__}: {error}")
+
+
+def frames(error: BaseException) -> str:
+    """Return the frames of users' own files in a traceback, each as Python prints it."""
+    trace = traceback.extract_tb(error.__traceback__)
+    own = [x for x in trace if not (x.filename.startswith(LIBRARIES) or "-packages/" in x.filename)]
+    return visible(f"\n{''.join(traceback.format_list(own))}".rstrip())

@@ -17,11 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quote, visible
+from rlhf_pg.boundary.quoted import frames, quote, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
-OURS = (__file__, importlib.__file__, "<frozen importlib")  # frames to omit from tracebacks
 
 
 def load(name: str) -> Any:
@@ -44,12 +43,9 @@ def load(name: str) -> Any:
             _search(where)
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
-            trace = trace.tb_next
-        said = visible("".join(traceback.format_exception(error.with_traceback(trace))).rstrip())
+        said = visible("".join(traceback.format_exception_only(error)).rstrip())
         what = f"{quote(name)} cannot be imported from {quote(str(where))}"
-        raise ValueError(f"{what}:\n{said}") from None
+        raise ValueError(f"{what}:{frames(error)}\n{said}") from error
     found = getattr(module, attribute, None)
     if inspect.isclass(found) or not callable(found):
         functions = inspect.getmembers(module, inspect.isfunction)

@@ -8,10 +8,13 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import rlhf_pg
+from rlhf_pg.boundary.quoted import frames, tell
 from rlhf_pg.cli.options import USAGE, parser_of
+from rlhf_pg.config.parse import fail
 
 # Files of commands if their names differ, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=list(USAGE), metavar="COMMAND")
     first, *flags = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = parser.parse_args([first]).command
-    try:
+    with explaining_errors(command):
         if {*HELP} & set(flags):
             print(help_of(command, flags), flush=True)
             raise SystemExit(0)
@@ -45,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")
         module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
         getattr(module, "evaluate" if command == "eval" else command)(flags)
+
+
+@contextmanager
+def explaining_errors(command: str = "train") -> Iterator[None]:
+    """Print a user's error without our frames, and exit; with RLHF_PG_DEBUG=1, raise it."""
+    try:
+        yield
     except KeyboardInterrupt:
         resume = ": if a step was finished, resume with --resume_from_checkpoint latest"
         print(f"interrupted{resume if command in ('train', 'demo') else ''}", file=sys.stderr)
@@ -53,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        from rlhf_pg.config.parse import fail
-        from rlhf_pg.rollout.engine import RolloutError
-
-        if isinstance(error, OSError) and command in ("report", "compare"):
-            fail(f"{error}: write it elsewhere with --out")
-        if not isinstance(error, ValueError | RolloutError):  # their messages are enough
+        own, is_ours = frames(error), type(error).__module__.startswith("rlhf_pg.")
+        says_enough = own or is_ours or isinstance(error, ValueError | OSError | FloatingPointError)
+        if os.environ.get("RLHF_PG_DEBUG") or not says_enough:
             raise
-        fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        said = f"{tell(error)}{own}" if own else str(error)
+        if isinstance(error, OSError) and command in ("report", "compare"):
+            said += ": write it elsewhere with --out"
+        fail("\n".join([said, *getattr(error, "__notes__", ())]))
 
 
 def help_of(command: str, flags: Sequence[str]) -> str:

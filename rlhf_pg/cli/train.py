@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rlhf_pg.cli.main import explaining_errors
 from rlhf_pg.cli.recipes import CONFIGS, config_type_of, find_recipe, split_recipe
 from rlhf_pg.config.parse import parse
 from rlhf_pg.supervised import train_sft
@@ -19,6 +20,7 @@ def train(flags: Sequence[str]) -> None:
     run_recipe(algorithm, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
 
 
+@explaining_errors()
 def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Read a config from flags, by default those of the command line, and train with it.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from rlhf_pg.boundary.quoted import show, tell
+from rlhf_pg.boundary.quoted import frames, show, tell
 from rlhf_pg.boundary.user_code import begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
@@ -150,7 +150,7 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     except CallFailed:
         raise
     except (Exception, SystemExit) as error:
-        raise CallFailed(f"raised {tell(error)}") from error
+        raise CallFailed(f"raised {tell(error)}{frames(error)}") from error
 
 
 async def call_async(
@@ -165,7 +165,7 @@ async def call_async(
         raise
     except (Exception, asyncio.CancelledError, SystemExit) as error:
         late = CallFailed.late(timeout) if limit.expired() else None
-        raise late or CallFailed(f"raised {tell(error)}") from error
+        raise late or CallFailed(f"raised {tell(error)}{frames(error)}") from error
 
 
 def read_scores(returned: Any, count: int) -> list[Any]:

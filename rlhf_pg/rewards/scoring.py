@@ -208,7 +208,8 @@ class Rewards:
                         placed = _place(answer.scores, part.completion_ids, mask[own])
                     except CallFailed as failure:
                         about = "" if is_model else f" (prompt {show(part.prompts[0])})"
-                        error = f"reward function {source.name} {failure}{about}"
+                        what, end, where = str(failure).partition("\n")
+                        error = f"reward function {source.name} {what}{about}{end}{where}"
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
                         judgement.first_failure = judgement.first_failure or error

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_pg.cli import main
+from rlhf_pg.cli.train import run_recipe
 from rlhf_pg.config import (
     GRPOConfig,
     PPOConfig,
@@ -155,3 +156,19 @@ def test_keyboard_interrupt_exits_with_code_130(monkeypatch, capsys) -> None:
         main(["demo"])
     assert exit_.value.code == 130
     assert capsys.readouterr().err.startswith("interrupted: if a step was finished, resume with")
+
+
+@pytest.mark.parametrize("run", [lambda: main(["train", "ppo"]), lambda: run_recipe("ppo", [])])
+def test_error_of_user_code_shows_its_frames_alone(run, monkeypatch, capsys) -> None:
+    def lost(*_) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("rlhf_pg.cli.train.parse", lost)
+    with pytest.raises(SystemExit):
+        run()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split('"')[1] for line in lines if "File" in line] == [__file__]
+    assert lines[0] == "error: KeyError: 'lost'"
+    monkeypatch.setenv("RLHF_PG_DEBUG", "1")
+    with pytest.raises(KeyError):
+        run()

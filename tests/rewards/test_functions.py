@@ -358,6 +358,8 @@ def test_exception_names_function_and_keeps_cause():
     with pytest.raises(ValueError, match="failure raised KeyError: 'answer'") as caught:
         call(length, failure)
     assert isinstance(caught.value.__cause__, KeyError)
+    where = f'  File "{__file__}", line {failure.__code__.co_firstlineno + 1}, in failure'
+    assert [x for x in str(caught.value).split("\n") if x.startswith("  File")] == [where]
 
     async def short(**_):
         return [1.0]

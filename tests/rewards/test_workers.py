@@ -127,7 +127,7 @@ def short(function, **options):
 def test_error_names_function_and_prompt(fault):
     with pytest.raises(ValueError, match=rf"^reward function {fault.__name__} ") as error:
         totals(short(fault))
-    assert re.search(FAULTS[fault] + r".* \(prompt 'p'\)$", str(error.value))
+    assert re.search(FAULTS[fault] + r".* \(prompt 'p'\)($|\n)", str(error.value))
 
 
 @pytest.mark.fault(27, "with on_reward_error drop the other prompts keep their scores")
