@@ -23,8 +23,10 @@ from rlhf_pg.report.run_files import (
     TRACE,
     JsonLines,
     StepRecord,
+    read,
     tokens_file,
 )
+from rlhf_pg.report.troubles import troubles
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class Journal:
         self._trace = JsonLines(directory / TRACE, after_step, synced=False)
         self._directory = directory
         self._report = LiveReport(directory)
+        self._lines = read(directory / METRICS)
+        self._warned = {trouble.title for trouble in troubles(self._lines)}
         for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
             if int(file.stem[-8:]) > after_step:  # a resumed run repeats this step
                 file.unlink()
@@ -126,6 +130,7 @@ class Journal:
             return
         self._metrics.write(metrics)
         self._report.update()
+        self._warn(metrics)
         step = metrics["step"]
         if "eval_reward" in metrics:
             sampled, greedy = (_spell(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
@@ -135,6 +140,15 @@ class Journal:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
+
+    def _warn(self, metrics: dict[str, Any]) -> None:
+        """Show the troubles of the run in its first and latest steps, each of them once."""
+        self._lines.append(metrics)
+        del self._lines[20:-20]  # or else the rules would take longer with every step
+        for trouble in troubles(self._lines):
+            if trouble.title not in self._warned:
+                self._warned.add(trouble.title)
+                self.say(f"step {trouble.step}: {trouble.title} ({trouble.key}). {trouble.text}")
 
     def trace(self, line: Mapping[str, Any]) -> None:
         """Save a line of trace.jsonl."""

@@ -60,6 +60,8 @@ Several attempts | eval_*pass@* eval_*majority@* | Share solved by one of k, and
 Held-out length | eval_*completions/mean_length | Mean tokens of a completion.
 """
 NO_CURVES = {"step", "num_tokens"}  # they are the axes
+# With one update per step these are constant whatever happens, and then left out.
+OF_SEVERAL_UPDATES = ("approx_kl", "ratio", "ratio_overflow", "clip_ratio/*")
 
 
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
@@ -160,7 +162,9 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
     width = -(-len(lines) // MOST_POINTS) or 1
     ends = np.minimum(np.arange(width, len(lines) + width, width), len(lines)) - 1
     curves = {}
-    for key in known.keys() - NO_CURVES:
+    of_several = {key for name in OF_SEVERAL_UPDATES for key in fnmatch.filter(known, name)}
+    still = {key for key in of_several if np.nanmin(known[key]) == np.nanmax(known[key])}
+    for key in known.keys() - NO_CURVES - still:
         parts = np.append(known[key], [np.nan] * (-len(lines) % width)).reshape(-1, width)
         means = np.ma.masked_invalid(parts).mean(1).filled(np.nan)
         curves[key] = [None if np.isnan(mean) else float(f"{mean:.6g}") for mean in means]

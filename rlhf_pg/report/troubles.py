@@ -1,14 +1,15 @@
 """Known troubles in the curves of a run: their kind, their first step and a remedy.
 
-Each rule uses the mean over a window of steps, so that a single bad step is not reported, and
-skips steps in which its metric was not computed.
+Each rule uses the mean over a window of steps, so that a single bad step is not reported unless it
+is enough to ruin a policy, and skips steps in which its metric was not computed.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-from typing import Any, TypeGuard
+from math import inf
+from statistics import fmean, median, pstdev
+from typing import Any, NamedTuple, TypeGuard
 
 WINDOW = 10  # steps
 
@@ -27,52 +28,84 @@ class Trouble:
     text: str  # explanation and remedy
 
 
+class Rule(NamedTuple):
+    """What makes a stretch of a curve bad; without points, those of the metric itself."""
+
+    key: str
+    points: Points | None
+    is_bad: Callable[[float], bool]
+    title: str
+    text: str
+    window: int = WINDOW
+
+
 def troubles(lines: Sequence[Line]) -> list[Trouble]:
     """Return the troubles of a run, from the lines of its steps; the earliest first."""
     entropy, kl, norms = (values(lines, key) for key in ("entropy", "kl", "grad_norm"))
     first_entropy = fmean(x for _, x in entropy[:WINDOW]) if len(entropy) > WINDOW else 0.0
     usual_kl = median(x for _, x in kl[: max(WINDOW, len(kl) // 2)]) if kl else 0.0
     usual_norm = median(x for _, x in norms) if norms else 0.0
-    length = "completions/mean_length"
-    rules: list[tuple[str, Points | None, Callable[[float], bool], str, str]] = [
-        (
+    early, length = _early_entropy(lines), "completions/mean_length"
+    rules = [
+        Rule(
             *("entropy", entropy, lambda mean: mean < 0.05 * first_entropy, "Entropy collapse"),
             "Below 5% of what it was: the completions of a prompt are nearly the same, so little "
             "more can be learnt. If the reward is not yet good, begin again with entropy_coef, a "
             "larger epsilon_high or a smaller learning rate.",
         ),
-        (
+        Rule(
+            *("entropy", early, lambda x: x < max(1e-3, 0.05 * early[0][1]), "All the same"),
+            "Completions of a prompt no longer differ, and the reward has not risen. Begin again "
+            "with a smaller learning_rate; if they were so from the first step, raise temperature.",
+            window=3,
+        ),
+        Rule(
             *("kl", kl, lambda mean: mean > max(0.5, 4 * usual_kl), "KL explosion"),
             "The policy has left its reference far behind, often to exploit the reward: read the "
             "completions. Use a larger beta, a smaller learning rate, or an earlier checkpoint.",
         ),
-        (
-            *("approx_kl", None, lambda mean: mean > 0.1, "Steps too large"),
-            "One step moves the policy further than its clipping assumes. Use a smaller learning "
-            "rate, fewer num_iterations, or target_kl.",
+        Rule(
+            *("approx_kl/after", None, lambda kl: kl > 0.25, "Step too large"),
+            "It has moved the policy so far that the reward may not come back. Begin again, or "
+            "from an earlier checkpoint, with a tenth of the learning_rate (about 1e-6 for all "
+            "weights, 1e-5 to 2e-4 for LoRA), fewer num_iterations, or target_kl.",
+            window=1,
         ),
-        (
+        Rule(
+            *("reward", _falls(lines), lambda share: share > 1, "Reward falls"),
+            "It has lost half of its height. If it stays there, read the completions, and begin "
+            "from an earlier checkpoint with a smaller learning_rate or a larger beta.",
+            window=1,
+        ),
+        Rule(
+            *("reward", _paid(lines), lambda paid: paid == 0, "Reward is always 0"),
+            "No completion scores, so nothing can be learnt: read completions.jsonl. Check that "
+            "the reward finds the answer; else use easier prompts, a longer "
+            "max_completion_length, a reward for the format, or SFT first.",
+            window=5,
+        ),
+        Rule(
             *("frac_reward_zero_std", None, lambda mean: mean >= 0.9, "All groups equal"),
             "Nearly every prompt has one score for all its completions, from which group baselines "
             "learn nothing: the prompts are too easy or too hard, or the reward has too few steps.",
         ),
-        (
+        Rule(
             *("completions/clipped_ratio", None, lambda x: x >= 0.9, "Everything truncated"),
             "Nearly no completion ends by itself. Check that the model knows its stop token and "
             "chat template, or raise max_completion_length; missing_eos_penalty rewards ending.",
         ),
-        (
+        Rule(
             *(length, *_paid_lengths(lines, length), "Reward up while length runs away"),
             "Completions are over twice as long as at first, and the reward rises with them. Check "
             "in the token view that length itself is not what is paid; overlong_buffer or a reward "
             "of length holds it back.",
         ),
-        (
+        Rule(
             *("grad_norm", norms, lambda mean: mean > 50 * usual_norm > 0, "Gradients explode"),
             "The gradient is far longer than it usually is. Use a smaller learning rate or "
             "max_grad_norm, and look at the longest completions.",
         ),
-        (
+        Rule(
             *("explained_variance", values(lines, "explained_variance")[2 * WINDOW :]),
             *(lambda mean: mean < 0, "The critic foresees nothing"),
             "Its values are worse than a constant, and add noise to the advantages. Raise "
@@ -80,14 +113,52 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
         ),
     ]
     found = []
-    for key, points, is_bad, title, text in rules:
-        points = values(lines, key) if points is None else points
-        if stretch := _stretch(points, is_bad):
-            found.append(Trouble(key, *stretch, title, text))
+    for rule in rules:
+        points = values(lines, rule.key) if rule.points is None else rule.points
+        if stretch := _stretch(points, rule.is_bad, rule.window):
+            found.append(Trouble(rule.key, *stretch, rule.title, rule.text))
     text = "`rlhf-pg replay RUN --step N` shows the completions of such a step."
     skipped = [step for step, count in values(lines, "skipped_updates") if count > 0]
     found += [Trouble("skipped_updates", n, None, "Updates skipped", text) for n in skipped[:1]]
     return sorted(found, key=lambda trouble: (trouble.until is not None, trouble.step))
+
+
+def _rewards(lines: Sequence[Line]) -> list[tuple[int, float, float]]:
+    """Return the steps that have a reward, each with its mean and its standard deviation."""
+    spread = dict(values(lines, "reward_std"))
+    return [(step, reward, spread.get(step, 0.0)) for step, reward in values(lines, "reward")]
+
+
+def _paid(lines: Sequence[Line]) -> Points:
+    """Return a number per step that is 0 where every completion scored 0."""
+    return [(step, abs(reward) + std) for step, reward, std in _rewards(lines)]
+
+
+def _falls(lines: Sequence[Line]) -> Points:
+    """Return how far the mean of two rewards is below the best earlier mean, 1 being alarming.
+
+    Alarming is half of the best mean's height above 0 (or above the lowest reward, if that is less)
+    and beyond chance: half a standard deviation of scores, four of the means of steps.
+    """
+    rows, points, best, limit = _rewards(lines), Points(), -inf, inf
+    for i in range(5, len(rows)):
+        earlier = [reward for _, reward, _ in rows[max(0, i - 1 - WINDOW) : i - 1]]
+        if (mean := fmean(earlier)) > best:
+            lowest = min(0.0, *(reward for _, reward, _ in rows[: i + 1]))
+            best, spread = mean, fmean(std for _, _, std in rows[max(0, i - 1 - WINDOW) : i - 1])
+            limit = max((best - lowest) / 2, spread / 2, 4 * pstdev(earlier), 1e-9)
+        points.append((rows[i][0], (best - (rows[i - 1][1] + rows[i][1]) / 2) / limit))
+    return points
+
+
+def _early_entropy(lines: Sequence[Line]) -> Points:
+    """Return the entropy of the first steps, infinite where the reward has clearly risen."""
+    entropy, rows = dict(values(lines, "entropy")), _rewards(lines)[:WINDOW]
+    return [
+        (step, inf if reward > rows[0][1] + rows[0][2] / 4 else entropy[step])
+        for step, reward, _ in rows
+        if step in entropy
+    ]
 
 
 def _paid_lengths(lines: Sequence[Line], key: str) -> tuple[Points, Callable[[float], bool]]:
@@ -116,17 +187,19 @@ def is_number(value: Any) -> TypeGuard[float]:
     return is_real and abs(value) <= sys.float_info.max
 
 
-def _stretch(points: Points, is_bad: Callable[[float], bool]) -> tuple[int, int | None] | None:
+def _stretch(
+    points: Points, is_bad: Callable[[float], bool], window: int
+) -> tuple[int, int | None] | None:
     """Return the latest stretch of steps with a bad mean of the window, if any."""
     bad = [
-        is_bad(fmean(value for _, value in points[end - WINDOW : end]))
-        for end in range(WINDOW, len(points) + 1)
+        is_bad(fmean(value for _, value in points[end - window : end]))
+        for end in range(window, len(points) + 1)
     ]
     if not any(bad):
         return None
     last = len(bad) - 1 - bad[::-1].index(True)
     first = next((i + 1 for i in range(last, -1, -1) if not bad[i]), 0)
     # The first step that is bad itself in the first bad window: trouble rarely begins at once.
-    window = points[first : first + WINDOW]
-    began = next((step for step, value in window if is_bad(value)), window[0][0])
-    return began, None if last == len(bad) - 1 else points[last + WINDOW - 1][0]
+    begins = points[first : first + window]
+    began = next((step for step, value in begins if is_bad(value)), begins[0][0])
+    return began, None if last == len(bad) - 1 else points[last + window - 1][0]

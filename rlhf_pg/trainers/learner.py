@@ -175,9 +175,8 @@ class Learner:
                 f"{before} steps before it (max_skipped_steps); none of them changed the weights. "
                 "Lower learning_rate or max_grad_norm, or use dtype float32"
             )
-        if self.follows_old_kl:
-            moves = metrics["num_updates"] and not self.trains_critic_alone(step)
-            metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
+        moves = metrics["num_updates"] and not self.trains_critic_alone(step)
+        metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
         return metrics
 
     def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
@@ -255,14 +254,19 @@ class Learner:
                 yield iteration, batch.select(rows)
 
     def _kl_after_updates(self, batch: Batch) -> float:
-        """Measure KL(old || new) per trained token, over all rows of the step and all processes.
+        """Measure KL(old || new) per trained token, over rows of the step on all processes.
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
-        This takes one more forward pass: the updates saw only the policy before each of them. The
-        rows are those that were trained on, whose ratios moved most: in small runs it is 1.1 to 3.2
-        times the KL on completions that are drawn anew.
+        This takes one more forward pass, of every 16th prompt's rows, or of all rows where
+        something follows the number. The updates trained on these rows, whose ratios moved most:
+        in small runs it is 1.1 to 3.2 times the KL on completions that are drawn anew.
         """
+        if batch.old_logprobs is None:  # the only update has computed them
+            batch = batch.with_columns(old_logprobs=self.before)
+        if not self.follows_old_kl:
+            is_seen = batch.groups % min(16, self.args.prompts_per_step) == 0
+            batch = batch.select(is_seen.nonzero().squeeze(1))
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
@@ -286,13 +290,19 @@ class Learner:
         right = None
         if minibatch.positive is not None:
             right = all_sum((minibatch.action_mask & minibatch.positive[:, None]).sum())
-        for i, (_, batch) in enumerate(micro_batches):
+        first = minibatch.old_logprobs is None and not self.updates_begun
+        if first:
+            self.before = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
+        for i, (rows, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
                 if self.agreement.waits:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
                     batch = batch.with_columns(old_logprobs=new.logprobs.detach())
+                if first and rows is not None:
+                    place = to_device(rows, self.before.device)
+                    self.before[place, : new.logprobs.shape[1]] = new.logprobs.detach()
                 per_token, metrics = self.loss(new, batch)
                 weights = token_weights(
                     batch.action_mask,

@@ -184,6 +184,14 @@ def test_log_output_is_about_twenty_lines(tmp_path, capsys, steps, shown):
     assert [line for line in lines if line] == [f"step {s}/{steps}  {expected}" for s in shown]
 
 
+def test_trouble_is_printed_once(tmp_path, capsys):
+    for after_step in (0, 3):
+        journal = Journal(tmp_path, after_step, is_main=True)
+        for step in range(after_step + 1, after_step + 4):
+            journal.step(metrics_of(step, **{"approx_kl/after": 0.5}))
+    assert capsys.readouterr().out.count("approx_kl/after") == 1
+
+
 def test_resumed_journal_continues_after_its_step(tmp_path, capsys):
     first = Journal(tmp_path, 0, is_main=True)
     run(first, 3)

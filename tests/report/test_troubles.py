@@ -26,7 +26,10 @@ def found(**curves: Sequence[Any]) -> list[tuple[str, int, int | None]]:
 BAD = {
     "Entropy collapse": ({"entropy": [1.0] * 30 + [0.01] * 20}, 31),
     "KL explosion": ({"kl": [0.02] * 40 + [3.0] * 15}, 41),
-    "Steps too large": ({"approx_kl": [0.001] * 20 + [0.5] * 12}, 21),
+    "Step too large": ({"approx_kl/after": [0.001, 0.5]}, 2),
+    "Reward falls": (FALL := {"reward": [0.6] * 5 + [0.07] * 3, "reward_std": [0.5] * 8}, 7),
+    "Reward is always 0": ({"reward": [0.0] * 5, "reward_std": [0.0] * 5}, 1),
+    "All the same": ({"reward": [0.5] * 6, "entropy": [1.0] * 3 + [0.01] * 3}, 4),
     "All groups equal": ({"frac_reward_zero_std": [0.2] * 20 + [1.0] * 12}, 21),
     "Everything truncated": ({"completions/clipped_ratio": [0.0] * 20 + [1.0] * 12}, 21),
     "Reward up while length runs away": (
@@ -41,11 +44,20 @@ GOOD = {
     "entropy that falls to a tenth": {"entropy": [math.exp(-i / 20) for i in range(46)]},
     "KL that is high from the start": {"kl": [0.4] * 60},
     "KL with one peak": {"kl": [0.02] * 30 + [4.0] + [0.02] * 30},
+    "reward that falls by less than half": FALL | {"reward": [0.6] * 5 + [0.35] * 3},
+    "reward that is noisy": FALL | {"reward": [0.9, 0.2, 0.1, 0.8, 0.7, 0.1, 0.1, 0.1]},
+    "costs that get worse within their spread": FALL | {"reward": [-0.3] * 5 + [-0.5] * 3},
+    "reward that is 0 at first": {"reward": [0.0] * 4 + [0.1], "reward_std": [0.0] * 4 + [0.1]},
+    "a task that is soon solved": {
+        "reward": [0.1] * 3 + [1.0] * 6,
+        "entropy": [1.0] * 3 + [0.01] * 6,
+    },
+    "one larger step": {"approx_kl/after": [0.001, 0.09]},
     "groups half equal": {"frac_reward_zero_std": [0.85] * 40},
     "long completions from the start": {LENGTH: [900.0] * 50, "reward": [0.5] * 50},
     "length that grows while the reward falls": {
         LENGTH: [100.0] * 30 + [900.0] * 20,
-        "reward": [0.6] * 30 + [0.1] * 20,
+        "reward": [0.6] * 30 + [0.4] * 20,
     },
     "short completions that double": {
         LENGTH: [4.0] * 30 + [9.0] * 20,

@@ -68,6 +68,7 @@ ONCE = {"num_iterations": 1}
 UPDATES = [
     (GRPOTrainer, {"num_iterations": 3}),
     (ReinforceTrainer, ONCE | {"advantage_estimator": "returns"}),
+    (GRPOTrainer, ONCE | {"kl_adaptive_lr": None}),
     (PPOTrainer, {"num_iterations": 2, "policy_loss": "kl_penalty", "old_kl_target": 0.1}),
 ]
 
@@ -77,7 +78,7 @@ UPDATES = [
 def test_kl_after_updates_matches_exact_kl(trainer_type, options, tmp_path) -> None:
     """The batch has every completion as often as it is likely, so that its mean is the KL."""
     if "old_kl_target" not in options:
-        options = options | {"kl_adaptive_lr": 1.0}
+        options = {"kl_adaptive_lr": 1.0} | options
     trainer = make_trainer(
         trainer_type, tmp_path / "run", num_generations=9, learning_rate=0.03, **options
     )
