@@ -60,7 +60,7 @@ class RewardInputs:
     """Completions and their data for reward functions, as lists with an entry for each.
 
     A function gets the arguments that it names, and with **kwargs all but `ON_REQUEST`. A column of
-    the dataset takes precedence; one with a name of `SAMPLED` is a ValueError.
+    the dataset takes precedence.
     """
 
     prompts: Sequence[Any]
@@ -71,11 +71,6 @@ class RewardInputs:
     truncated: Sequence[bool] | None = None  # by a limit; a stop string sets neither
     environments: Sequence[Any] | None = None
     state: Any = None  # a `transformers.TrainerState`, for `step` and `trainer_state`
-
-    def __post_init__(self) -> None:
-        if taken := self.columns.keys() & SAMPLED:
-            what = f"the dataset column {taken.pop()!r}"
-            raise ValueError(f"{what} has the name of an argument of every function: rename it")
 
     def lists(self) -> dict[str, Any]:
         """Return the completions and their data, without the columns."""

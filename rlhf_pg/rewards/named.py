@@ -13,7 +13,7 @@ from rlhf_pg.config.fields import check_options
 from rlhf_pg.config.files import absolute, locate_reward
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
-from rlhf_pg.rewards.functions import SAMPLED
+from rlhf_pg.rewards.functions import ON_REQUEST, SAMPLED, UNCOPIED
 
 PYTHON = "python:"  # prefix for rewards given in Python that cannot be found by a name
 
@@ -34,6 +34,28 @@ def settle_rewards(
     rewards = [args.reward_model_name_or_path, *(named or [own])]
     said = describe(args.reward_funcs, named)
     return [reward for reward in rewards if reward is not None], said, {}
+
+
+def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any]) -> None:
+    """Refuse a function with an argument that is neither the run's nor a column (ValueError)."""
+    known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state"}
+    for what, data in datasets.items():
+        if data is None or data.format["type"] == "custom":  # a transform may make other columns
+            continue
+        columns = [name for name in data.column_names if name != "prompt"]
+        if taken := [name for name in columns if name in SAMPLED]:
+            raise ValueError(f"{what}: rename column {taken[0]!r}, an argument of every reward")
+        for reward in filter(callable, rewards):
+            asked = inspect.signature(reward).parameters.values()
+            needed = [p.name for p in asked if p.default is p.empty and str(p)[0] != "*"]
+            needed += getattr(reward, "columns", ())
+            if missing := [name for name in needed if name not in known.union(columns)]:
+                name = getattr(reward, "__name__", type(reward).__name__)
+                raise ValueError(
+                    f"reward function {name} needs {missing[0]!r}: there are {', '.join(SAMPLED)} "
+                    f"and the columns of {what} ({', '.join(columns) or 'none'}); change its "
+                    "signature or its option column, or rename a column by dataset_columns"
+                )
 
 
 def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:

@@ -128,8 +128,6 @@ class Judge:
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float]:
         """Return one score per completion, from 0 to 1 (ValueError: there is no verdict)."""
-        if missing := set(self.columns) - columns.keys():
-            raise ValueError(f"the dataset has no column {min(missing)!r} for the judge")
         table = {"prompt": prompts, "completion": completions}
         table |= {name: columns[name] for name in self.columns}
         bodies, keys = {}, []

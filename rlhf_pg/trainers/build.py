@@ -27,7 +27,7 @@ from rlhf_pg.data.inputs import settle_data
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
 from rlhf_pg.report.trackers import Trackers
-from rlhf_pg.rewards.named import settle_rewards
+from rlhf_pg.rewards.named import check_arguments, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout.factory import (
@@ -102,13 +102,13 @@ def build(
     rewards, trainer.described, recorded = settle_rewards(
         reward_funcs, args, None if task is None else task.reward
     )
+    held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
+    check_arguments(rewards, {"train_dataset": train_dataset, **held_out})
     if not trainer.trains and eval_dataset is not None:
         recorded |= args.without_names()
     trainer.recorded = recorded | {"given_in_python": again}
     if trainer.trains and args.eval_steps and not eval_datasets:
-        raise ValueError(
-            "eval_steps needs an eval_dataset, or dataset_test_split or eval_dataset_name"
-        )
+        raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
     model = model or args.model_name_or_path
     if task is not None:
         tools = task.tools if tools is None else tools

@@ -234,7 +234,7 @@ def test_arguments_that_say_nothing_are_not_given():
         ({"dataset_name": []}, "train_dataset: set dataset_name"),
         ({"dataset_columns": {}}, "no column 'prompt' .it has question, answer"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
-        ({"eval_steps": 1}, "eval_steps needs an eval_dataset, or dataset_test_split"),
+        ({"eval_steps": 1}, "eval_steps needs an eval_dataset"),
         (
             {"system_prompt": "Be brief.", "chat_template_kwargs": {"tools": []}},
             "multiple values for keyword argument 'tools'",

@@ -370,11 +370,6 @@ def test_exception_names_function_and_keeps_cause():
         call(says(torch.ones(3, device="meta")))
 
 
-def test_column_named_like_sampled_input_raises():
-    with pytest.raises(ValueError, match="the dataset column 'prompts' has the name of"):
-        call(length, columns={"prompts": ["another"] * 3})
-
-
 def test_source_of_function_or_object_has_a_fingerprint():
     assert source_fingerprint(length) == source_fingerprint(Length()) is not None
     assert source_fingerprint(functools.partial(length)) == source_fingerprint(length)

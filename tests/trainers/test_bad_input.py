@@ -5,9 +5,11 @@ import math
 import pytest
 
 from rlhf_pg import GRPOTrainer, RLOOConfig
+from rlhf_pg.rewards.verifiers import make_verifier
 from rlhf_pg.tasks import arithmetic
 
 DATA = arithmetic().train_dataset
+UNLOADED = {"model": "there/is/none"}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,10 @@ DATA = arithmetic().train_dataset
         ),
         ({"train_dataset": DATA.to_iterable_dataset()}, r"train_dataset: .*read it first"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
+        # Before a model is loaded.
+        (UNLOADED | {"reward_funcs": lambda answers, **_: []}, r"'answers'.*train_dataset .answer"),
+        (UNLOADED | {"reward_funcs": make_verifier("exact", {"column": "to"})}, "exact needs 'to'"),
+        (UNLOADED | {"eval_dataset": [{"prompt": "", "prompts": ""}]}, "eval_dataset.* 'prompts'"),
     ],
 )
 def test_bad_trainer_argument_raises(make, options, message) -> None:

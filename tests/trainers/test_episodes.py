@@ -282,8 +282,8 @@ def test_failed_episode_leaves_metrics_unchanged(tmp_path: Path) -> None:
 def test_reward_functions_skip_failed_episodes(tmp_path: Path) -> None:
     asked = []
 
-    def length(completions, answer, **_):
-        asked.append(list(zip(completions, answer, strict=True)))
+    def length(completions, **columns):
+        asked.append(list(zip(completions, columns["answer"], strict=True)))
         return [float(len(text)) for text in completions]
 
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=length)

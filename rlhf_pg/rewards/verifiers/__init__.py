@@ -44,6 +44,11 @@ class Verifier:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the dataset that the reward needs."""
+        return (self.options["column"],) if "column" in self.options else ()
+
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -52,15 +57,9 @@ class Verifier:
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return one score per completion: None where the truth is None, and with a warning where
-        it is unreadable. ValueError if there is no column with the truth.
+        it is unreadable.
         """
         column: Any = self.options.get("column")
-        if column is not None and column not in columns:
-            raise ValueError(
-                f"reward {self.name} finds no column {column!r} in the dataset (it has: "
-                f"{', '.join(map(repr, columns)) or 'none'}): set the option `column` to the one "
-                "with the truth"
-            )
 
         def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
             try:
@@ -71,7 +70,7 @@ class Verifier:
                 return None
 
         blank: Any = [""] * len(completions)
-        rows = (completions, completion_ids or blank, columns.get(column, blank))
+        rows = (completions, completion_ids or blank, columns[column] if column else blank)
         # Mathematics and programs run in their own processes, which should keep all cores busy.
         if self.name not in WAITING:
             return list(map(apply, *rows))
