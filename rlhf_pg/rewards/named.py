@@ -130,7 +130,7 @@ def describe(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
             what = f"loads the reward model {quote(reward)}"
         elif where := getattr(reward, "where", None):  # a server's address
             what = f"sends completions to {where}"
-        elif getattr(reward, "is_ready_made", False):
+        elif module == "rlhf_pg.rewards.verifiers":
             what = "ready-made"
         else:
             file = getattr(sys.modules.get(module), "__file__", None) or module

@@ -110,7 +110,7 @@ class Rewards:
             source = Source.of(next(name for name in names if name not in taken), function)
             if getattr(function, "is_reward_model", False):
                 source = replace(source, kind="model")
-            is_ready_made = getattr(function, "is_ready_made", False)
+            is_ready_made = getattr(function, "__module__", "") == "rlhf_pg.rewards.verifiers"
             stays = is_ready_made or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
                 source = replace(source, kind="worker")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bind
@@ -79,14 +79,9 @@ def build(
     # The run's inputs, from Python or the config, which never change from here on.
     args = args.locate()
     check_precision(args.dtype)
+    trainer.callbacks, trainer.history = [], []
     for callback in callbacks or ():
-        if not isinstance(callback, Callback):
-            raise ValueError(
-                f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
-                "instantiate a class; write a transformers callback's on_step_end as "
-                "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
-            )
-    trainer.callbacks = list(callbacks or ())
+        trainer.add_callback(callback)
     arguments: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
     arguments["quantization_config"] = quantization_config
     if trainer.trains:

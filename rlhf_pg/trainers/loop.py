@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import TrainerState
+from transformers.trainer_utils import TrainOutput
 
+from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
@@ -63,7 +65,8 @@ class TrainingLoop(ABC):
     recorded: Mapping[str, Any]  # keys to add to config.yaml: data, rewards
     trackers: Trackers
     termination: Termination
-    callbacks: Sequence[Callback]
+    callbacks: list[Callback]
+    history: list[dict[str, Any]]  # the lines of metrics.jsonl of this process's steps
     journal: Journal | None = None  # while the run trains
     observers: Sequence[Callable[[Batch], None]] = ()  # called with a batch that was trained on
 
@@ -76,8 +79,8 @@ class TrainingLoop(ABC):
         """Return metrics of the evaluation dataset, `eval_reward` among them."""
 
     @broadcasts_failure
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
-        """Train to the last step, and write `final/` to the run directory.
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train to the last step, write `final/`, and return `metrics` of the last step and the loss.
 
         Args:
             resume_from_checkpoint: a checkpoint directory, or True or "latest" for the newest one
@@ -95,6 +98,9 @@ class TrainingLoop(ABC):
         choice = resume_from_checkpoint
         with run_dir_lock(Path(self.args.output_dir), self.runtime):
             self._train(self.args.resume_from_checkpoint if choice is None else choice)
+        losses = [line["loss"] for line in self.history if line["loss"] is not None]
+        last, mean = self.history[-1:], sum(losses) / len(losses) if losses else math.nan
+        return TrainOutput(self.state.step, mean, dict(*last))
 
     def _train(self, choice: str | bool | None) -> None:
         if self.runtime.is_main:
@@ -128,8 +134,7 @@ class TrainingLoop(ABC):
             if number := self.termination.agree():  # the caller has to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
-        uploads = args.push_to_hub and self.runtime.is_main
-        if uploads and (address := export.push(directory / "final", args)):
+        if args.push_to_hub and (address := self.push_to_hub()):
             journal.say(f"uploaded to {address}")
         self._tell("on_end")
 
@@ -139,6 +144,21 @@ class TrainingLoop(ABC):
         A call on one process stops all. The run can be resumed.
         """
         self.termination.stop()
+
+    def push_to_hub(self) -> str | None:
+        """Upload `final/`, which `train` has written; return its address, or None if it fails."""
+        final = Path(self.args.output_dir) / "final"
+        return export.push(final, self.args) if self.runtime.is_main else None
+
+    def add_callback(self, callback: Callback) -> None:
+        """Add a callback, as the argument `callbacks` does."""
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
+                "instantiate a class; write a transformers callback's on_step_end as "
+                "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
+            )
+        self.callbacks.append(callback)
 
     def _take_step(self, journal: Journal) -> None:
         """Take one step, then evaluate, log and save if due."""
@@ -166,6 +186,7 @@ class TrainingLoop(ABC):
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # log the step even if something fails after it
+            self.history.append(metrics)
             journal.step(metrics)
             reported = reported or "eval_reward" in metrics
             if reported:

@@ -1,14 +1,18 @@
 """TRL's examples with the import changed train, on tiny local models and datasets."""
 
 import json
+import pkgutil
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
+import rlhf_pg
+from rlhf_pg import NAMES_OF_TRL
 from rlhf_pg.report.run_files import read
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,3 +58,16 @@ def test_ppo_script_trains_with_reward_model_and_critic(monkeypatch, model_path,
     assert [line["value_loss"] > 0 for line in lines] == [True] * 2
     assert "eval_reward" in lines[1]
     assert (run_dir / "final" / "critic").is_dir()
+
+
+@pytest.mark.parametrize("name", NAMES_OF_TRL)
+def test_name_of_trl_is_an_error_with_what_to_use(name):
+    with pytest.raises(ImportError, match=name) as caught:
+        getattr(rlhf_pg, name)
+    for ours in re.findall(r"rlhf_pg\.[\w.]+", str(caught.value)):
+        pkgutil.resolve_name(ours)
+
+
+def test_argument_parser_of_transformers_is_told_what_to_use():
+    with pytest.raises(TypeError, match=r"use rlhf_pg\.config\.parse"):
+        HfArgumentParser(rlhf_pg.PPOConfig)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor
+from trl import rewards as theirs
 
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import cispo, clipped_surrogate, sapo, token_weights
+from rlhf_pg.rewards import accuracy_reward, think_format_reward
 from tests.peers.conftest import MAX_LENGTH
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -238,3 +240,15 @@ def test_rloo_clips_tokens_instead_of_sequences(make):
     torch.testing.assert_close(
         ours[1][row.mask], torch.full((3,), -1.1 / MAX_LENGTH).double(), rtol=1e-6, atol=0
     )
+
+
+ANSWERS = ["<think>a</think> \\boxed{1/2}", "<think>a <think>b</think> 2", "\\boxed{0.5} </think>"]
+
+
+def test_rewards_of_same_name_differ_only_in_answers_before_the_end_of_thinking() -> None:
+    texts, truths = [[{"content": text}] for text in ANSWERS], ["\\frac{1}{2}"] * 3
+    assert (accuracy_reward(texts, truths), theirs.accuracy_reward(texts, truths)) == (
+        [1, 0, 0],
+        [1, 0, 1],
+    )
+    assert think_format_reward(texts) == theirs.think_format_reward(texts) == [1, 0, 0]

@@ -127,7 +127,9 @@ def hub(monkeypatch):
 
 
 def test_final_is_uploaded_with_token_of_environment(make, tmp_path, hub, capsys):
-    make(max_steps=1, push_to_hub=True, hub_model_id="me/run", hub_private_repo=True).train()
+    keys = {"push_to_hub": True, "hub_model_id": "me/run", "hub_private_repo": True}
+    trainer = make(max_steps=1, **keys)
+    trainer.train()
     final = tmp_path / "run" / "final"
     (created,) = hub.created
     assert (created["name"], created["visibility"]) == ("run", "private")
@@ -137,6 +139,7 @@ def test_final_is_uploaded_with_token_of_environment(make, tmp_path, hub, capsys
     assert {token for _, token in hub.asked} == {"Bearer hf_of_the_environment"}
     assert f"uploaded to {hub.address}/me/run" in capsys.readouterr().out
     assert "hf_of" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert trainer.push_to_hub() == f"{hub.address}/me/run"
 
 
 def test_failed_card_and_upload_are_one_warning_each(make, tmp_path, hub, monkeypatch, caplog):

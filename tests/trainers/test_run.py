@@ -20,10 +20,13 @@ from tests.untimed import untimed, without_times
 @pytest.mark.parametrize("trainer_type", [ReinforceTrainer, PPOTrainer])
 def test_run_directory_holds_expected_files(make, trainer_type, tmp_path) -> None:
     trainer = make(trainer_type, beta=0.1, log_completions_steps=2, save_steps=2)
-    trainer.train()
+    ended = trainer.train()
     run = tmp_path / "run"
     lines = read(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["loss"] for line in trainer.history] == [line["loss"] for line in lines]
+    assert (ended.global_step, ended.metrics["reward"]) == (3, lines[-1]["reward"])
+    assert ended.training_loss == pytest.approx(sum(line["loss"] for line in lines) / 3)
     assert set(KEYS) <= set(lines[0])
     assert "rewards/digits/mean" in lines[0]
     absent = {key for key in KEYS if lines[0][key] is None}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.config.fields import check_options
@@ -38,7 +38,6 @@ class Verifier:
     # Whether the prompt ends with `<think>` (as in some chat templates) or another tag: then a
     # completion that was truncated before `</think>` has no answer.
     opened: bool = False
-    is_ready_made: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:
@@ -106,3 +105,14 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
     except ValueError as error:
         raise ValueError(f"reward {name}: {quote(str(error))}") from error
     return made
+
+
+def accuracy_reward(completions: Any, solution: Any, **_: Any) -> list[float | None]:
+    """Score like the reward `math` with the column `solution`; named and called as in TRL."""
+    return make_verifier("math", {"column": "solution"})([], completions, solution=solution)
+
+
+def think_format_reward(completions: Any, **_: Any) -> list[float | None]:
+    """Return 1 for completions that begin with thinking in tags; named and called as in TRL."""
+    pattern = "(?s)<think>(?!.*<think>).*?</think>.*"
+    return make_verifier("regex", {"pattern": pattern, "whole": True})([], completions)

@@ -50,7 +50,7 @@ def text_of(completion: Any) -> str:
     """Return the text of a completion; for a chat, the assistant's last message."""
     if isinstance(completion, str):
         return completion
-    turns = [message for message in completion if message.get("role") == "assistant"]
+    turns = [turn for turn in completion if turn.get("role", "assistant") == "assistant"]
     return chat.text_of(turns[-1]) if turns else ""
 
 
