@@ -80,7 +80,7 @@ class TrainingLoop(ABC):
 
     @broadcasts_failure
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train to the last step, write `final/`, and return `metrics` of the last step and the loss.
+        """Train to the last step, write `final/`, and return the metrics of the last step.
 
         Args:
             resume_from_checkpoint: a checkpoint directory, or True or "latest" for the newest one
