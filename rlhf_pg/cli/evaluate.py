@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from rlhf_pg import models
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe, model_of_run
@@ -20,24 +22,37 @@ from rlhf_pg.trainers.evaluation import Evaluation
 
 def evaluate(flags: Sequence[str]) -> None:
     """Evaluate a model, a run or a recipe; print a table, and write JSON with --json."""
-    args, out = parse_flags(flags)
+    args, options = parse_flags(flags)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
         print(evaluation.describe())
         if evaluation.train_prompts.fingerprint == args.dataset_fingerprint:
             print("nothing is held out: these are the prompts that the run was trained on")
-    metrics = evaluation.evaluate()
+    metrics = evaluation.evaluate(temperature=options.temperature)
     if not evaluation.runtime.is_main:
         return
-    Console().print(*tables(metrics, list(evaluation.eval_sets)), sep="\n")
+    sampled = f"{args.num_generations_eval} sampled at temperature {args.temperature:g}"
+    passes = {"sampled": sampled, "greedy": "one greedy"}
+    if options.temperature is not None:
+        del passes["greedy" if options.temperature else "sampled"]
+    Console().print(*tables(metrics, list(evaluation.eval_sets), list(passes)), sep="\n")
     prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
     counts = ", ".join(f"{n} prompts{f' of {name}' * bool(name)}" for name, n in prompts.items())
-    sampled = f"{args.num_generations_eval} sampled at temperature {args.temperature:g}"
-    print(f"{counts}; {sampled}, one greedy; ± is half of the 95 % interval over prompts")
-    if out is not None:
+    each = ", ".join(passes.values())
+    print(f"{counts}; {each}; ± is half of the 95 % interval over prompts")
+    for name in prompts:
+        head = f"eval_{name}{'_' * bool(name)}"
+        if metrics.get(f"{head}pass@1") == 0:
+            print(
+                f"pass@k{f' of {name}' * bool(name)}: no completion reaches eval_success_threshold "
+                f"{args.eval_success_threshold:g}; the highest weighted sum of scores is "
+                f"{metrics[f'{head}highest_score']:.4g}"
+            )
+    if (out := options.json) is not None:
         said = {
             "model": args.model_name_or_path,
             "prompts": prompts,
+            "completions": each,
             "metrics": dict(metrics),
             "confidence_intervals_95": intervals(metrics),
             "config": dataclasses.asdict(evaluation.resolved_args()),
@@ -46,15 +61,16 @@ def evaluate(flags: Sequence[str]) -> None:
         print(f"wrote {quote(str(out))}")
 
 
-def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None]:
-    """Return the config for the model, run or recipe in the flags, and the file to write."""
+def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
+    """Return the config for the model, run or recipe in the flags, and the other options."""
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
-    out = None if options.json is None else Path(options.json).absolute()
+    out = options.json = None if options.json is None else Path(options.json).absolute()
     if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
         fail(f"--json: {quote(str(out))} cannot be written: name a file in an existing directory")
     given = read_flags(keys)
     keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
+    keys += ["--temperature", str(options.temperature)] if options.temperature else []
     if target is not None and is_recipe(target):
         if options.config is not None:
             fail(f"there are two recipes, {quote(target)} and --config {options.config}: give one")
@@ -62,6 +78,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None
     recipe = None if options.config is None else find_recipe(options.config)
     if target is not None:
         model, of_run = model_of_run(target)
+        models.check_directory(model)
         keys += ["--model_name_or_path", model]
         # The keys of supervised training have no sampling settings.
         if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
@@ -69,7 +86,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None
     elif recipe is None and "model_name_or_path" not in given:
         fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
     if recipe is None:
-        return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), out
+        return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), options
     args = config_of(recipe, keys, "eval")
     share, seed = args.dataset_test_split, load(recipe).get("seed", type(args).seed)
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
@@ -80,4 +97,4 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Path | None
             f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, and "
             "another's has rows that were trained on: leave --seed out, or set --eval_dataset_name"
         )
-    return args, out
+    return args, options

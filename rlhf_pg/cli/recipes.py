@@ -71,10 +71,13 @@ def config_of(recipe: Path, keys: Sequence[str], command: str) -> Any:
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:
-    """Return a model's path or Hub id; for a run directory, its `final/` and its `config.yaml`."""
+    """Return a path or Hub id and its run's `config.yaml`; for a run directory, its `final/`."""
+    if Path(name, "state.json").is_file():  # final/, best/ or checkpoints/step-N of a run
+        above = (run / "config.yaml" for run in Path(name).absolute().parents[:2])
+        return name, next(filter(Path.is_file, above), None)
     recipe, final = Path(name, "config.yaml"), Path(name, "final")
     if not recipe.is_file():
         return name, None
     if not final.is_dir():
-        fail(f"{quote(name)} is an unfinished run: resume it, or name a model")
+        fail(f"{quote(name)} is an unfinished run: resume it, or name its best/ or a checkpoint")
     return str(final), recipe

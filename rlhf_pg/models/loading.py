@@ -12,6 +12,10 @@ from typing import Any
 import peft
 import torch
 import transformers
+from huggingface_hub import model_info
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import (
@@ -272,7 +276,7 @@ def is_adapter(path: str | PathLike[str]) -> bool:
 
 
 def check_directory(model: str | PathLike[str]) -> None:
-    """Refuse a path without a model directory (ValueError).
+    """Refuse a path without a model directory, or a Hub id if there is no network (ValueError).
 
     A name is a path if it cannot be a Hub id, or if it begins with an existing directory.
     """
@@ -283,6 +287,17 @@ def check_directory(model: str | PathLike[str]) -> None:
     if (is_path or is_here) and not os.path.isdir(name) and not is_gguf(name):
         of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
         raise ValueError(f"there is no model directory {quote(name)}{of_hub}")
+    if not os.path.isdir(name) and not is_gguf(name):
+        try:
+            if not Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")).exists():
+                model_info(name, timeout=10)
+        except (HfHubHTTPError, OfflineModeIsEnabled, ValueError):
+            pass  # loading will say why
+        except Exception as error:  # loading would try again for a minute
+            raise ValueError(
+                f"there is no model directory {quote(name)}, and the Hub cannot be reached "
+                f"({tell(error)})"
+            ) from error
 
 
 @contextmanager

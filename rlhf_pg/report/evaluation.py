@@ -11,8 +11,8 @@ from rich.text import Text
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 # Metrics in the table; the JSON has all of them.
 SHOWN = re.compile(
-    r"reward|rewards/.*/mean|(pass|majority)@\d+|completions/(mean_length|clipped_ratio)"
-    r"|(episodes|tools)/.*"
+    r"reward|rewards/.*/(mean|pass@\d+)|(pass|best|majority)@\d+"
+    r"|completions/(mean_length|clipped_ratio)|(episodes|tools)/.*"
 )
 
 
@@ -22,8 +22,15 @@ def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     return {name: (metrics[name] - x, metrics[name] + x) for name, x in errors.items() if x == x}
 
 
-def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
-    """Return a table for each evaluation set (one without a name is ""), and for their mean."""
+def tables(
+    metrics: Mapping[str, float],
+    sets: Sequence[str],
+    columns: Sequence[str] = ("sampled", "greedy"),
+) -> list[Table]:
+    """Return a table for each evaluation set (one without a name is ""), and for their mean.
+
+    Rewards that never reach the threshold of pass@k, such as penalties, have no row for it.
+    """
     heads = {name: f"eval_{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
     known = intervals(metrics)
     rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
@@ -31,13 +38,13 @@ def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
         owner = max((name for name, head in heads.items() if metric.startswith(head)), key=len)
         full = metric.removeprefix(heads[owner])
         short = full.removeprefix("greedy_")
-        if SHOWN.fullmatch(short):
+        if SHOWN.fullmatch(short) and (value or "/pass@" not in short):
             half = f" ± {known[metric][1] - value:.2g}" if metric in known else ""
             cell = "-" if math.isnan(value) else f"{value:.4g}{half}"
-            rows[owner].setdefault(short, ["", ""])[short != full] = cell
+            rows[owner].setdefault(short, [""] * len(columns))[short != full] = cell
     made = []
     for name, own in rows.items():
-        table = Table(escape(name or ("evaluation" if "" in sets else "mean")), "sampled", "greedy")
+        table = Table(escape(name or ("evaluation" if "" in sets else "mean")), *columns)
         for metric, cells in own.items():
             table.add_row(Text(metric), *cells)
         made += [table] * bool(own)

@@ -41,9 +41,8 @@ def evaluate(
 
     Returns:
         Metrics over all processes, named as in training, of the scores that `Shaping` describes.
-        With several completions per prompt also pass@k and majority@n, over the prompts whose
-        completions all have a score. `reward_stderr` and so on are standard errors over prompts
-        (`standard_error`).
+        With several completions per prompt also those of `attempt_metrics`. `reward_stderr` and so
+        on are standard errors over prompts (`standard_error`).
     """
     runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
@@ -67,10 +66,12 @@ def evaluate(
             # Without penalties, clipping and scaling. `score` has masked the completions whose
             # rewards failed.
             weights = sampler.rewards.weights.to(raw.device)
-            paid = (sum_step_scores(raw)[:, : len(weights)] * weights).nansum(dim=1)
+            each = sum_step_scores(raw)[:, : len(weights)]
+            each = torch.cat([(each * weights).nansum(dim=1, keepdim=True), each], dim=1)
             lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
-            paid = paid.masked_fill(lost, math.nan).view(len(mine), n)
-            attempts.append(_judge(paid, scored.completions, args.eval_success_threshold, answer))
+            each = each.masked_fill(lost[:, None], math.nan).unflatten(0, (len(mine), n))
+            votes = each.new_tensor(_votes(each[:, :, 0], scored.completions, answer))
+            attempts.append(torch.cat([each, votes.view(-1, 1, 1).expand(-1, n, 1)], dim=2))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
@@ -79,7 +80,8 @@ def evaluate(
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     if n > 1:
-        metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
+        judged, names = runtime.gather(torch.cat(attempts))[0].cpu(), sampler.rewards.names
+        metrics |= attempt_metrics(judged, names, args.eval_success_threshold)
     own, logged = sampler.settle()  # a failed episode is a wrong answer
     return merge_logged(metrics | own | sampler.episode_metrics(parts), logged)
 
@@ -113,18 +115,9 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     return (sums.square().sum() * len(names) / (len(names) - 1)).sqrt().item()
 
 
-def _judge(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
-    """Return (P,2) float64: the number of correct completions, and the majority's reward.
-
-    Both are NaN for a prompt with a completion that could not be scored.
-
-    Args:
-        paid: (P,n); NaN for such a completion.
-        completions: P * n, in the order prompt * n + sample.
-    """
+def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[float]:
+    """Return the score of each prompt's most frequent answer, from (P,n) scores of completions."""
     n = paid.shape[1]
-    # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
-    right = (paid > threshold - 1e-6).sum(dim=1)
     with foreign("answer"):
         answers = [answer(completion) for completion in completions]
     for given in answers:
@@ -133,22 +126,30 @@ def _judge(paid: Tensor, completions: Sequence[Any], threshold: float, answer: A
                 f"{getattr(answer, '__name__', answer)} must return hashable answers, such as "
                 f"strings or numbers, got {show(given)}"
             )
-    votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
-    judged = torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
-    return judged.masked_fill(paid.isnan().any(dim=1, keepdim=True), math.nan)
+    return [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
 
 
-def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
-    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judge`, and errors.
+def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> dict[str, float]:
+    """Compute pass@1, 2, 4 ... n, best@n and majority@n: means over prompts, and errors.
 
-    Rows of NaN are left out.
+    A prompt with a completion that has no score, NaN, is left out.
+
+    Args:
+        judged: (P,n,K+2): the weighted sum, the score of each source, the majority's score.
+        names: K names of sources; only if there are several, pass@k of each is computed too.
     """
-    judged = judged[~judged.isnan().any(dim=1)].cpu()
-    right, majority = judged.unbind(dim=1)
+    n, of_prompts = judged.shape[1], dict[str, Tensor]()
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
-    of_prompts = {f"pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
-    of_prompts[f"majority@{n}"] = majority
-    prompts = torch.arange(len(judged))
+    heads = ["", *(f"rewards/{name}/" for name in names if len(names) > 1)]
+    for head, scores in zip(heads, judged.unbind(2), strict=False):
+        scores = scores[~scores.isnan().any(dim=1)]
+        # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
+        right = (scores > threshold - 1e-6).sum(dim=1)
+        of_prompts |= {f"{head}pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
+    judged = judged[~judged[:, :, 0].isnan().any(dim=1)]
+    highest, votes = judged[:, :, 0].amax(dim=1), judged[:, 0, -1]
+    of_prompts |= {f"best@{n}": highest, f"majority@{n}": votes}
     metrics = {name: values.mean().item() for name, values in of_prompts.items()}
-    errors = {f"{k}_stderr": standard_error(v, prompts) for k, v in of_prompts.items()}
-    return metrics | errors
+    errors = {k: standard_error(v, torch.arange(len(v))) for k, v in of_prompts.items()}
+    metrics |= {f"{name}_stderr": error for name, error in errors.items()}
+    return metrics | {"highest_score": max(highest.tolist(), default=math.nan)}

@@ -408,8 +408,8 @@ class PolicyGradientTrainer(TrainingLoop):
         Returns:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
             and `eval_greedy_reward` and so on, over all processes. With several completions per
-            prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
-            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. With several datasets, the
+            prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, `eval_best@n`, the highest reward,
+            and `eval_majority@n`, that of the most frequent answer. With several datasets, the
             name follows the prefix (`eval_{name}_reward`), and `eval_reward` is their mean.
 
         Raises:

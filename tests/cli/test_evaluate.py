@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rlhf_pg.cli import main
 from rlhf_pg.cli.evaluate import parse_flags
-from rlhf_pg.cli.recipes import find_recipe, is_recipe
+from rlhf_pg.cli.recipes import find_recipe, is_recipe, model_of_run
 from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.tasks import arithmetic
 from tests.trainers.conftest import digits
@@ -36,24 +36,28 @@ def evaluated(tmp_path: Path, *flags: str) -> dict:
     return json.loads(out.read_text())
 
 
-def test_model_and_file_give_numbers_of_trainer(make, model_path, tmp_path, data, capsys) -> None:
-    options = {"num_generations_eval": 2, "temperature": 0.7, "top_p": 0.8}
+@pytest.mark.parametrize("temperature", [None, 0.7, 0.0])
+def test_model_and_file_give_numbers_of_trainer(
+    make, model_path, tmp_path, data, capsys, temperature
+) -> None:
+    options = {"num_generations_eval": 2, "top_p": 0.8}
     trainer = make(eval_dataset=HELD_OUT, truncated_sampling="ignore", **options)
-    expected = trainer.evaluate()
+    expected = trainer.evaluate(temperature=temperature)
     flags = [f"--{key}={value}" for key, value in options.items()]
+    flags += [] if temperature is None else [f"--temperature={temperature}"]
     said = evaluated(
         tmp_path, model_path, "--dataset_name", data, "--max_completion_length=6", *flags
     )
     finite = {key: None if math.isnan(x) else x for key, x in expected.items()}
     assert said["metrics"] == finite
     assert said["prompts"] == {"": 9}
-    low, high = said["confidence_intervals_95"]["eval_pass@1"]
-    mean, error = finite["eval_pass@1"], finite["eval_pass@1_stderr"]
-    assert (low, high) == pytest.approx((mean - 1.959964 * error, mean + 1.959964 * error))
     shown = capsys.readouterr().out
-    assert f"{finite['eval_reward']:.4g} ±" in shown
-    assert f"{finite['eval_greedy_reward']:.4g} ±" in shown
+    for name in {"eval_reward", "eval_greedy_reward"} & finite.keys():
+        assert f"{finite[name]:.4g} ±" in shown
     assert "9 prompts" in shown
+    for name, is_there in {"sampled": temperature != 0, "greedy": not temperature}.items():
+        assert (name in shown) == (name in said["completions"]) == is_there
+    assert ("eval_success_threshold" in shown) == (temperature != 0)  # no completion reaches 1
 
 
 def test_run_directory_brings_model_and_keys(make, tmp_path, data) -> None:
@@ -65,6 +69,15 @@ def test_run_directory_brings_model_and_keys(make, tmp_path, data) -> None:
     assert said["model"] == str(tmp_path / "run" / "final")
     finite = {key: pytest.approx(x, nan_ok=True) for key, x in after.items()}
     assert {k: math.nan if x is None else x for k, x in said["metrics"].items()} == finite
+
+
+@pytest.mark.parametrize("part", ["final", "best", "checkpoints/step-00000010"])
+def test_models_of_a_run_bring_its_config(part, tmp_path) -> None:
+    path = tmp_path / part
+    path.mkdir(parents=True)
+    for file in (path / "state.json", tmp_path / "config.yaml"):
+        file.touch()
+    assert model_of_run(str(path)) == (str(path), tmp_path / "config.yaml")
 
 
 def test_recipe_evaluates_what_it_holds_out(model_path, tmp_path, data) -> None:
@@ -147,6 +160,7 @@ def test_table_of_several_sets_has_their_names_and_mean() -> None:
         ([], "eval needs a model"),
         (["{run}"], "an unfinished run"),
         (["{model}"], "eval_dataset: set dataset_name"),
+        (["{run}/best", "--reward_funcs", "nothing.py:f"], "no model directory"),
         (["{model}", "--json", "{run}/no/out.json"], "cannot be written"),
         (["dapo", "--config", "grpo"], "two recipes"),
         (["{model}", "--tempreature", "1"], "tempreature"),

@@ -148,6 +148,15 @@ def test_unknown_hub_name_is_one_error(name, monkeypatch):
     assert "\x1b" not in str(caught.value)
 
 
+def test_without_a_network_a_hub_name_is_one_error_at_once(monkeypatch):
+    def unreachable(*_, **__):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("rlhf_pg.models.loading.model_info", unreachable)
+    with pytest.raises(ValueError, match=r"no model directory nobody/nothing, .*no network"):
+        load_model("nobody/nothing", torch.float32)
+
+
 def test_out_of_memory_error_is_passed_on(saved, monkeypatch):
     def starved(*_, **__):
         raise torch.OutOfMemoryError

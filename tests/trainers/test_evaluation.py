@@ -13,7 +13,7 @@ from rlhf_pg.models import Critic, Reference
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation
-from rlhf_pg.trainers.evaluator import standard_error, stripped_text
+from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error, stripped_text
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
 
@@ -104,8 +104,22 @@ def test_pass_at_k_and_standard_errors_by_hand(make) -> None:
 def test_pass_at_k_sizes_are_powers_of_two_and_n(make, n, sizes) -> None:
     metrics = make(eval_dataset=HELD_OUT, num_generations_eval=n).evaluate(temperature=1.0)
     names = {name for name in metrics if "@" in name}
-    expected = {f"eval_pass@{k}" for k in sizes} | ({f"eval_majority@{n}"} if sizes else set())
+    expected = {f"eval_pass@{k}" for k in sizes}
+    expected |= {f"eval_best@{n}", f"eval_majority@{n}"} if sizes else set()
     assert names == expected | {f"{name}_stderr" for name in expected}
+
+
+def test_each_source_has_its_own_pass_at_k_beside_the_sum() -> None:
+    """Two prompts, two attempts: a length penalty keeps the sum of a right answer below 1."""
+    right, short = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.full((2, 2), -0.1)
+    judged = torch.stack([right + short, right, short, short], dim=2)
+    metrics = attempt_metrics(judged, ["right", "short"], 1.0)
+    for name, expected in {"": 0.0, "rewards/right/": 0.5, "rewards/short/": 0.0}.items():
+        assert metrics[f"{name}pass@2"] == expected
+    assert metrics["best@2"] == pytest.approx((0.9 - 0.1) / 2)
+    assert metrics["highest_score"] == pytest.approx(0.9)
+    alone = attempt_metrics(judged[:, :, 1:], ["right"], 1.0)
+    assert not any(name.startswith("rewards/") for name in alone)  # it would say the same twice
 
 
 def test_standard_error_weighs_prompts_by_their_completions() -> None:
