@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 LONGEST = 1000  # characters
-LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(traceback.__file__).parent}/", "<frozen ")
+LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(traceback.__file__).parent}/", "<")
 
 _USER = re.compile(r"(?<=://)[^\s/?#@]+@")
 _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf_pg.boundary import user_modules
+from rlhf_pg.config.rules import registry
+
 
 def absolute(name: str, beside: Path | None) -> str:
     """Return the absolute path of a file or folder, or the name if there is none."""
@@ -13,7 +16,7 @@ def absolute(name: str, beside: Path | None) -> str:
 
 
 def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
-    """Return the keys that name models, datasets and rewards, absolute where they are files."""
+    """Return the keys that name models, datasets and functions, absolute where they are files."""
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
         if key.endswith("model_name_or_path") and value:
@@ -22,6 +25,9 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = [absolute(name, beside) for name in value]
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]
+        elif key in ("advantage_estimator", "policy_loss") and ":" in value:
+            keys[key] = locate_reward(value, beside)
+            registry(key)[keys[key]] = user_modules.load(keys[key])
         elif key == "reward_options":
             keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
     for own in keys.get("reward_options", {}).values():

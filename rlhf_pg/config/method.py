@@ -89,11 +89,11 @@ class MethodConfig:
     overlong_penalty: float = option(1.0, gt=0, help="Penalty at the end of overlong_buffer.")
 
     advantage_estimator: Text = option("group_normalized", names=ESTIMATORS, help=
-        "Advantage estimator, a key of rlhf_pg.advantages.ADVANTAGES (docs/algorithms.md).")
+        "Advantage estimator (docs/algorithms.md), or your own as FILE.py:FUNCTION.")
     normalize_advantages: bool = option(False, help="Whiten advantages: mean 0, variance 1.")
 
     policy_loss: Text = option("clipped_surrogate", names=LOSSES, help=
-        "Policy loss, a key of rlhf_pg.losses.POLICY_LOSSES (docs/algorithms.md).")
+        "Policy loss (docs/algorithms.md), or your own as FILE.py:FUNCTION.")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
         "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")
     epsilon: float = option(0.2, gt=0, le=1, help=

@@ -3,7 +3,7 @@
 A rule yields a message for every violation; all messages are reported at once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quote
@@ -30,7 +30,7 @@ def check(args: Any) -> None:
         messages = [*of_supervised(args)]
     elif not (messages := [*of_names(args)]):  # the other rules need the functions of these names
         messages = [*of_samples(args), *of_estimator(args), *of_updates(args), *of_use(args)]
-    refuse([*of_inputs(args), *messages])
+    refuse([*of_inputs(args), *filter(None, messages)])
 
 
 def refuse(messages: Iterable[str]) -> None:
@@ -39,7 +39,7 @@ def refuse(messages: Iterable[str]) -> None:
         raise ConfigError(pairs)
 
 
-def registry(key: str) -> Mapping[str, Any]:
+def registry(key: str) -> dict[str, Any]:
     """Return the functions that a key selects by name, including registered ones of users."""
     from rlhf_pg import advantages, losses  # they need torch, which takes seconds
 
@@ -81,8 +81,8 @@ def of_inputs(args: Any) -> Iterator[str]:
 
 def of_names(args: Any) -> Iterator[str]:
     for key in ("advantage_estimator", "policy_loss"):
-        if getattr(args, key) not in registry(key):
-            yield _not_one_of(args, key, registry(key))
+        if getattr(args, key) not in registry(key):  # `locate` loads a function of the user's
+            yield "" if ":" in getattr(args, key) else _not_one_of(args, key, registry(key))
 
 
 def of_samples(args: Any) -> Iterator[str]:
@@ -116,7 +116,7 @@ def of_estimator(args: Any) -> Iterator[str]:
 
     name = args.advantage_estimator
     this = f"advantage_estimator {name!r}"
-    if args.has_critic and name not in NEED_VALUES:
+    if args.has_critic and name not in NEED_VALUES and ":" not in name:
         yield f"{this} does not use the critic: choose {', '.join(sorted(NEED_VALUES))}"
     if name in NEED_VALUES and not args.has_critic:
         yield f"{this} needs a critic: only PPO has one"

@@ -22,6 +22,7 @@ from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
+from rlhf_pg.config.rules import registry
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal, due
@@ -364,6 +365,9 @@ class TrainingLoop(ABC):
 
     def began(self) -> Start:
         """Describe the environment and the weights that the run begins from; collective."""
+        method = {key: getattr(self.args, key) for key in ("advantage_estimator", "policy_loss")}
+        functions = {name: registry(key)[name] for key, name in method.items() if ":" in name}
+        functions |= {source.name: source.function for source in self.rewards.sources}
         return Start(
             step=self.state.step,
             versions=versions(),
@@ -371,7 +375,7 @@ class TrainingLoop(ABC):
             backend=self.runtime.kind,
             device=self.runtime.device_name,
             data=self.train_prompts.contents,
-            rewards={s.name: source_fingerprint(s.function) for s in self.rewards.sources},
+            rewards={name: source_fingerprint(one) for name, one in functions.items()},
             weights=self.recorder.fingerprints(),
         )
 

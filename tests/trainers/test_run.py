@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer
+from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer
 from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.metrics import KEYS
@@ -52,6 +52,30 @@ def test_run_directory_holds_expected_files(make, trainer_type, tmp_path) -> Non
     trained = dict(trainer.model.named_parameters())
     assert all(p.equal(trained[name]) for name, p in model.named_parameters())
     assert AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
+
+
+OWN = """
+def loss(logprobs, old_logprobs, advantages, mask, epsilon):
+    return -epsilon * advantages * logprobs.where(mask, 0.0), {}
+
+def estimator(inputs):
+    return inputs.rewards
+"""
+
+
+def test_loss_and_estimator_of_own_file_are_recorded_and_found(make, tmp_path, monkeypatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    own = {"policy_loss": "own.py:loss", "advantage_estimator": "own.py:estimator"}
+    with pytest.raises(ValueError, match="delta is not used"):
+        make(**own, delta=2.0)
+    trainer = make(**own, epsilon=0.5, max_steps=1)
+    trainer.train()
+    assert trainer.policy_loss.keywords == {"epsilon": 0.5}
+    saved = parse(GRPOConfig, ["--config", str(tmp_path / "run" / "config.yaml")])
+    for key, name in own.items():
+        assert getattr(saved, key) == f"{tmp_path}/{name}"
+        assert trainer.began().rewards[f"{tmp_path}/{name}"] is not None
 
 
 def test_trackers_log_every_logging_steps(make, tmp_path, monkeypatch) -> None:
