@@ -47,7 +47,7 @@ TODAY = {
     "rollout": 2996,
     "rollout/multi_turn": 990,
     "rewards": 2031,
-    "trainers": 3321,
+    "trainers": 3324,
     "checkpoint": 678,
     "report": 1693,
     "tasks": 773,

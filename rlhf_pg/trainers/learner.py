@@ -258,14 +258,17 @@ class Learner:
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
-        This takes one more forward pass, of every 16th prompt's rows, or of all rows where
-        something follows the number. The updates trained on these rows, whose ratios moved most:
-        in small runs it is 1.1 to 3.2 times the KL on completions that are drawn anew.
+        This takes one more forward pass, of about every 16th row (of whole groups with 16 prompts
+        or more), or of all rows where something follows the number. The updates trained on these
+        rows, whose ratios moved most: in small runs it is 1.1 to 3.2 times the KL on completions
+        that are drawn anew.
         """
         if batch.old_logprobs is None:  # the only update has computed them
             batch = batch.with_columns(old_logprobs=self.before)
         if not self.follows_old_kl:
-            is_seen = batch.groups % min(16, self.args.prompts_per_step) == 0
+            prompts, samples = min(16, self.args.prompts_per_step), self.args.num_generations
+            number = torch.arange(batch.num_rows, device=batch.groups.device) % samples
+            is_seen = (batch.groups % prompts == 0) & (number % (16 // prompts) == 0)
             batch = batch.select(is_seen.nonzero().squeeze(1))
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None

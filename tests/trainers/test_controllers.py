@@ -68,7 +68,6 @@ ONCE = {"num_iterations": 1}
 UPDATES = [
     (GRPOTrainer, {"num_iterations": 3}),
     (ReinforceTrainer, ONCE | {"advantage_estimator": "returns"}),
-    (GRPOTrainer, ONCE | {"kl_adaptive_lr": None}),
     (PPOTrainer, {"num_iterations": 2, "policy_loss": "kl_penalty", "old_kl_target": 0.1}),
 ]
 
@@ -93,6 +92,18 @@ def test_kl_after_updates_matches_exact_kl(trainer_type, options, tmp_path) -> N
     (line,) = lines(tmp_path)
     assert line["completions/mean_length"] == pytest.approx(15 / 9)
     assert line["approx_kl/after"] * 15 / 9 == pytest.approx(kl.item(), rel=1e-9)
+
+
+def test_kl_of_single_update_is_that_of_first_sample(tmp_path) -> None:
+    """Nothing follows it, so of this one prompt's nine completions every 16th is seen."""
+    trainer = make_trainer(GRPOTrainer, tmp_path / "run", num_generations=9, learning_rate=0.03)
+    old = probabilities(trainer.model, "ab")[COMPLETIONS[0]]
+    trainer.sampler.engine.says = COMPLETIONS[:1] * 3 + COMPLETIONS[1:]
+    trainer.train()
+    ratio = probabilities(trainer.model, "ab")[COMPLETIONS[0]] / old
+    kl = (ratio - 1 - ratio.log()).item()
+    assert kl > 1e-5
+    assert lines(tmp_path)[0]["approx_kl/after"] == pytest.approx(kl, rel=1e-9)
 
 
 def test_old_kl_coef_follows_kl_after_updates(make, tmp_path) -> None:
