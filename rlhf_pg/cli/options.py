@@ -92,10 +92,11 @@ def _number(kind: type[float], least: float, most: float = float("inf")) -> Call
     return number
 
 
-def _device(text: str) -> float:
-    """Return the bytes of a GPU, by its name or its GiB."""
+def _device(text: str) -> tuple[str, float]:
+    """Return the name and the bytes of a GPU, by its name or its GiB."""
+    known = GPUS.get(text.lower())
     try:
-        return float(GPUS.get(text.lower()) or text) * 2**30
+        return text.upper() if known else f"GPU of {text} GiB", float(known or text) * 2**30
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"must be GiB or one of {', '.join(GPUS)}, got {text}"

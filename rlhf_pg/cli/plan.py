@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
@@ -18,10 +17,11 @@ def plan(flags: Sequence[str]) -> None:
     options, keys = parser_of("plan").parse_known_args(flags)
     args = config_of(find_recipe(name), keys, "plan")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    room, kind = options.device, "cuda" if options.device else here.type
-    if room is None and kind == "cuda":
-        room = float(torch.cuda.mem_get_info(here)[1])
-    elif room is None:
+    kind, (name, room) = "cuda", options.device or (None, 0.0)
+    if name is None and here.type == "cuda":
+        name, room = torch.cuda.get_device_name(here), float(torch.cuda.mem_get_info(here)[1])
+    elif name is None:
+        kind, name = "cpu", "CPU"
         room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    table, text = verdict(args, options.sharding, options.num_processes, here, kind, room)
-    Console().print(table, Text(text), sep="\n")
+    for said in verdict(args, options.sharding, options.num_processes, here, kind, room, name):
+        Console().print(said)

@@ -1,20 +1,23 @@
 """Whether a run fits into the memory of its processes, and changes that would make it fit."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.trainers.token_budget import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
-# Keys that save memory; tried in this order, each together with those before it.
-SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "dtype": "bfloat16"}
-SAVINGS |= {"gradient_checkpointing": True, "use_peft": True}
+# Keys that save memory, by what they cost; each is tried together with those before it.
+SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "gradient_checkpointing": True}
+SAVINGS |= {"dtype": "bfloat16", "use_peft": True}
 GIB = 2**30
 
 
@@ -25,50 +28,61 @@ def verdict(
     here: torch.device,
     kind: str,
     room: float,
-) -> tuple[Table, str]:
-    """Return the bytes by part, and whether they fit into `room` bytes on each process.
+    name: str,
+) -> Iterator[Table | Text]:
+    """Yield the bytes by part, whether they fit into `room` bytes on each process, and flags with
+    which they would: keys first, then more GPUs, and if need be both.
 
     Args:
         sharding: a key of `BY_FLAG`.
         here, kind: the device whose kernels are used, and the kind of the run's device.
+        name: of the run's device, for a reader.
     """
 
-    def build(args: PolicyGradientConfig) -> MetaModels:
-        return build_meta_models(args, here, kind, room if kind == "cuda" else None)
+    def build(**changes: Any) -> MetaModels:
+        chosen = dataclasses.replace(args, **changes)
+        return build_meta_models(chosen, here, kind, room if kind == "cuda" else None)
 
     def estimate(meta: MetaModels, sharding: str, processes: int) -> Memory:
         return predict_memory(meta, BY_FLAG[sharding], processes, room, kind)
 
-    def remedies() -> Iterator[str]:
-        """Yield flags with which the run would fit: other shardings first, then other keys."""
-        for count in sorted({n for n in (processes, 8, 64) if n >= processes and n > 1}):
-            for other in ("zero2", "zero3"):
-                if estimate(meta, other, count).peak <= room:
-                    yield f"--num_processes {count} --sharding {other}"
-                    break
-        changes: dict[str, Any] = {}
-        for key, value in SAVINGS.items():
-            if getattr(args, key) not in (value, "offload"):
-                changes[key] = value
-                cheaper = build(dataclasses.replace(args, **changes))
-                if estimate(cheaper, sharding, processes).peak <= room:
-                    yield " ".join(f"--{name} {value}" for name, value in changes.items())
-                    break
-
-    meta = build(args)
+    meta = build()
     memory = estimate(meta, sharding, processes)
-    fits = memory.peak <= room
-    text = (
+    spare = (room - memory.peak) / GIB
+    where = f"one {name}" if processes == 1 else f"{processes} x {name}"
+    sizes = f"{_short(memory.peak / GIB)} of {_short(room / GIB)} GiB"
+    yield _table(memory)
+    yield Text(
         f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
         f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
-        "completions sampled at a time by the native engine.\n"
-        f"It {'fits' if fits else 'does not fit'}: {_short(memory.peak / GIB)} of "
-        f"{_short(room / GIB)} GiB."
+        "completions sampled at a time by the native engine."
     )
+    if spare >= 0:
+        yield Text(f"It fits on {where}, with {_short(spare)} GiB to spare: {sizes}.")
+        return
+    yield Text(
+        f"It does not fit on {where}, by {_short(-spare)} GiB: {sizes}. What would make it fit:"
+    )
+    changes, tried, fits = dict[str, Any](), meta, False
+    for key, value in SAVINGS.items():
+        if not fits and getattr(args, key) not in (value, "offload"):
+            with suppress(ValueError):  # the recipe has a key that forbids this one
+                tried = build(**changes, **{key: value})
+                changes[key] = value
+                fits = estimate(tried, sharding, processes).peak <= room
+    if fits:
+        yield _flags(changes)
+    for more, built in [({}, meta)] if fits else [({}, meta), (changes, tried)]:
+        for count, layout in product((2, 4, 8, 16, 32, 64), ("zero2", "zero3")):
+            if count >= processes and estimate(built, layout, count).peak <= room:
+                yield _flags(more | {"num_processes": count, "sharding": layout})
+                return
     if not fits:
-        found = " or ".join(remedies()) or "nothing that was tried: take a smaller model"
-        text += f" What would make it fit: {found}."
-    return _table(memory), text
+        yield Text("  nothing that was tried: take a smaller model")
+
+
+def _flags(keys: Mapping[str, Any]) -> Text:
+    return Text("  " + " ".join(f"--{key} {value}" for key, value in keys.items()))
 
 
 def _table(memory: Memory) -> Table:

@@ -69,7 +69,7 @@ def evaluate(
             each = sum_step_scores(raw)[:, : len(weights)]
             each = torch.cat([(each * weights).nansum(dim=1, keepdim=True), each], dim=1)
             lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
-            each = each.masked_fill(lost[:, None], math.nan).unflatten(0, (len(mine), n))
+            each = each.masked_fill(lost[:, None], math.nan).view(len(mine), n, each.shape[1])
             votes = each.new_tensor(_votes(each[:, :, 0], scored.completions, answer))
             attempts.append(torch.cat([each, votes.view(-1, 1, 1).expand(-1, n, 1)], dim=2))
     everyone, _ = runtime.gather(torch.cat(rows))
