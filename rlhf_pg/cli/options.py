@@ -44,8 +44,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         case "eval":
             add("--config", metavar="RECIPE", help="recipe file or preset with keys")
             add("--json", metavar="FILE", help="write the numbers to a file too")
-            both = "0 is greedy (default: the recipe's, and greedy)"
-            add("--temperature", type=real, metavar="T", help=both)
+            add("--temperature", type=real, metavar="T", help="0 is greedy (default: both)")
         case "chat":
             add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
             add("--system_prompt", metavar="TEXT", help="system message before the chat")
