@@ -184,9 +184,10 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Train once, and return the result."""
     algorithm, own = flags.algorithm, FULL if flags.full else {}
     if flags.task == "arithmetic":  # embedded, from weights without any training
-        names = {"reinforce_pp": "presets/reinforce_pp"}
-        recipe = ROOT / "recipes" / f"{names.get(algorithm, f'{algorithm}_arithmetic')}.yaml"
-        own = {"algorithm": load(recipe)["algorithm"], "eval_steps": 0, "max_steps": 200}
+        own = ALGORITHMS["reinforce_pp"] | {"beta": 0.01, "num_mini_batches": 2}
+        own = own if algorithm == "reinforce_pp" else {"algorithm": algorithm}
+        recipe = ROOT / "recipes" / f"{own['algorithm']}_arithmetic.yaml"
+        own |= {"eval_steps": 0, "max_steps": 200}
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
         own = {} if flags.task == "learned" else ALGORITHMS[algorithm] | own

@@ -20,9 +20,10 @@ BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
 
 def demo(flags: Sequence[str]) -> None:
     """Train, and show held-out answers and scores before and after."""
-    name, keys = split_recipe(flags)
-    recipe = find_recipe(name or "grpo_arithmetic")
-    args = config_of(recipe, [*(BRIEF if name is None else ()), *keys], "demo")
+    recipes, keys = split_recipe(flags)
+    if not recipes:
+        recipes, keys = [find_recipe("grpo_arithmetic")], [*BRIEF, *keys]
+    args = config_of(recipes, keys, "demo")
     trainer = TRAINERS[args.algorithm](args=args)
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)

@@ -83,11 +83,15 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     from rlhf_pg.config.parse import load
 
     about = f"{parser.description} Every key of a recipe is a flag as well, and flags win."
-    name, _ = recipes.split_recipe([flag for flag in flags if flag not in HELP])
-    name = name or ("grpo_arithmetic" if command == "demo" else None)
-    if name is not None and (command != "eval" or recipes.is_recipe(name)):
-        recipe = recipes.find_recipe(name)
-        keys = help.of_config(recipes.config_type_of(recipe, recipes.CONFIGS), load(recipe))
+    given = [flag for flag in flags if flag not in HELP]
+    if command == "eval" and given and not recipes.is_recipe(given[0]):
+        given = given[1:]  # a model
+    elif command == "demo" and not given:
+        given = ["grpo_arithmetic"]
+    files, others = recipes.split_recipe(given)
+    if files:
+        kind = recipes.config_type_of(files, others, recipes.CONFIGS)
+        keys = help.of_config(kind, {k: v for file in files for k, v in load(file).items()})
     else:
         about += (
             f" Below are the keys that all algorithms have; `rlhf-pg {command} PRESET --help` "

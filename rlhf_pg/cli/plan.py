@@ -7,15 +7,15 @@ import torch
 from rich.console import Console
 
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
+from rlhf_pg.cli.recipes import config_of, split_recipe
 from rlhf_pg.plan.verdict import verdict
 
 
 def plan(flags: Sequence[str]) -> None:
     """Show a recipe's memory on each process, and whether it fits; no weights are loaded."""
-    name, flags = split_recipe(flags)
+    recipes, flags = split_recipe(flags)
     options, keys = parser_of("plan").parse_known_args(flags)
-    args = config_of(find_recipe(name), keys, "plan")
+    args = config_of(recipes, keys, "plan")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, (name, room) = "cuda", options.device or (None, 0.0)
     if name is None and here.type == "cuda":

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_pg import config
 from rlhf_pg.boundary.quoted import quote, show
-from rlhf_pg.config.parse import fail, load, parse, recipe_file
+from rlhf_pg.config.parse import fail, load, parse, read_flags, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
 TYPES = (config.GRPOConfig, config.RLOOConfig, config.ReinforceConfig, config.PPOConfig)
@@ -16,21 +16,25 @@ WITH_REWARDS: dict[str, Any] = {kind.algorithm: kind for kind in TYPES}
 CONFIGS = WITH_REWARDS | {"sft": config.SFTConfig, "reward_model": config.RewardModelConfig}
 
 
-def split_recipe(flags: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe in the flags, given first or as `--config`, and the other flags."""
+def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the recipes in the flags, of which later ones win, and the other flags.
+
+    They are given first or as `--config`; a preset given first wins over the `--config` beside it.
+    """
     first = flags[0] if flags and not flags[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    known, others = parser.parse_known_args(flags[first is not None :])
-    if first is not None and known.config is not None:
-        fail(f"there are two recipes, {quote(first)} and --config {known.config}: give one")
-    return (first or known.config), others
+    parser.add_argument("--config", nargs="+", default=[])
+    known, keys = parser.parse_known_args(flags[first is not None :])
+    if first is not None and known.config and find_recipe(first) not in presets().values():
+        fail(f"there are two recipes, {quote(first)} and --config {known.config[0]}: give one")
+    files = [find_recipe(name) for name in [*known.config, *([first] if first else [])]]
+    if first in presets() and not any("output_dir" in load(file) for file in files):
+        keys = ["--output_dir", f"runs/{first}", *keys]
+    return files, keys
 
 
-def find_recipe(name: str | None) -> Path:
+def find_recipe(name: str) -> Path:
     """Return the file, recipe or preset of this name; `fail` if there is none."""
-    if name is None:
-        fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
     if Path(name).is_file() or Path(name).suffix in SUFFIXES:
         return Path(name)
     known = recipes()
@@ -56,18 +60,26 @@ def presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipe_file("presets").glob("*.yaml"))}
 
 
-def config_type_of(recipe: Path, known: Mapping[str, Any] = WITH_REWARDS) -> Any:
-    """Return the config class that the key `algorithm` of a recipe names, or `fail`."""
-    algorithm: Any = load(recipe).get("algorithm")
+def config_type_of(
+    recipes: Sequence[Path], flags: Sequence[str] = (), known: Mapping[str, Any] = WITH_REWARDS
+) -> Any:
+    """Return the config class of the key `algorithm`, in flags or the last recipe, or `fail`."""
+    if not recipes:
+        fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
+    found = [*(load(file).get("algorithm") for file in recipes), read_flags(flags).get("algorithm")]
+    algorithm: Any = next((name for name in reversed(found) if name), None)
     if algorithm not in list(known):
-        names = ", ".join(known)
-        fail(f"{recipe}: the key algorithm must be one of {names}, got {show(algorithm)}")
+        fail(
+            f"{recipes[-1]}: the key algorithm must be one of {', '.join(known)}, got "
+            f"{show(algorithm)}; or name one: rlhf-pg train grpo --config FILE"
+        )
     return known[algorithm]
 
 
-def config_of(recipe: Path, keys: Sequence[str], command: str) -> Any:
-    """Return the config of a run with rewards, from a recipe and the flags of a command."""
-    return parse(config_type_of(recipe), ["--config", str(recipe), *keys], f"rlhf-pg {command}")
+def config_of(recipes: Sequence[Path], keys: Sequence[str], command: str) -> Any:
+    """Return the config of a run with rewards, from recipes and the flags of a command."""
+    flags = ["--config", *map(str, recipes), *keys]
+    return parse(config_type_of(recipes, keys), flags, f"rlhf-pg {command}")
 
 
 def model_of_run(name: str) -> tuple[str, Path | None]:

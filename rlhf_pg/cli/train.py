@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf_pg.cli.main import explaining_errors
-from rlhf_pg.cli.recipes import CONFIGS, config_type_of, find_recipe, split_recipe
+from rlhf_pg.cli.recipes import CONFIGS, config_type_of, split_recipe
 from rlhf_pg.config.parse import parse
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.bradley_terry import train_reward_model
@@ -13,11 +13,10 @@ from rlhf_pg.trainers import TRAINERS
 
 
 def train(flags: Sequence[str]) -> None:
-    """Train with a recipe, by the trainer that its key `algorithm` names."""
-    name, keys = split_recipe(flags)
-    recipe = find_recipe(name)
-    algorithm = config_type_of(recipe, CONFIGS).algorithm
-    run_recipe(algorithm, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
+    """Train with a recipe, by the trainer that the key `algorithm` names."""
+    recipes, keys = split_recipe(flags)
+    algorithm = config_type_of(recipes, keys, CONFIGS).algorithm
+    run_recipe(algorithm, ["--config", *map(str, recipes), *keys], "rlhf-pg train")
 
 
 @explaining_errors()

@@ -11,14 +11,23 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import cache, partial, wraps
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Required, TypeVar, dataclass_transform, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Required,
+    TypeVar,
+    dataclass_transform,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.config.foreign_keys import unknown
+from rlhf_pg.config.foreign_keys import KEYS, unknown
 
 C = TypeVar("C")
 V = TypeVar("V")
@@ -51,6 +60,8 @@ def config(cls: type[C]) -> type[C]:
     is_made = "__dataclass_fields__" in vars(cls)
     made: Any = cls if is_made else dataclasses.dataclass(kw_only=True)(cls)
     assign = made.__init__
+    if get_origin(inspect.get_annotations(cls).get("algorithm")) is Literal:
+        KEYS[made.algorithm] = {field.name for field in dataclasses.fields(made)}
 
     @cache
     def checker() -> Any:  # slow, and not needed for `--help`
@@ -72,7 +83,15 @@ def config(cls: type[C]) -> type[C]:
         try:
             checked = checker().validate_python(given)
         except ValidationError as error:
-            raise ConfigError(list(_messages(made, error))) from None
+            messages = list(_messages(made, error))
+            wrong = {key for key, _ in messages}
+            rest = {key: value for key, value in given.items() if key not in wrong}
+            if len(rest) < len(given):  # what the rules say of the other keys, in the same round
+                try:
+                    type(self)(**rest)
+                except ConfigError as more:
+                    messages += [one for one in more.messages if not wrong & {*one[1].split()}]
+            raise ConfigError(messages) from None
         assign(self, **checked)
 
     made.__init__ = __init__

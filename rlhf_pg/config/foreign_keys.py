@@ -29,10 +29,10 @@ HINTS = _by_key({
     "max_prompt_length and max_completion_length": "max_length max_seq_length",
     "num_generations": "n_samples_per_prompt rloo_k", "num_iterations": "num_ppo_epochs ppo_epochs",
     "aggregation (token_mean, sequence_mean, constant) and policy_loss": "loss_type loss_agg_mode",
-    "epsilon": "cliprange clip_ratio eps_clip", "epsilon_high": "clip_ratio_high",
-    "delta": "clip_ratio_c", "cliprange_value": "value_clip", "lam": "lambda lambd",
-    "beta": "kl_coef init_kl_coef kl_loss_coef", "kl_controller: adaptive": "adap_kl_ctrl",
-    "kl_estimator": "kl_penalty use_bias_correction_kl",
+    "epsilon": "cliprange clip_range clip_eps clip_ratio eps_clip", "delta": "clip_ratio_c",
+    "epsilon_high": "clip_ratio_high", "cliprange_value": "value_clip", "lam": "lambda lambd",
+    "beta": "kl_coef kl_coeff init_kl_coef init_kl_coeff kl_loss_coef",
+    "kl_controller: adaptive": "adap_kl_ctrl", "kl_estimator": "kl_penalty use_bias_correction_kl",
     "kl_placement: loss or reward": "use_kl_loss use_kl_in_reward",
     "scale_rewards": "norm_adv_by_std_in_grpo", "normalize_advantages": "whiten_advantages",
     "sampler_correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
@@ -64,6 +64,7 @@ REASONS = _by_key({
     "the loss already computes logits in chunks": "use_liger_kernel",
 })
 # fmt: on
+KEYS = dict[str, set[str]]()  # of each algorithm, as its config is declared
 FOREIGN_ARGUMENTS = {
     "tokenizer": "is processing_class here",
     "config": "is args here",
@@ -73,14 +74,22 @@ FOREIGN_ARGUMENTS = {
 }
 
 
+def algorithms_with(key: str) -> list[str]:
+    """Return the algorithms whose configs have a key, supervised runs among them."""
+    return [algorithm for algorithm, keys in KEYS.items() if key in keys]
+
+
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the error for an unknown key, with its replacement or the nearest known key."""
     hints = HINTS | SUPERVISED_HINTS if "batch_size" in known else HINTS
     if hint := hints.get(key):
-        where = "" if re.split(r"\W", hint)[0] in known else ", in an algorithm that has it"
+        ours = re.split(r"\W", hint)[0]
+        where = "" if ours in known else f", of {', '.join(algorithms_with(ours))}"
         return f"{key!r} is not a key here; see {hint}{where}"
     if key in REASONS:
         return f"{key!r} is not a key here: {REASONS[key]}"
+    if owners := algorithms_with(key):
+        return f"{key!r} is a key of {', '.join(owners)} alone: leave it out"
     return f"unknown key {key!r}{nearest(key, known)}"
 
 

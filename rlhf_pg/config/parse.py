@@ -1,6 +1,7 @@
 """Parse configs: defaults < YAML < flags; all errors are reported at once."""
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ import yaml
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config import help
-from rlhf_pg.config.fields import ConfigError, config, is_config
+from rlhf_pg.config.fields import ConfigError, as_list, config, is_config
+from rlhf_pg.config.foreign_keys import algorithms_with
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C")
 
@@ -24,11 +28,15 @@ REPLACED = {
     "task": f"dataset_name dataset_columns prompt_template {_HELD_OUT} {_SOURCE}".split(),
     "eval_dataset_name": ["dataset_test_split"],
     "reward_funcs": ["reward_options", "reward_weights"],
+    "use_peft": ["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"],
 }
 
 
 def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
-    """Parse a config: defaults < the YAML file given as `--config` < the other flags.
+    """Parse a config: defaults < the YAML files given as `--config` < the other flags.
+
+    Of several files the later ones win. In a file for another algorithm, or for none, keys that
+    only other algorithms have are left out, so that one file serves all.
 
     Args:
         prog: the name of the program in `--help`.
@@ -43,17 +51,30 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         raise SystemExit(0)
     kind: Any = config_type if is_config(config_type) else config(config_type)
     flags = read_flags(words)
-    recipe = flags.pop("config", None)
-    values = {} if recipe is None else load(Path(str(recipe)))
+    recipes = as_list(flags.pop("config", ()))
+    values, origin = dict[str, Any](), dict[str, str]()
+    for recipe in recipes:
+        own = load(Path(recipe))
+        if own.get("algorithm") != getattr(kind, "algorithm", None):
+            names = {field.name for field in dataclasses.fields(kind)}
+            idle = [key for key in own if key not in names and algorithms_with(key)]
+            own = {key: value for key, value in own.items() if key not in idle}
+            if idle:
+                logger.warning(
+                    "%s: left out, since %s has no %s", recipe, kind.algorithm, ", ".join(idle)
+                )
+        values |= own
+        origin |= dict.fromkeys(map(str, own), f"{recipe}: ")
     for key in REPLACED.keys() & flags:
-        for other in REPLACED[key]:
-            values.pop(other, None)
+        if key != "use_peft" or str(flags[key]).lower() in ("false", "no", "off", "0"):
+            values = {other: v for other, v in values.items() if other not in REPLACED[key]}
+    origin |= dict.fromkeys(flags, "")
+    given = {str(k): None if v in ("None", "null") else v for k, v in (values | flags).items()}
     try:
-        made = kind(**{str(key): None if v == "None" else v for key, v in (values | flags).items()})
+        made = kind(**given)
     except ConfigError as error:
-        file = "" if recipe is None else f"{recipe}: "
-        fail("\n".join(f"{'' if key in flags else file}{text}" for key, text in error.messages))
-    beside = None if recipe is None else Path(str(recipe)).absolute().parent
+        fail("\n".join(f"{origin.get(key, '')}{text}" for key, text in error.messages))
+    beside = Path(recipes[0]).absolute().parent if recipes else None
     return made.locate(beside)  # type: ignore[no-any-return]
 
 

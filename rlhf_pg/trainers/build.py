@@ -152,6 +152,12 @@ def build(
     trainer.model = policy_of(
         model, args, runtime.loading_device, trainer.peft_config, quantization_config
     )
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    if trainer.trains and runtime.is_main and args.learning_rate > 2e-5 and trained > 50e6:
+        logger.warning(
+            "learning_rate %g may wreck %.0fM trained parameters: 1e-6 is usual for all weights",
+            *(args.learning_rate, trained / 1e6),
+        )
     trainer.processing_class = tokenizer = models.load_tokenizer(
         processing_class,
         trainer.model,

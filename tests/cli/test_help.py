@@ -81,6 +81,22 @@ def test_eval_help_has_keys_and_its_own_options(capsys) -> None:
         assert f"{key} " in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "kind", "loss"),
+    [
+        (["cispo", "--config", "FILE"], config.GRPOConfig, "cispo"),
+        (["FILE", "--algorithm", "rloo"], config.RLOOConfig, "sapo"),
+        (["FILE"], config.PPOConfig, "sapo"),
+    ],
+)
+def test_preset_and_flag_choose_method_of_one_file(flags, kind, loss, tmp_path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("algorithm: ppo\npolicy_loss: sapo\nvf_coef: 0.3\noutput_dir: runs/mine\n")
+    files, keys = recipes.split_recipe([str(file) if flag == "FILE" else flag for flag in flags])
+    args = recipes.config_of(files, keys, "train")
+    assert (type(args), args.policy_loss, args.output_dir) == (kind, loss, "runs/mine")
+
+
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_unknown_preset_lists_nearest_first(command: str, capsys) -> None:
     with pytest.raises(SystemExit) as left:

@@ -400,11 +400,37 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
 
 
 @pytest.mark.fault(32, "one error names key and file, and the nearest key")
+def test_later_recipe_wins_and_keys_of_other_algorithms_are_left_out(recipe, tmp_path, caplog):
+    recipe.write_text("algorithm: ppo\nvf_coef: 0.5\nbeta: 0.1\nepsilon: 0.3\n")
+    method = tmp_path / "method.yaml"
+    method.write_text("algorithm: rloo\nbeta: 0.2\n")
+    args = parse(RLOOConfig, ["--config", str(recipe), str(method)])
+    assert (args.beta, args.epsilon, args.algorithm) == (0.2, 0.3, "rloo")
+    assert "vf_coef" in caplog.text
+
+
+def test_flags_none_and_false_win_over_recipe(recipe):
+    recipe.write_text("use_peft: true\nlora_r: 8\nepsilon_high: 0.3\n")
+    args = parse(
+        GRPOConfig, ["--config", str(recipe), "--use_peft", "false", "--epsilon_high", "null"]
+    )
+    assert (args.use_peft, args.lora_r, args.epsilon_high) == (False, 16, None)
+
+
+def test_types_names_and_rules_are_checked_in_one_round(recipe, capsys):
+    recipe.write_text(
+        "kl_coeff: 0.1\nclip_range: 0.2\nseed: 1.5\nlora_r: 8\nnum_mini_batches: 99\n"
+    )
+    error = error_of(capsys, GRPOConfig, "--config", str(recipe))
+    said = ("see beta", "see epsilon", "seed must be", "lora_r", "num_mini_batches must be at most")
+    assert [text for text in said if text not in error] == []
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("betta: 0.1", "'betta'; did you mean 'beta'?"),
-        ("gamma: 0.9", "'gamma'"),  # a key of another algorithm
+        ("algorithm: grpo\ngamma: 0.9", "'gamma' is a key of reinforce, ppo"),
         ("off: 1", "'False'"),
         ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' is given twice"),
         ("beta: [1", "not valid YAML"),

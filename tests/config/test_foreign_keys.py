@@ -39,7 +39,7 @@ def test_error_is_the_same_in_python_yaml_and_flags(capsys, tmp_path, key) -> No
     said = unknown(key, keys(GRPOConfig))
     assert (HINTS | REASONS)[key] in said
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"{key}: 1\n")
+    recipe.write_text(f"algorithm: grpo\n{key}: 1\n")
     for flags in (["--config", str(recipe)], [f"--{key}", "1"], [f"--{key}=1"]):
         with pytest.raises(SystemExit) as caught:
             parse(GRPOConfig, flags)
@@ -67,7 +67,7 @@ def test_unknown_key_names_the_nearest(config) -> None:
         ("per_device_eval_batch_size", "micro_batch_size"),
         ("max_seq_length", "max_length"),
         ("bf16", "dtype"),
-        ("use_vllm", "rollout_engine.*, in an algorithm that has it"),
+        ("use_vllm", "rollout_engine.*, of grpo, "),
     ],
 )
 def test_supervised_run_has_hints_of_its_own(key, ours) -> None:

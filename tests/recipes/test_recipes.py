@@ -35,7 +35,7 @@ CONFIGS = {
 SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
 
 
-EMBEDDED = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem.endswith(tuple(TASKS))]
+EMBEDDED = [p for name in sorted(TASKS) for p in sorted(RECIPES.glob(f"*_{name}.yaml"))]
 
 
 @pytest.mark.parametrize("path", EMBEDDED, ids=lambda p: p.stem)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from rlhf_pg import GRPOTrainer, RLOOConfig
 from rlhf_pg.rewards.verifiers import make_verifier
@@ -37,6 +38,13 @@ UNLOADED = {"model": "there/is/none"}
 def test_bad_trainer_argument_raises(make, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize(("rate", "count"), [(2e-5, 0), (3e-5, 1)])
+def test_rate_that_wrecks_a_real_model_is_a_warning(make, rate, count, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch.nn.Parameter, "numel", lambda self: 10**8)
+    make(learning_rate=rate)
+    assert caplog.text.count("learning_rate") == count
 
 
 def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:
