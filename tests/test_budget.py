@@ -33,6 +33,7 @@ BUDGETS = {
 # - episodes: tools, templates that parse calls themselves, three libraries' environments.
 # - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 800.
 # - boundary: users' modules with tracebacks of their own, one HTTP client for two users.
+# - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes are counted in it too.
@@ -48,6 +49,7 @@ TODAY = {
     "rollout/multi_turn": 990,
     "rewards": 2031,
     "trainers": 3330,
+    "runtime": 1107,
     "checkpoint": 678,
     "report": 1693,
     "tasks": 773,

@@ -145,8 +145,7 @@ class DDPBackend:
     ) -> None:
         self.module, self.optimizer = module, optimizer
         self.max_grad_norm = max_grad_norm
-        self._accelerator = accelerator
-        self._world = accelerator.num_processes
+        self._accelerator, self._world = accelerator, accelerator.num_processes
         self._wrapped: Any = self._wrap()
         self._updates = MasterWeights(self.optimizer)
 
@@ -178,8 +177,7 @@ class DDPBackend:
 
     def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of a module's parameters, so that the next step skips them."""
-        for parameter in module.parameters():
-            parameter.grad = None
+        module.zero_grad()
 
     def discard_update(self) -> None:
         """Drop the gradients of an interrupted update."""
@@ -243,10 +241,8 @@ class FullWeights:
         self.module = self.pieces = module
         self.watch = watch
         if splits:  # a copy whose parameters have no memory; its buffers are whole
-            empty: dict[int, Any] = {
-                id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad)
-                for p in module.parameters()
-            }
+            metas = ((p, p.detach().to("meta")) for p in module.parameters())
+            empty: dict[int, Any] = {id(p): nn.Parameter(m, p.requires_grad) for p, m in metas}
             self.module = copy.deepcopy(module, empty)
         self._users = 0
 

@@ -1,6 +1,8 @@
 """Processes, their collectives, and the backends that distribute a module over them."""
 
 import atexit
+import logging
+import os
 import platform
 import resource
 import time
@@ -27,6 +29,8 @@ from rlhf_pg.runtime.termination import Watch, waits
 MARGIN = 30  # extra timeout of the process group in seconds, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
 SHARED = "raised_together"  # attribute of errors that all processes raise at the same place
+
+logger = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -63,6 +67,13 @@ class Runtime:
             atexit.register(self._accelerator.state.destroy_process_group)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
             atexit.register(self.watch.stop)
+        # For several processes accelerate sets this address, but without --multi_gpu starts one.
+        several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in os.environ
+        if self.world == 1 and several and "ACCELERATE_MIXED_PRECISION" in os.environ:
+            logger.warning(
+                "accelerate launch was asked for several processes, but has started one: on CPUs, "
+                "use torchrun --nproc_per_node N SCRIPT"
+            )
 
     @property
     def peak_memory(self) -> float:
