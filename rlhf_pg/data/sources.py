@@ -1,5 +1,6 @@
 """Load datasets by name from files, folders and the Hub; split, mix and rename them."""
 
+import logging
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.prompts import as_dataset, permutation
 
+logger = logging.getLogger(__name__)
+
 # The reader of `datasets` for each kind of file.
 READERS = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
@@ -20,6 +23,7 @@ READERS = {
     **dict.fromkeys((".txt", ".text"), "text"),
     ".arrow": "arrow",
 }
+SHARE = 0.05  # held out by default
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
 
 
@@ -38,6 +42,14 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     """
     names = list(args.dataset_name)
     share = args.dataset_test_split
+    if isinstance(share, str) and share.isidentifier() and not args.eval_dataset_name:
+        opened = [{*open_splits(name, args.dataset_config)} for name in names]
+        if all(len(splits) == 1 and share not in splits for splits in opened):
+            logger.warning(
+                "dataset_test_split: %s has no split %s, so a share of %g is held out instead",
+                *(", ".join(names), share, SHARE),
+            )
+            share = SHARE
     parts: list[Dataset] = []
     held_out: dict[str, Dataset] = {}
     for name in names if train or isinstance(share, float) else []:

@@ -1,6 +1,8 @@
 """Train a reward model on preference pairs."""
 
 import copy
+import dataclasses
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -27,11 +29,13 @@ from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import with_system
+from rlhf_pg.data.sources import SHARE, with_system
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import load_all, settle_data
 from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
+
+logger = logging.getLogger(__name__)
 
 # Names of a classifier's head, whose weights `transformers` adds.
 HEADS = ("score", "classifier")
@@ -104,11 +108,13 @@ def train_reward_model(
     runtime = Runtime()
     set_seed(args.seed)
     adapter = models.adapter_of(args, peft_config)
-    data = settle_data(args, train_dataset, eval_dataset)
-    if not data[1]:
-        raise ValueError(
-            "eval_dataset: no held-out pairs: give a datasets.Dataset, or set dataset_test_split"
+    names_held_out = args.eval_dataset_name or args.dataset_test_split
+    if args.dataset_name and eval_dataset is None and not names_held_out:
+        logger.warning(
+            "no dataset_test_split is set: a share of %g of the pairs is held out", SHARE
         )
+        args = dataclasses.replace(args, dataset_test_split=SHARE)
+    data = settle_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args)
     check_head(scorer, "the reward model")
     tokenizer, pairs, held_out = load_all(

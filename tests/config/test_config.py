@@ -399,7 +399,6 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
 # ------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.fault(32, "one error names key and file, and the nearest key")
 def test_later_recipe_wins_and_keys_of_other_algorithms_are_left_out(recipe, tmp_path, caplog):
     recipe.write_text("algorithm: ppo\nvf_coef: 0.5\nbeta: 0.1\nepsilon: 0.3\n")
     method = tmp_path / "method.yaml"
@@ -426,6 +425,7 @@ def test_types_names_and_rules_are_checked_in_one_round(recipe, capsys):
     assert [text for text in said if text not in error] == []
 
 
+@pytest.mark.fault(32, "one error names key and file, and the nearest key")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

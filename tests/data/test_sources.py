@@ -78,6 +78,12 @@ def test_share_is_split_off_by_the_seed_and_parts_keep_their_order(tmp_path):
         assert part.train["question"] == [q for q in questions if q not in own]
 
 
+def test_split_that_a_file_lacks_is_a_share_held_out(tmp_path, caplog):
+    train, held_out = loaded(written(tmp_path / "data.jsonl"), dataset_test_split="test")
+    assert (len(train), len(held_out[""])) == (9, 1)
+    assert "dataset_test_split" in caplog.text
+
+
 def test_several_evaluation_sets_have_their_files_names(tmp_path):
     paths = [written(tmp_path / name) for name in ("train.jsonl", "easy.jsonl", "hard.csv")]
     evaluated = loaded(paths[0], eval_dataset_name=[str(path) for path in paths[1:]]).eval
@@ -102,7 +108,7 @@ def test_mixture_takes_every_row_once_or_goes_by_weights(tmp_path):
     [
         ({"dataset_columns": {"prompt": "q"}}, "no column 'q'; it has question, solution"),
         ({"dataset_columns": {"prompt": "question", "x": "question"}}, "two names to one column"),
-        ({"dataset_test_split": "test"}, "has no split 'test', but train"),
+        ({"dataset_test_split": "val[:5]"}, "has no split 'val.*', but train"),
         ({"dataset_test_split": 0.99}, "leaves none to train on"),
     ],
 )

@@ -418,7 +418,6 @@ CHAT = Dataset.from_dict(
         (pairs(4).select([]), "it has no rows"),
         (["ab"], "give a datasets.Dataset or a list of dicts"),
         (iter(pairs(4)), "give a datasets.Dataset"),
-        (None, "give a datasets.Dataset"),
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
@@ -427,6 +426,17 @@ def test_bad_pair_raises_with_dataset_and_row(tmp_path, name, data, message):
     with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
         train_reward_model(config(tmp_path, max_length=32), classifier(), letters(), **datasets)
     assert not (tmp_path / "final").exists()
+
+
+def test_held_out_pairs_are_optional(tmp_path, caplog):
+    args = config(tmp_path / "a", max_steps=1)
+    assert train_reward_model(args, classifier(), letters(), pairs(4)) == {}
+    with pytest.raises(ValueError, match=r"^train_dataset: .*give a datasets.Dataset"):
+        train_reward_model(args, classifier(), letters())
+    pairs(40).to_json(tmp_path / "pairs.jsonl")
+    args = config(tmp_path / "b", max_steps=1, dataset_name=str(tmp_path / "pairs.jsonl"))
+    assert "eval_accuracy" in train_reward_model(args, classifier(), letters())
+    assert "dataset_test_split" in caplog.text
 
 
 def test_text_beyond_model_positions_raises(tmp_path):
