@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.replay.comparison import write_comparison
+from rlhf_pg.report.run_files import read
 from rlhf_pg.report.run_page import write_report
 from tests.report.browser import Page, chromium, page
 from tests.report.conftest import HOSTILE
-from tests.report.synthetic import make_run
+from tests.report.synthetic import make_run, write_lines
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,6 +21,20 @@ SHADES = (
     ".map(x => x.style.backgroundColor).filter(Boolean))]"
 )
 CLICK = "[...document.querySelectorAll('button')].find(x => x.textContent === '%s').click()"
+WATCH = """
+window.cut = [];
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const { width } = this.measureText(text);
+  const left = x - width * { left: 0, center: 0.5, right: 1 }[this.textAlign];
+  if (left < 0 || left + width > this.canvas.width) cut.push(text);
+  draw.call(this, text, x, y);
+};
+"""
+FITS = (
+    "[...document.querySelectorAll('.uplot')]"
+    ".every(one => one.clientWidth === one.parentElement.clientWidth)"
+)
 CURRENT = (
     "[...document.querySelectorAll('.prompts button')].findIndex(x => x.ariaCurrent === 'true')"
 )
@@ -66,6 +81,20 @@ def test_keys_change_colours_steps_and_prompts(run: Path) -> None:
         opened.press("ArrowLeft")
         opened.wait("document.querySelector('.step').textContent === '30 (3 of 4)'")
         assert opened.complaints == []
+
+
+def test_charts_follow_their_cards_with_whole_labels(run: Path) -> None:
+    lines = [
+        line | {"frac_reward_zero_std": -1e6 - 100 * line["step"]}
+        for line in read(run / "metrics.jsonl")
+    ]
+    write_lines(run / "metrics.jsonl", lines)
+    with page(width=400) as opened:
+        opened.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
+        open_file(opened, write_report(run))
+        opened.run("document.querySelector('main').style.width = '330px'")  # the window stays
+        opened.wait(FITS)
+        assert opened.run("cut") == []
 
 
 def test_pages_of_every_kind_say_nothing_on_the_console(run: Path, tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ const signed = (x) => (x > 0 ? "+" : "") + said(x);
 function short(x) {
   const size = Math.abs(x);
   for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-    if (size >= unit) return `${Number((x / unit).toPrecision(4))}${letter}`;
+    if (size >= unit) return `${Number((x / unit).toPrecision(5))}${letter}`;
   }
-  return size > 0 && size < 1e-3 ? x.toExponential().replace(/(\.\d{2})\d*/, "$1") : String(Number(x.toPrecision(3)));
+  return size > 0 && size < 1e-3 ? x.toExponential().replace(/(\.\d{2})\d*/, "$1") : String(Number(x.toPrecision(5)));
 }
 
 /** Say seconds as hours, minutes or seconds. */

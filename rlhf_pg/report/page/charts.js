@@ -35,7 +35,7 @@ class Curves {
     this.cards = [];
     this.root = el("section", { className: "curves" });
     this.seen = new IntersectionObserver((entries) => this.onSeen(entries), { rootMargin: "200px" });
-    addEventListener("resize", () => this.redraw());
+    this.sized = new ResizeObserver(() => this.cards.filter(({ plot, u }) => u && plot.clientWidth && plot.clientWidth !== u.width).forEach((card) => this.draw(card)));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
     this.build();
   }
@@ -83,14 +83,13 @@ class Curves {
         el("strong", {}, note.title), ` ${stretch(note)}. ${note.text}`)));
     const card = { chart, plot, made, notes, u: null };
     this.cards.push(card);
-    this.seen.observe(plot);
+    for (const observer of [this.seen, this.sized]) observer.observe(plot);
     return made;
   }
 
   onSeen(entries) {
     for (const { target, isIntersecting } of entries) {
       const card = this.cards.find((one) => one.plot === target);
-      if (!card) continue;
       card.seen = isIntersecting;
       if (isIntersecting && (!card.u || card.stale)) this.draw(card);
     }
@@ -135,7 +134,7 @@ class Curves {
     const over = this.options.x;
     const at = over === "time" ? duration : short;
     return {
-      width, height: 190, padding: [8, 10, 0, 0],
+      width, height: 190, padding: [8, 20, 0, 0],
       cursor: { sync: { key: "rlhf", setSeries: false, filters: { pub: moves, sub: moves } }, drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false } },
       series: [
@@ -149,7 +148,7 @@ class Curves {
       ],
       axes: [
         { ...axis, size: 26, ...(over === "time" ? { incrs: ROUND_TIMES } : {}), values: (u, splits) => splits.map((x) => (x === null ? "" : at(x))) },
-        { ...axis, size: 58, values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
+        { ...axis, size: (u, texts) => Math.max(58, ...(texts || []).map((text) => 16 + 7 * text.length)), values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
       ],
       hooks: {
         draw: [(u) => this.drawNotes(u, card.notes)],
