@@ -23,8 +23,8 @@ from rlhf_pg.config.foreign_keys import nearest
 PREFIX = "rlhf_pg_user_"
 
 
-def load(name: str) -> Any:
-    """Import a function: `file.py:name`, `package.module:name` or `package.module.name`.
+def load(name: str, what: str = "function") -> Any:
+    """Import a function (or class): `file.py:name`, `package.module:name`, `package.module.name`.
 
     A module is installed, in the working directory, or in the directory before its name
     (`directory/package.module:name`). ValueError if there is no such file or module, its import
@@ -33,7 +33,7 @@ def load(name: str) -> Any:
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if name.endswith(".py") or not place:
         raise ValueError(
-            f"{quote(name)} names no function: write file.py:NAME or package.module:NAME"
+            f"{quote(name)} names no {what}: write file.py:NAME or package.module:NAME"
         )
     directory, _, dotted = place.rpartition("/")
     file = find_file(place, name) if place.endswith(".py") else None
@@ -44,15 +44,15 @@ def load(name: str) -> Any:
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
         said = visible("".join(traceback.format_exception_only(error)).rstrip())
-        what = f"{quote(name)} cannot be imported from {quote(str(where))}"
-        raise ValueError(f"{what}:{frames(error)}\n{said}") from error
+        problem = f"{quote(name)} cannot be imported from {quote(str(where))}"
+        raise ValueError(f"{problem}:{frames(error)}\n{said}") from error
     found = getattr(module, attribute, None)
-    if inspect.isclass(found) or not callable(found):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        public = [key for key, _ in functions if not key.startswith("_")]
+    if inspect.isclass(found) != (what == "class") or not callable(found):
+        of_kind = inspect.isclass if what == "class" else inspect.isfunction
+        public = [key for key, _ in inspect.getmembers(module, of_kind) if not key.startswith("_")]
         raise ValueError(
-            f"{quote(name)}: it has no function {quote(attribute)}"
-            f"{nearest(attribute, public)}; functions in it: {', '.join(public) or 'none'}"
+            f"{quote(name)}: it has no {what} {quote(attribute)}"
+            f"{nearest(attribute, public)}; there are: {', '.join(public) or 'none'}"
         )
     return found
 

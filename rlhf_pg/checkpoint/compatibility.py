@@ -26,7 +26,7 @@ MAY_CHANGE = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
     *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
-    "given_in_python",  # given models and adapters have fingerprints
+    *("trainer", "given_in_python"),  # given models and adapters have fingerprints
 }
 # Keys that may change with a warning: peaks of the schedule; the length of the run, which changes
 # later learning rates; and names of rewards, to allow fixed functions.

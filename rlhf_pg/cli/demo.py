@@ -12,7 +12,7 @@ from rich.text import Text
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
 from rlhf_pg.report.evaluation import intervals
-from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
+from rlhf_pg.trainers import PolicyGradientTrainer, trainer_type
 
 # The recipe has 500 steps; the learning rate decays over the actual number.
 BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
@@ -24,7 +24,7 @@ def demo(flags: Sequence[str]) -> None:
     if not recipes:
         recipes, keys = [find_recipe("grpo_arithmetic")], [*BRIEF, *keys]
     args = config_of(recipes, keys, "demo")
-    trainer = TRAINERS[args.algorithm](args=args)
+    trainer = trainer_type(args.algorithm, args.trainer)(args=args)
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
     console.print(Text(f"before: {_score(before)}"))

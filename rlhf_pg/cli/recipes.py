@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg import config
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.config.files import locate_reward
 from rlhf_pg.config.parse import fail, load, parse, read_flags, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
@@ -63,12 +65,14 @@ def presets() -> dict[str, Path]:
 def config_type_of(
     recipes: Sequence[Path], flags: Sequence[str] = (), known: Mapping[str, Any] = WITH_REWARDS
 ) -> Any:
-    """Return the config class of the key `algorithm`, in flags or the last recipe, or `fail`."""
+    """Return the config class that `trainer` or `algorithm` names; flags and later recipes win."""
     if not recipes:
         fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
-    found = [*(load(file).get("algorithm") for file in recipes), read_flags(flags).get("algorithm")]
-    algorithm: Any = next((name for name in reversed(found) if name), None)
-    if algorithm not in list(known):
+    values = {key: value for file in recipes for key, value in load(file).items()}
+    values |= read_flags(flags)
+    if name := values.get("trainer"):
+        return user_modules.load(locate_reward(name, recipes[0].parent), "class").config_type
+    if (algorithm := values.get("algorithm")) not in list(known):
         fail(
             f"{recipes[-1]}: the key algorithm must be one of {', '.join(known)}, got "
             f"{show(algorithm)}; or name one: rlhf-pg train grpo --config FILE"

@@ -1,6 +1,7 @@
 """`rlhf-pg train`, and its parts that the scripts in `recipes/` share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rlhf_pg.cli.main import explaining_errors
 from rlhf_pg.cli.recipes import CONFIGS, config_type_of, split_recipe
@@ -9,28 +10,31 @@ from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.bradley_terry import train_reward_model
 from rlhf_pg.tasks import load_task
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
-from rlhf_pg.trainers import TRAINERS
+from rlhf_pg.trainers import TRAINERS, trainer_type
 
 
 def train(flags: Sequence[str]) -> None:
     """Train with a recipe, by the trainer that the key `algorithm` names."""
     recipes, keys = split_recipe(flags)
-    algorithm = config_type_of(recipes, keys, CONFIGS).algorithm
-    run_recipe(algorithm, ["--config", *map(str, recipes), *keys], "rlhf-pg train")
+    run_recipe(
+        config_type_of(recipes, keys, CONFIGS),
+        ["--config", *map(str, recipes), *keys],
+        "rlhf-pg train",
+    )
 
 
 @explaining_errors()
-def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
+def run_recipe(kind: Any, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Read a config from flags, by default those of the command line, and train with it.
 
     Args:
-        algorithm: sft, reward_model, or a name in `TRAINERS`.
+        kind: sft, reward_model, a name in `TRAINERS`, or a class of configs.
         prog: the name of the program in `--help`.
     """
-    args = parse(CONFIGS[algorithm], flags, prog)
-    if algorithm in TRAINERS:
-        TRAINERS[algorithm](args=args).train()
-    elif algorithm == "sft":
+    args = parse(CONFIGS.get(kind, kind), flags, prog)
+    if args.algorithm in TRAINERS:
+        trainer_type(args.algorithm, args.trainer)(args=args).train()
+    elif args.algorithm == "sft":
         # A task makes its own tiny model.
         train_sft(args) if args.task is None else warm_start(args)
     elif args.task is None:

@@ -23,6 +23,8 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
+        elif key == "trainer" and value:
+            keys[key] = locate_reward(value, beside)
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]
         elif key in ("advantage_estimator", "policy_loss") and ":" in value:

@@ -45,6 +45,8 @@ class TrainingConfig:
 class RunConfig:
     """Keys of a run. One step is one rollout batch and every update on it."""
 
+    trainer: Text | None = option(None, help=
+        "Trainer of your own, a class whose config may have more keys: my_trainer.py:CLASS.")
     given_in_python: Names = option((), help="Arguments given in Python, required again to resume.")
     dtype: Literal["float32", "bfloat16", "float64"] = option("float32", help=
         "Data type of weights and computation; bfloat16 updates float32 master weights.")

@@ -8,7 +8,7 @@ from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.rewards.named import PYTHON, make_rewards
-from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer
+from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer, trainer_type
 
 
 def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
@@ -24,7 +24,7 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
             f"{run.directory / 'config.yaml'}: the key algorithm must be one of "
             f"{', '.join(TRAINERS)}, got {show(algorithm)}"
         )
-    kind = TRAINERS[algorithm]
+    kind = trainer_type(algorithm, run.config.get("trainer"))
     recipe = ["--config", str(run.directory / "config.yaml")]
     args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
     given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]

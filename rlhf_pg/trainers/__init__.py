@@ -1,11 +1,18 @@
 """The algorithms, and the training step that they share."""
 
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.trainers.algorithms import GRPOTrainer as GRPOTrainer
 from rlhf_pg.trainers.algorithms import PPOTrainer as PPOTrainer
 from rlhf_pg.trainers.algorithms import ReinforceTrainer as ReinforceTrainer
 from rlhf_pg.trainers.algorithms import RLOOTrainer as RLOOTrainer
 from rlhf_pg.trainers.callbacks import Callback as Callback
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
+
+
+def trainer_type(algorithm: str, name: str | None) -> type[PolicyGradientTrainer]:
+    """Return the trainer of an algorithm, or the user's own of this name (the key `trainer`)."""
+    return user_modules.load(name, "class") if name else TRAINERS[algorithm]
+
 
 # By the name that the key `algorithm` has.
 TRAINERS: dict[str, type[PolicyGradientTrainer]] = {

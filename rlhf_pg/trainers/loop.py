@@ -4,8 +4,10 @@ It does not depend on the algorithm, only on `step` and `evaluate`.
 """
 
 import dataclasses
+import inspect
 import logging
 import math
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -329,6 +331,9 @@ class TrainingLoop(ABC):
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
+        kind = type(self)
+        if not kind.__module__.startswith("rlhf_pg.") and (file := inspect.getsourcefile(kind)):
+            found["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
         chosen = with_engine(self.args, self.engine_name)
         return dataclasses.replace(chosen, **found, **self.recorded)
 

@@ -72,6 +72,34 @@ def test_other_keys_show_what_would_have_changed(run: str, tmp_path: Path, capsy
     assert "180°" in capsys.readouterr().out  # the gradient, by the opposite reward
 
 
+TRAINER = """
+from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.config import config, option
+
+@config
+class PulledConfig(GRPOConfig):
+    pull: float = option(0.5, ge=0, help="Factor on the advantages.")
+
+class Pulled(GRPOTrainer):
+    config_type = PulledConfig
+
+    def advantages(self, inputs):
+        return self.args.pull * super().advantages(inputs)
+"""
+
+
+def test_own_trainer_is_found_with_its_key(recipe: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "own.py").write_text(TRAINER)
+    recipe.write_text(f"{recipe.read_text()}trainer: own.py:Pulled\n")
+    out = str(tmp_path / "run")
+    main(["train", str(recipe), "--output_dir", out, "--pull", "0.25", "--max_steps", "1"])
+    main(["eval", out, "--num_generations_eval", "1"])
+    capsys.readouterr()
+    main(["replay", out, "--step", "1"])
+    assert "step 1: as it was recorded" in capsys.readouterr().out
+    assert "pull" in said_of(["replay", out, "--step", "1", "--pull", "-1"], capsys)
+
+
 def test_reward_that_has_no_name_comes_from_the_record(
     recipe: Path, tmp_path: Path, model_path: str, capsys
 ) -> None:
