@@ -1,7 +1,9 @@
 """Known trouble is found where it is, and nowhere else."""
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,15 @@ def test_trouble_is_found_where_it_begins(title: str) -> None:
 @pytest.mark.parametrize("what", GOOD)
 def test_healthy_curve_has_no_trouble(what: str) -> None:
     assert found(**GOOD[what]) == []
+
+
+def test_runs_on_a_real_model_that_learnt_have_no_trouble() -> None:
+    results = sorted(Path(__file__).parents[2].glob("docs/results/*.json"))
+    assert results
+    for path in results:
+        steps = json.loads(path.read_text())["steps"]
+        said = troubles([{"step": i + 1} | line for i, line in enumerate(steps)])
+        assert said == [], path
 
 
 def test_trouble_that_is_over_says_so_and_stands_last() -> None:
