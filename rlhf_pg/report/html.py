@@ -18,7 +18,7 @@ from rlhf_pg.report.run_files import finite
 
 PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")
-# Two scripts: the library, then our own.
+# Two scripts: the library, then our own, in a scope of its own.
 LIBRARY = "uPlot.iife.min.js"
 OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 
@@ -47,7 +47,7 @@ def write_document(
     The earlier page stays intact until the new one is complete, and after an OSError.
     """
     style = "\n".join(part(name) for name in STYLES)
-    scripts = [part(LIBRARY), our_script()]
+    scripts = [part(LIBRARY), "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(hash_of, scripts))}; "
         f"style-src {hash_of(style)}; img-src data:; connect-src 'none'; base-uri 'none'; "
@@ -89,8 +89,3 @@ def hash_of(text: str) -> str:
 def part(name: str) -> str:
     """Return the text of a file of the page."""
     return (PARTS / name).read_text(encoding="utf-8")
-
-
-def our_script() -> str:
-    """Return the page's own script, in a scope of its own."""
-    return "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"

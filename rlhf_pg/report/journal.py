@@ -2,9 +2,11 @@
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,35 +37,6 @@ SHARE = 100  # updating the page takes at most 1 / SHARE of the time
 SHOWN = ("reward", "kl", "entropy")
 
 
-class LiveReport:
-    """The report of a run, updated in at most 1 % of its time; failures cause one warning."""
-
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.directory, self.clock = directory, clock
-        self._due = clock() + FIRST
-        self._has_failed = False
-
-    def update(self) -> None:
-        """Write the report if it is due."""
-        if self.clock() >= self._due:
-            self.finish(running=True)
-
-    def finish(self, running: bool = False) -> None:
-        """Write the report, due or not."""
-        begun = self.clock()
-        try:
-            from rlhf_pg.report.run_page import write_report
-
-            write_report(self.directory, running=running)
-        except Exception as error:  # a full disk or a damaged file must not end a run
-            if not self._has_failed:
-                logger.warning(
-                    "%s is not up to date: %s", self.directory / "report.html", tell(error)
-                )
-            self._has_failed = True
-        self._due = self.clock() + SHARE * (self.clock() - begun)
-
-
 class Journal:
     """Console and run directory of the main process; other processes write nothing."""
 
@@ -71,9 +44,12 @@ class Journal:
         self, directory: Path, after_step: int, is_main: bool, shown: Sequence[str] = SHOWN
     ) -> None:
         self.is_main, self._shown = is_main, shown
-        self.console = Console(quiet=not is_main)
-        self._bar: Progress | None = None
-        self._total = 0
+        self.console = console = Console(quiet=not is_main)
+        updates = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))
+        done, text = MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not updates)
+        self._total, self._task = 0, self._bar.add_task("")
         self._lacks_tokens = False
         if not is_main:
             return
@@ -86,7 +62,7 @@ class Journal:
         self._completions = JsonLines(directory / COMPLETIONS, after_step)
         self._trace = JsonLines(directory / TRACE, after_step, synced=False)
         self._directory = directory
-        self._report = LiveReport(directory)
+        self._report_due, self._report_failed = time.monotonic() + FIRST, False
         self._lines = read(directory / METRICS)
         self._warned = {trouble.title for trouble in troubles(self._lines)}
         for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
@@ -109,37 +85,51 @@ class Journal:
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
-        """Show a progress bar in a terminal or else about twenty lines, and report at the end."""
+        """Show a progress bar in a terminal or a notebook with ipywidgets, or else about twenty
+        lines, and report at the end.
+        """
         self._total = total_steps
-        done, text = MofNCompleteColumn(), TextColumn("{task.description}")
-        columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
-        bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._show(bar.start)
-        self._bar = bar
-        self._task = bar.add_task("", total=total_steps)
+        self._bar.update(self._task, total=total_steps)
+        self._show(self._bar.start)
         try:
             yield
         finally:
-            self._show(bar.stop)
+            self._show(self._bar.refresh)  # `stop` does not in a notebook
+            self._show(self._bar.stop)
             if self.is_main:
-                self._report.finish()
+                self._report(running=False)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Save the metrics of a step, and show them."""
         if not self.is_main:
             return
         self._metrics.write(metrics)
-        self._report.update()
+        self._report(running=True)
         self._warn(metrics)
         step = metrics["step"]
-        if "eval_reward" in metrics:
-            sampled, greedy = (_spell(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
-            self.say(f"step {step}  held out: reward {sampled}, greedy {greedy}")
-        summary = "  ".join(f"{name} {_spell(metrics[name])}" for name in self._shown)
-        if self._bar is not None and self.console.is_terminal:
+        if held_out := _summarize(metrics, "eval_reward", "eval_greedy_reward"):
+            self.say(f"step {step}  held out: {held_out}")
+        summary = _summarize(metrics, *self._shown)
+        if not self._bar.disable:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
+
+    def _report(self, running: bool) -> None:
+        """Write the report, if it is due or the last; failures cause one warning."""
+        begun = time.monotonic()
+        if running and begun < self._report_due:
+            return
+        try:
+            from rlhf_pg.report.run_page import write_report
+
+            write_report(self._directory, running=running)
+        except Exception as error:  # a full disk or a damaged file must not end a run
+            if not self._report_failed:
+                page = self._directory / "report.html"
+                logger.warning("%s is not up to date: %s", page, tell(error))
+            self._report_failed = True
+        self._report_due = time.monotonic() + SHARE * (time.monotonic() - begun)
 
     def _warn(self, metrics: dict[str, Any]) -> None:
         """Show the troubles of the run in its first and latest steps, each of them once."""
@@ -182,6 +172,18 @@ def _text(turns: Any) -> str:
     """Return a string, or the last message of a chat (if there is one), shortened and escaped."""
     text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
+
+
+def _summarize(metrics: Mapping[str, Any], *names: str) -> str:
+    """Return the metrics that the run computes as text, a reward with its sources if several."""
+    parts = []
+    for name in (name for name in names if metrics.get(name) is not None):
+        source = re.compile(f"{name.removesuffix('reward')}rewards/(.*)/mean")
+        found = filter(None, map(source.fullmatch, metrics))
+        each = ", ".join(f"{one[1]} {_spell(metrics[one[0]])}" for one in found)
+        label = name.removeprefix("eval_").removesuffix("_reward")
+        parts.append(f"{label} {_spell(metrics[name])}" + f" ({each})" * ("," in each))
+    return "  ".join(parts)
 
 
 def _spell(number: float | None) -> str:

@@ -73,7 +73,8 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
     lines, curve = files.metrics, curve_data(files)
-    known = {key for line in lines for key in line}
+    computed = {key for line in lines for key, value in line.items() if value is not None}
+    absent = {key for line in lines for key in line} - computed
     tables = []
     if files.starts:
         rows = [[str(x.step), str(x.processes), x.backend, x.device] for x in files.starts]
@@ -92,10 +93,7 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
         "subtitle": [visible(part) for part in _subtitle(files) if part],
         "runs": [curve],
         "charts": charts_of(curve["metrics"]),
-        # Metrics that the run has, but never computed.
-        "absent": sorted(
-            visible(key) for key in known if all(line.get(key) is None for line in lines)
-        ),
+        "absent": sorted(map(visible, absent)),
         "warnings": [asdict(trouble) for trouble in troubles(lines)],
         "tables": tables,
         "steps": [logged.summary(step) for step in steps],

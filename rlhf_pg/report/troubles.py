@@ -45,6 +45,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     first_entropy = fmean(x for _, x in entropy[:WINDOW]) if len(entropy) > WINDOW else 0.0
     usual_kl = median(x for _, x in kl[: max(WINDOW, len(kl) // 2)]) if kl else 0.0
     usual_norm = median(x for _, x in norms) if norms else 0.0
+    paid = [(step, abs(reward) + std) for step, reward, std in _rewards(lines)]  # 0: all are 0
     early, length = _early_entropy(lines), "completions/mean_length"
     rules = [
         Rule(
@@ -78,7 +79,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             window=1,
         ),
         Rule(
-            *("reward", _paid(lines), lambda paid: paid == 0, "Reward is always 0"),
+            *("reward", paid, lambda x: x == 0, "Reward is always 0"),
             "No completion scores, so nothing can be learnt: read completions.jsonl. Check that "
             "the reward finds the answer; else use easier prompts, a longer "
             "max_completion_length, a reward for the format, or SFT first.",
@@ -127,11 +128,6 @@ def _rewards(lines: Sequence[Line]) -> list[tuple[int, float, float]]:
     """Return the steps that have a reward, each with its mean and its standard deviation."""
     spread = dict(values(lines, "reward_std"))
     return [(step, reward, spread.get(step, 0.0)) for step, reward in values(lines, "reward")]
-
-
-def _paid(lines: Sequence[Line]) -> Points:
-    """Return a number per step that is 0 where every completion scored 0."""
-    return [(step, abs(reward) + std) for step, reward, std in _rewards(lines)]
 
 
 def _falls(lines: Sequence[Line]) -> Points:

@@ -184,6 +184,25 @@ def test_log_output_is_about_twenty_lines(tmp_path, capsys, steps, shown):
     assert [line for line in lines if line] == [f"step {s}/{steps}  {expected}" for s in shown]
 
 
+def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
+    several = {"reward": 0.5, "rewards/a/mean": 0.25, "rewards/b/mean": math.nan}
+    held_out = {"eval_reward": 0.75, "eval_rewards/a/mean": 0.75}
+    run(Journal(tmp_path, 0, is_main=True), 1, **several, **held_out)
+    said = "held out: reward 0.750\nstep 1/1  reward 0.500 (a 0.250, b -)  0.25 s/step\n"
+    assert capsys.readouterr().out == f"step 1  {said}"
+
+
+@pytest.mark.filterwarnings("ignore:install")
+@pytest.mark.parametrize("widgets", [True, False])
+def test_notebook_with_widgets_has_one_line(tmp_path, monkeypatch, widgets):
+    said = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rlhf_pg.report.journal.find_spec", lambda _: widgets)
+    monkeypatch.setattr(Journal, "say", lambda self, line: said.append(line))
+    run(Journal(tmp_path, 0, is_main=True), 3, reward=0.5)
+    assert len(said) == (0 if widgets else 3)
+
+
 def test_trouble_is_printed_once(tmp_path, capsys):
     for after_step in (0, 3):
         journal = Journal(tmp_path, after_step, is_main=True)

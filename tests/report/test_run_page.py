@@ -8,14 +8,14 @@ import struct
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report import html, run_page, token_steps
-from rlhf_pg.report.journal import LiveReport
+from rlhf_pg.report import html, journal, run_page, token_steps
 from rlhf_pg.report.run_files import RunFiles, tokens_file
 from rlhf_pg.report.run_page import write_report
 from tests.report.conftest import HOSTILE
@@ -177,7 +177,7 @@ def test_page_runs_its_own_scripts_and_fetches_nothing(hostile_run: Path) -> Non
 
 def test_hostile_texts_are_nowhere_raw(hostile_run: Path) -> None:
     raw = write_report(hostile_run).read_bytes().decode()
-    own = len(html.our_script()) + len(html.part(html.LIBRARY))
+    own = sum(len(html.part(name)) for name in (*html.OURS, html.LIBRARY))
     for text in HOSTILE[:3]:
         assert text not in raw
     assert raw.count("</script>") == raw.count("<script")
@@ -238,38 +238,28 @@ def test_reader_never_sees_half_a_page(run: Path, monkeypatch: pytest.MonkeyPatc
     assert [file.name for file in run.glob("partial-*")] == []
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_live_report_takes_one_percent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, written = Clock(), []
+def test_report_takes_one_percent_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], []
 
     def slow(directory: Path, **_: Any) -> None:
-        clock.now += 2.0
-        written.append(clock.now)
+        now[0] += 2.0
+        written.append(now[0])
 
     monkeypatch.setattr(run_page, "write_report", slow)
-    live = LiveReport(run, clock)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    live = journal.Journal(tmp_path, 0, is_main=True)
     for _ in range(1000):
-        live.update()
-        clock.now += 1.0
+        live._report(running=True)
+        now[0] += 1.0
     assert written == [5.0, 207.0, 409.0, 611.0, 813.0]  # not in the first three seconds
-    live.finish()
+    live._report(running=False)
     assert len(written) == 6
 
 
 def test_page_of_a_run_that_goes_on_reloads_itself(run: Path) -> None:
-    live = LiveReport(run, Clock())
-    live.finish(running=True)
-    assert read(run / "report.html").data["running"] is True
-    live.finish()
-    assert read(run / "report.html").data["running"] is False
-    assert "location.reload()" in html.our_script()
+    for running in (True, False):
+        assert read(write_report(run, running=running)).data["running"] is running
+    assert "location.reload()" in html.part("report.js")
 
 
 def test_step_without_texts_shows_those_of_its_records(run: Path) -> None:
