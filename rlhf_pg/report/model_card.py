@@ -10,6 +10,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ MOST_ROWS = 12  # rows in the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
 ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # a server's address
 LONGEST_RUBRIC = 80  # characters
+# Files that may name the base model, with its key: in a model's directory, or in its run's.
+NAMES_BASE = {"README.md": "base_model", "adapter_config.json": "base_model_name_or_path"}
+NAMES_BASE |= {"config.json": "_name_or_path", "../config.yaml": "model_name_or_path"}
 PAPERS = {
     "GRPO": "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
     "RLOO": "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
@@ -47,12 +51,15 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     # The header for the Hub, with names that can be Hub ids.
     header = ModelCardData(
         library_name="peft" if config.get("use_peft") else "transformers",
-        base_model=base if base and _is_hub_id(base) else None,
+        base_model=_base_model(base) if base else None,
         datasets=list(filter(_is_hub_id, config.get("dataset_name") or ())) or None,
         tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
     )
     plain = json.loads(json.dumps(_redact(dict(config)), default=str))
     settings = {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
+    text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
+    # A fence that is longer than any in the text.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     parts = [
         f"---\n{header.to_yaml()}\n---\n",
         f"# {literal(directory.name)}",
@@ -64,12 +71,11 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         _curve(directory),
         "## Config",
         "Keys that are not listed are at their defaults or empty.",
-        fence(yaml.safe_dump(settings, sort_keys=False).rstrip(), "yaml"),
+        f"{fence}yaml\n{text}\n{fence}",
         "## Versions",
         ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
+        *[f"Method: {paper}." for name, paper in PAPERS.items() if name == algorithm],
     ]
-    if algorithm in PAPERS:
-        parts.append(f"Method: {PAPERS[algorithm]}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -78,16 +84,19 @@ def literal(text: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", html.escape(quote(str(text)), quote=False))
 
 
-def fence(text: str, language: str) -> str:
-    """Return text as a code block, with a fence longer than any in the text."""
-    text = visible(text)
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text}\n{fence}"
+def _base_model(name: str) -> str | None:
+    """Return the Hub id of a model, or the one that the card or a config of its directory names."""
+    named = [name]
+    for file, key in NAMES_BASE.items():
+        with suppress(Exception):  # anybody's file, which need not be there
+            text = (Path(name) / file).read_text(encoding="utf-8")
+            found = next(yaml.safe_load_all(text))[key]
+            named += found if isinstance(found, list) else [found]
+    return next(filter(_is_hub_id, named), None)
 
 
-def _is_hub_id(name: str) -> bool:
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not os.path.exists(name)
+def _is_hub_id(name: Any) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))) and not os.path.exists(name)
 
 
 def _redact(value: Any) -> Any:

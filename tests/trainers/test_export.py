@@ -64,6 +64,23 @@ def test_card_escapes_what_comes_from_outside(tmp_path):
     assert yaml.safe_load(inside)["system_prompt"].startswith("```")
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("README.md", "---\nbase_model: [me/base, me/other]\n---\n# `x: [`"),
+        ("adapter_config.json", '{"base_model_name_or_path": "me/base"}'),
+        ("config.json", '{"_name_or_path": "me/base"}'),
+        ("../config.yaml", "model_name_or_path: me/base"),
+    ],
+)
+def test_card_names_the_base_model_of_a_path(tmp_path, file, text):
+    final = tmp_path / "final"
+    final.mkdir()
+    (final / file).write_text(text)
+    config = {"algorithm": "GRPO", "model_name_or_path": str(final)}
+    assert header_of(model_card(config, None, tmp_path))["base_model"] == "me/base"
+
+
 # --------------------------------------------------------------------------------------- the Hub
 
 
