@@ -50,7 +50,7 @@ TODAY = {
     "rewards": 2031,
     "trainers": 3342,
     "runtime": 1107,
-    "checkpoint": 678,
+    "checkpoint": 677,
     "report": 1693,
     "tasks": 773,
     "boundary": 388,

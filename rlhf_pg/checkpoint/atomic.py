@@ -73,10 +73,13 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
     """Write `state.json` with `facts` in JSON types, and give the directory its name."""
     failpoint("save-state")
     partial = partial_of(path)
+    files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    for file in files:  # safetensors writes 0600; let the umask decide, as for the directory
+        with suppress(OSError):  # another user's file, or a file system without modes
+            file.chmod(partial.stat().st_mode & 0o666)
     entries = {
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
-        for file in sorted(partial.rglob("*"))
-        if file.is_file()
+        for file in files
     }
     (partial / STATE).write_text(json.dumps({**facts, "files": entries}, indent=2))
     for written in [*partial.rglob("*"), partial]:
@@ -137,10 +140,9 @@ def find_damage(path: Path, contents: bool = True) -> str | None:
 
 def state(path: Path) -> dict[str, Any]:
     """Return the facts of a published directory, contents unchecked; {} if there is none."""
-    try:
-        facts: dict[str, Any] = json.loads((path / STATE).read_text())
-    except (OSError, ValueError):
-        return {}
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        facts = json.loads((path / STATE).read_text())
     return facts
 
 

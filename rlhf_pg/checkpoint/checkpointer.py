@@ -56,6 +56,7 @@ class Checkpointer:
     limit: int | None = None  # number of checkpoints to keep; None keeps all
     found: Collection[str] = ()  # keys set to auto; a resumed run takes over their values
     saved: int | None = None  # the last step that this process saved
+    origin: str | None = None  # the checkpoint of another run that was restored
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -99,17 +100,14 @@ class Checkpointer:
         if path == self.path():
             self.saved = self.state.step
             if runtime.is_main and prunes and self.limit is not None:
-                self._prune(self.limit)
+                older = [step for step in self.steps() if step < self.state.step]
+                try:
+                    for step in older[: max(0, len(older) + 1 - self.limit)]:
+                        atomic.remove(self.path(step))
+                except OSError as error:
+                    text = "older checkpoints cannot be removed (save_total_limit): %s"
+                    logger.warning(text, error)
         return path
-
-    def _prune(self, limit: int) -> None:
-        """Remove older checkpoints beyond `limit`."""
-        older = [step for step in self.steps() if step < self.state.step]
-        try:
-            for step in older[: max(0, len(older) + 1 - limit)]:
-                atomic.remove(self.path(step))
-        except OSError as error:
-            logger.warning("older checkpoints cannot be removed (save_total_limit): %s", error)
 
     def _parts_to_save(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
         """Yield name, weights and module of each saved part; a fixed reference is not saved."""
@@ -240,6 +238,7 @@ class Checkpointer:
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         best = self.directory.parent.resolve() / "best"
         here = path.resolve().parent in (best.parent, self.directory.resolve())
+        self.origin = None if here else str(path.resolve())
         if self.config.get("save_best", True) and not (here and best.exists()):
             self.state.best_reward = None  # the best checkpoint is in the other directory
         if (rng := _rng_file(path, rank)).exists():

@@ -190,6 +190,6 @@ def _spell(number: float | None) -> str:
     return "-" if number is None or math.isnan(number) else f"{number:.3f}"
 
 
-def due(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) is due."""
-    return every > 0 and step % every == 0
+def due(step: int, every: int, last: int = 0) -> bool:
+    """Return whether something is due that happens every `every` steps (0: never) and at `last`."""
+    return every > 0 and (step % every == 0 or step == last)

@@ -170,7 +170,8 @@ class SupervisedTrainer:
                 )
             journal = Journal(directory, state.step, runtime.is_main, ("loss", "grad_norm"))
             if runtime.is_main:
-                dump(args, directory / "config.yaml")
+                own = replace(args, resume_from_checkpoint=saver.origin)
+                dump(own, directory / "config.yaml")
             tracked = trackers.open(directory, args.run_name, asdict(args), state.step > 0)
             with termination.handle_signals(), tracked, journal.progress(self.total):
                 while state.step < self.total:
@@ -182,7 +183,7 @@ class SupervisedTrainer:
                     if evaluates or due(state.step, args.logging_steps):
                         trackers.log(metrics)
                     number = termination.agree()
-                    if number or due(state.step, args.save_steps):
+                    if number or due(state.step, args.save_steps, self.total):
                         saver.save(runtime)
                     if number:
                         journal.say(f"resume from {saver.path()}")

@@ -118,7 +118,8 @@ class TrainingLoop(ABC):
         self.on_resume(saved)
         directory = Path(self.args.output_dir)
         self.journal = journal = Journal(directory, self.state.step, self.runtime.is_main)
-        args = self.resolved_args()
+        origin = self.checkpointer.origin
+        args = dataclasses.replace(self.resolved_args(), resume_from_checkpoint=origin)
         if self.runtime.is_main:
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
@@ -175,7 +176,7 @@ class TrainingLoop(ABC):
             raise
         failpoint("stepped")
         args, step = self.args, self.state.step
-        reported = due(step, args.logging_steps) or step == self.total_steps
+        reported = due(step, args.logging_steps, self.total_steps)
         try:
             self._tell("on_step_end")
             if due(step, args.eval_steps):
@@ -196,7 +197,7 @@ class TrainingLoop(ABC):
                 self.trackers.log(metrics)
         if reported:
             self._tell("on_log", metrics)
-        if due(step, args.save_steps):
+        if due(step, args.save_steps, self.total_steps):
             self.save_checkpoint()
         number = self.termination.agree()
         if self.termination.stopping and not reported:
@@ -275,8 +276,7 @@ class TrainingLoop(ABC):
             except Exception as another:
                 logger.warning("training since the last checkpoint is lost: %s", another)
             if saver.saved == step:
-                note = f"Resume from {saver.path()} (--resume_from_checkpoint latest)."
-                error.add_note(note)
+                error.add_note(f"Resume from {saver.path()} (--resume_from_checkpoint latest).")
             raise
 
     # ------------------------------------------------------------------------------------- save

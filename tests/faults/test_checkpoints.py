@@ -162,6 +162,10 @@ def test_output_dir_created_by_run_is_private(whole, tmp_path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     build(str(tmp_path / "run"), **OPTIONS | {"max_steps": 1, "save_steps": 0}).train()
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
+    final = tmp_path / "run" / "final"  # others may read what the umask lets them read
+    assert (
+        stat.S_IMODE((final / "model.safetensors").stat().st_mode) == final.stat().st_mode & 0o666
+    )
 
 
 # ----------------------------------------------------------------------------------------- pruning

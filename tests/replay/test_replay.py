@@ -214,9 +214,9 @@ def test_records_of_later_steps_go_when_a_run_is_resumed(make) -> None:
     before = contents(run.directory)
     assert Replay(make(GRPOTrainer, **EVERY)).make(4).differs == []  # from step 2, over step 3
     assert contents(run.directory) == before
-    resumed = make(GRPOTrainer, **EVERY | {"max_steps": 3})
-    resumed.train(resume_from_checkpoint="latest")
+    make(GRPOTrainer, **EVERY | {"max_steps": 3, "resume_from_checkpoint": "latest"}).train()
     run = RunFiles(run.directory)
+    assert run.config["resume_from_checkpoint"] is None  # config.yaml starts a new run
     assert [run.tokens(step) is not None for step in range(1, 5)] == [True] * 3 + [False]
     assert [start.step for start in run.starts] == [0, 2]
     assert list(run.traces) == [1, 2, 3]
@@ -229,6 +229,7 @@ def test_run_that_went_on_from_another_directory(make, tmp_path) -> None:
     named = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoints" / "step-00000002")}
     options = EVERY | {"max_steps": 4, "save_steps": 0, "output_dir": str(tmp_path / "other")}
     make(**options | named).train()
+    assert named.items() <= RunFiles(tmp_path / "other").config.items()
     assert Replay(make(**options | named)).make(4).differs == []
     with pytest.raises(ValueError, match="steps 3 to 4: step 2"):
         Replay(make(**options | named)).make(2)

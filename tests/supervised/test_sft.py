@@ -255,8 +255,10 @@ def copy_to_step(path, run, step):
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path, lora):
     options = RESUMED | ({"peft_config": adapter()} if lora else {})
     train(tmp_path / "whole", **options)
+    assert (tmp_path / "whole" / "checkpoints" / "step-00000007").is_dir()  # the last
     copy_to_step(tmp_path / "whole", tmp_path / "partial", 3)
     train(tmp_path / "partial", **options | {"resume_from_checkpoint": "latest"})
+    assert "resume_from_checkpoint: null" in (tmp_path / "partial" / "config.yaml").read_text()
     file = "final/" + ("adapter_model.safetensors" if lora else "model.safetensors")
     assert (tmp_path / "partial" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     lines = read(tmp_path / "partial" / "metrics.jsonl")

@@ -77,6 +77,7 @@ def maker(model_path: str, directory: Path) -> Callable[..., PolicyGradientTrain
             "num_generations": 4,
             "learning_rate": 1e-3,
             "max_steps": 3,
+            "save_steps": 0,
             "output_dir": str(directory / "run"),
         }
         if trainer_type is PPOTrainer:
