@@ -39,10 +39,8 @@ def chat(flags: Sequence[str]) -> None:
     torch.manual_seed(options.seed)
 
     # An answer leaves half of the model's positions to the chat.
-    room, longest = models.max_positions(model), options.max_completion_length
-    if room is not None:
-        longest = min(longest, max(1, room // 2))
-        room = max(1, room - longest)
+    positions = models.max_positions(model) or sys.maxsize
+    longest = min(options.max_completion_length, max(1, positions // 2))
     pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     generation = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=pad)
     if options.temperature > 0:
@@ -62,19 +60,21 @@ def chat(flags: Sequence[str]) -> None:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            ids = encode(asked if tokenizer.chat_template else line, tokenizer, most=room)
+            ids = encode(asked if tokenizer.chat_template else line, tokenizer)
+            if len(ids) + longest > positions:
+                said = f"{len(ids)} tokens of chat and {longest} for an answer"
+                raise ValueError(f"{said} are beyond the model's context of {positions}")
         except ValueError as error:
             print(f"error: {visible(str(error))}: {AGAIN} begins anew", file=sys.stderr)
             continue
         given = torch.tensor([ids], device=model.device)
-        with torch.no_grad():
-            said = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                generation_config=generation,
-                streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            )
-        answer = tokenizer.decode(said[0, len(ids) :], skip_special_tokens=True)
+        made = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=generation,
+            streamer=SafeStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+        answer = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
         messages = [*asked, {"role": "assistant", "content": answer}]
     if prompt:
         print()  # behind Ctrl-D

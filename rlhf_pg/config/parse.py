@@ -128,7 +128,7 @@ def fail(message: str) -> NoReturn:
     # A process with RANK but without WORLD_SIZE has no launcher.
     if os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
         for line in message.splitlines():
-            print(f"error: {visible(line)}", file=sys.stderr)
+            print("error: " * (line[:1] != " ") + visible(line), file=sys.stderr)  # " ": a frame
     raise SystemExit(2)
 
 

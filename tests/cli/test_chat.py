@@ -80,6 +80,13 @@ def test_chat_remembers_turns_until_told(chat_model, monkeypatch, capsys) -> Non
     assert seen == [one, ["user", "assistant", "user"], one]
 
 
+def test_chat_beyond_the_context_says_so(chat_model, monkeypatch, capsys) -> None:
+    talked(monkeypatch, f"{'1+2=' * 99}\n1+2=\n", chat_model, *GREEDY)
+    out, error = capsys.readouterr()
+    assert "beyond the model's context" in error
+    assert out.count("\n") == 1  # the next line is answered
+
+
 def test_control_characters_of_model_are_escaped(capsys) -> None:
     streamer = SafeStreamer(arithmetic().make_tokenizer())
     streamer.on_finalized_text("a\x1b[2Jb\tc\u202e\n", stream_end=False)
