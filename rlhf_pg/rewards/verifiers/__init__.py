@@ -49,16 +49,15 @@ class Verifier:
         return (self.options["column"],) if "column" in self.options else ()
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] = (),
-        **columns: Sequence[Any],
+        self, prompts: Any, completions: Any = None, completion_ids: Any = (), **columns: Any
     ) -> list[float | None]:
         """Return one score per completion: None where the truth is None, and with a warning where
-        it is unreadable.
+        it is unreadable. It may be called on one text alone: `reward("x = 4", answer="4")`.
         """
         column: Any = self.options.get("column")
+        completions = prompts if completions is None else completions
+        if isinstance(completions, str):
+            completions, columns = [completions], {key: [one] for key, one in columns.items()}
 
         def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.rewards import verifiers
+from rlhf_pg.rewards import accuracy_reward, think_format_reward, verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
 from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
 
@@ -67,6 +67,11 @@ def test_missing_package_says_what_to_install(monkeypatch, name, module, extra) 
 
 def test_truth_is_in_the_column_of_the_option() -> None:
     assert make_verifier("numeric", {"column": "solution"})([], ["1"], None, solution=["1"]) == [1]
+
+
+def test_rewards_take_one_text() -> None:
+    assert make_verifier("numeric")("It is 4.", answer="4") == [1.0]
+    assert accuracy_reward("\\boxed{42}", "42") == think_format_reward("<think>a</think>b") == [1.0]
 
 
 def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
