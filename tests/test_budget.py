@@ -47,7 +47,7 @@ TODAY = {
     "models": 2292,
     "rollout": 2996,
     "rollout/multi_turn": 990,
-    "rewards": 2031,
+    "rewards": 2030,
     "trainers": 3342,
     "runtime": 1107,
     "checkpoint": 677,
