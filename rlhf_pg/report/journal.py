@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 from safetensors import SafetensorError
 
@@ -46,8 +47,8 @@ class Journal:
         self.is_main, self._shown = is_main, shown
         self.console = console = Console(quiet=not is_main)
         updates = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))
-        done, text = MofNCompleteColumn(), TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
+        text = TextColumn("{task.description}", markup=False, table_column=Column())  # may wrap
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), text, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not updates)
         self._total, self._task = 0, self._bar.add_task("")
         self._lacks_tokens = False
@@ -126,8 +127,7 @@ class Journal:
             write_report(self._directory, running=running)
         except Exception as error:  # a full disk or a damaged file must not end a run
             if not self._report_failed:
-                page = self._directory / "report.html"
-                logger.warning("%s is not up to date: %s", page, tell(error))
+                logger.warning("%s/report.html is not up to date: %s", self._directory, tell(error))
             self._report_failed = True
         self._report_due = time.monotonic() + SHARE * (time.monotonic() - begun)
 
