@@ -41,6 +41,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
 }
 COMMON: dict[str, Any] = {
     "max_steps": 2,
+    "save_steps": 0,
     "prompts_per_step": 4,
     "num_generations": 4,
     "max_completion_length": 16,

@@ -29,6 +29,7 @@ OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 PATIENCE = 120  # seconds, far beyond what any run here takes that ends by itself
 COMMON = {
     "max_steps": 5,
+    "save_steps": 0,
     "learning_rate": 1e-3,
     "max_grad_norm": 0.0,
     "max_completion_length": 6,
