@@ -30,6 +30,7 @@ NAMES_OF_TRL = {
     "ModelConfig": "model_name_or_path, dtype, use_peft and lora_r are keys of GRPOConfig",
     "get_peft_config": "set use_peft in GRPOConfig, or give peft_config=LoraConfig(...)",
     "get_quantization_config": "set load_in_4bit in GRPOConfig, or give quantization_config=...",
+    "DPOTrainer": "use TRL's",
     "SFTConfig": "it is rlhf_pg.config.SFTConfig",
     "SFTTrainer": "rlhf_pg.supervised.train_sft(SFTConfig(...), model=..., train_dataset=...)",
     "RewardConfig": "it is rlhf_pg.config.RewardModelConfig",

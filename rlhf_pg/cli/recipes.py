@@ -75,7 +75,7 @@ def config_type_of(
     if (algorithm := values.get("algorithm")) not in list(known):
         fail(
             f"{recipes[-1]}: the key algorithm must be one of {', '.join(known)}, got "
-            f"{show(algorithm)}; or name one: rlhf-pg train grpo --config FILE"
+            f"{show(algorithm)}; or name one before it: grpo --config {recipes[-1]}"
         )
     return known[algorithm]
 

@@ -1,5 +1,6 @@
 """File names in a config: they are looked up beside the recipe, then in the working directory."""
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -29,7 +30,12 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = [locate_reward(name, beside) for name in value]
         elif key in ("advantage_estimator", "policy_loss") and ":" in value:
             keys[key] = locate_reward(value, beside)
-            registry(key)[keys[key]] = user_modules.load(keys[key])
+            function = registry(key)[keys[key]] = user_modules.load(keys[key])
+            call = "inputs" if key != "policy_loss" else "logprobs, old_logprobs, advantages, mask"
+            try:
+                inspect.signature(function).bind_partial(*call.split(", "))
+            except TypeError:
+                raise ValueError(f"{key} {keys[key]} must take ({call}, *, ...)") from None
         elif key == "reward_options":
             keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
     for own in keys.get("reward_options", {}).values():

@@ -12,11 +12,12 @@ def _by_key(hints: Mapping[str, str]) -> dict[str, str]:
 # fmt: off
 # Replacements for keys of TRL, transformers, verl and OpenRLHF; each begins with a key.
 HINTS = _by_key({
-    "prompts_per_step (global) and micro_batch_tokens (memory)": "per_device_train_batch_size",
+    "prompts_per_step (global) and micro_batch_tokens (memory)":
+        "per_device_train_batch_size gradient_accumulation_steps",
     "prompts_per_step, num_generations and num_mini_batches, which are global":
         "batch_size train_batch_size mini_batch_size generation_batch_size rollout_batch_size",
     "micro_batch_tokens, which never changes the result":
-        "gradient_accumulation_steps per_device_eval_batch_size auto_find_batch_size",
+        "per_device_eval_batch_size auto_find_batch_size",
     "num_mini_batches: how many, not how large": "steps_per_generation ppo_mini_batch_size",
     "dtype: bfloat16": "bf16 fp16 torch_dtype", "save_best": "load_best_model_at_end",
     "gradient_checkpointing: offload": "activation_offloading", "report_to": "log_with wandb",

@@ -76,7 +76,8 @@ class RunConfig:
         "Most consecutive steps skipped for non-finite gradients; one more ends the run.")
     ddp_timeout: int = option(1800, gt=0, help="Seconds that a process waits for the slowest one.")
 
-    save_steps: int = option(100, ge=0, help="Steps between checkpoints, the last included; 0: only if interrupted.")
+    save_steps: int = option(100, ge=0, help=
+        "Steps between checkpoints, the last step included; 0: only if interrupted.")
     eval_steps: int = option(0, ge=0, help="Steps between evaluations; 0: none.")
     num_generations_eval: int = option(1, ge=1, help=
         "Completions per prompt in evaluation; several give eval_pass@k and eval_majority@n.")

@@ -31,7 +31,8 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     warmup_steps: float = option(0.0, ge=0, help="Steps of warm-up; below 1, a share of all.")
 
     eval_steps: int = option(0, ge=0, help="Steps between evaluations; 0: at the end only.")
-    save_steps: int = option(500, ge=0, help="Steps between checkpoints, the last included; 0: only if interrupted.")
+    save_steps: int = option(500, ge=0, help=
+        "Steps between checkpoints, the last step included; 0: only if interrupted.")
     logging_steps: int = option(10, ge=1, help="Steps between lines sent to trackers.")
 
     def __post_init__(self) -> None:

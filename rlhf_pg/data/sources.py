@@ -42,12 +42,12 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     """
     names = list(args.dataset_name)
     share = args.dataset_test_split
-    if isinstance(share, str) and share.isidentifier() and not args.eval_dataset_name:
+    if share == "test" and not args.eval_dataset_name:
         opened = [{*open_splits(name, args.dataset_config)} for name in names]
-        if all(len(splits) == 1 and share not in splits for splits in opened):
+        if all(len(splits) == 1 and "test" not in splits for splits in opened):
             logger.warning(
-                "dataset_test_split: %s has no split %s, so a share of %g is held out instead",
-                *(", ".join(names), share, SHARE),
+                "dataset_test_split: %s has no split test, so a share of %g is held out instead",
+                *(", ".join(names), SHARE),
             )
             share = SHARE
     parts: list[Dataset] = []
@@ -80,6 +80,8 @@ def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
         raise ValueError(
             f"dataset_name {str(path)!r} has an unknown file type: use one of {', '.join(READERS)}"
         )
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError(f"dataset_name {str(path)!r} has no rows: the file is empty")
     try:
         if path.is_file():
             options = {"delimiter": "\t"} if suffix == ".tsv" else {}
@@ -103,8 +105,8 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise ValueError(
-            f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: set "
-            "eval_dataset_name to another file, or dataset_test_split to a share such as 0.05"
+            f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: name one; "
+            "for held-out data dataset_test_split may also be a share such as 0.05"
         ) from error
     return datasets.concatenate_datasets(
         [opened[part.splitname].select(range(part.from_, part.to)) for part in parts]

@@ -66,11 +66,11 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             "completions. Use a larger beta, a smaller learning rate, or an earlier checkpoint.",
         ),
         Rule(
-            *("approx_kl/after", None, lambda kl: kl > 0.25, "Step too large"),
-            "It has moved the policy so far that the reward may not come back. Begin again, or "
-            "from an earlier checkpoint, with a tenth of the learning_rate (about 1e-6 for all "
-            "weights, 1e-5 to 2e-4 for LoRA), fewer num_iterations, or target_kl.",
-            window=1,
+            *("approx_kl/after", None, lambda kl: kl > 0.35, "Steps too large"),
+            "They move the policy so far that the reward may not come back. Begin again, or from "
+            "an earlier checkpoint, with a smaller learning_rate (for models of billions about "
+            "1e-6, with LoRA 1e-5 to 2e-4), fewer num_iterations, or target_kl.",
+            window=2,
         ),
         Rule(
             *("reward", _falls(lines), lambda share: share > 1, "Reward falls"),
@@ -88,7 +88,8 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
         Rule(
             *("frac_reward_zero_std", None, lambda mean: mean >= 0.9, "All groups equal"),
             "Nearly every prompt has one score for all its completions, from which group baselines "
-            "learn nothing: the prompts are too easy or too hard, or the reward has too few steps.",
+            "learn nothing: prompts are too easy or too hard, the reward has too few steps, or the "
+            "policy has collapsed.",
         ),
         Rule(
             *("completions/clipped_ratio", None, lambda x: x >= 0.9, "Everything truncated"),
@@ -186,7 +187,10 @@ def is_number(value: Any) -> TypeGuard[float]:
 def _stretch(
     points: Points, is_bad: Callable[[float], bool], window: int
 ) -> tuple[int, int | None] | None:
-    """Return the latest stretch of steps with a bad mean of the window, if any."""
+    """Return the latest stretch of steps with a bad mean of the window, if any.
+
+    Of windows of two steps it is the first, which may have ruined the policy.
+    """
     bad = [
         is_bad(fmean(value for _, value in points[end - window : end]))
         for end in range(window, len(points) + 1)
@@ -194,6 +198,8 @@ def _stretch(
     if not any(bad):
         return None
     last = len(bad) - 1 - bad[::-1].index(True)
+    if window == 2:
+        last = next((i - 1 for i in range(bad.index(True), last) if not bad[i]), last)
     first = next((i + 1 for i in range(last, -1, -1) if not bad[i]), 0)
     # The first step that is bad itself in the first bad window: trouble rarely begins at once.
     begins = points[first : first + window]

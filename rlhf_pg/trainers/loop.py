@@ -137,7 +137,7 @@ class TrainingLoop(ABC):
             export.save_final(self.checkpointer, self.runtime, directory / "final")
             if number := self.termination.agree():  # the caller has to end as well
                 self._end_by_signal(number, journal)
-        journal.say(f"saved {directory / 'final'}")
+        journal.say(f"saved {directory / 'final'}, with report.html beside it")
         if args.push_to_hub and (address := self.push_to_hub()):
             journal.say(f"uploaded to {address}")
         self._tell("on_end")
@@ -159,7 +159,7 @@ class TrainingLoop(ABC):
         if not isinstance(callback, Callback):
             raise ValueError(
                 f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
-                "instantiate a class; write a transformers callback's on_step_end as "
+                "instantiate a class; write a transformers callback's on_step_end and on_log as "
                 "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
             )
         self.callbacks.append(callback)

@@ -28,7 +28,7 @@ def found(**curves: Sequence[Any]) -> list[tuple[str, int, int | None]]:
 BAD = {
     "Entropy collapse": ({"entropy": [1.0] * 30 + [0.01] * 20}, 31),
     "KL explosion": ({"kl": [0.02] * 40 + [3.0] * 15}, 41),
-    "Step too large": ({"approx_kl/after": [0.001, 0.5]}, 2),
+    "Steps too large": ({"approx_kl/after": [0.001, 0.5, 0.6]}, 2),
     "Reward falls": (FALL := {"reward": [0.6] * 5 + [0.07] * 3, "reward_std": [0.5] * 8}, 7),
     "Reward is always 0": ({"reward": [0.0] * 5, "reward_std": [0.0] * 5}, 1),
     "All the same": ({"reward": [0.5] * 6, "entropy": [1.0] * 3 + [0.01] * 3}, 4),
@@ -54,7 +54,7 @@ GOOD = {
         "reward": [0.1] * 3 + [1.0] * 6,
         "entropy": [1.0] * 3 + [0.01] * 6,
     },
-    "one larger step": {"approx_kl/after": [0.001, 0.09]},
+    "one large step, or two that are larger": {"approx_kl/after": [0.5, 0.01, 0.01, 0.28, 0.2]},
     "groups half equal": {"frac_reward_zero_std": [0.85] * 40},
     "long completions from the start": {LENGTH: [900.0] * 50, "reward": [0.5] * 50},
     "length that grows while the reward falls": {
@@ -96,8 +96,11 @@ def test_runs_on_a_real_model_that_learnt_have_no_trouble() -> None:
 def test_trouble_that_is_over_says_so_and_stands_last() -> None:
     truncated = [0.0] * 10 + [1.0] * 20 + [0.0] * 30
     equal = [0.0] * 40 + [1.0] * 20
-    assert found(completions__clipped_ratio=truncated, frac_reward_zero_std=equal) == [
+    steps = [0.0] * 3 + [0.9] * 3 + [0.0] * 30 + [0.9] * 3 + [0.0] * 21
+    curves = {"completions/clipped_ratio": truncated, "frac_reward_zero_std": equal}
+    assert found(**curves, **{"approx_kl/after": steps}) == [
         ("All groups equal", 41, None),
+        ("Steps too large", 4, 7),
         ("Everything truncated", 11, 31),
     ]
 

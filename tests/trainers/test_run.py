@@ -69,6 +69,8 @@ def test_loss_and_estimator_of_own_file_are_recorded_and_found(make, tmp_path, m
     own = {"policy_loss": "own.py:loss", "advantage_estimator": "own.py:estimator"}
     with pytest.raises(ValueError, match="delta is not used"):
         make(**own, delta=2.0)
+    with pytest.raises(ValueError, match=r"policy_loss .*\(logprobs, old_logprobs"):
+        make(policy_loss="own.py:estimator")
     trainer = make(**own, epsilon=0.5, max_steps=1)
     trainer.train()
     assert trainer.policy_loss.keywords == {"epsilon": 0.5}

@@ -203,7 +203,7 @@ def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> No
     )
     trainer.train()
     assert [len(ids) for ids in calls] == [2] * 4 + [1] * 4
-    assert rows == [8, 1]  # and one row alone, to compare
+    assert rows == [8, 1, 1]  # and one alone to compare, and one of 16 after the update
     sampled, greedy = ([ids for call in half for ids in call] for half in (calls[:4], calls[4:]))
     assert greedy == expected.token_lists()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
