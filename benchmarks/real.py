@@ -31,8 +31,8 @@ import yaml
 from transformers import TrainerCallback
 
 from rlhf_pg import Callback
-from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import load
+from rlhf_pg.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from rlhf_pg.config.parse import fail
 
 # Files of commands if their names differ, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
-LIGHT = ("doctor", "diff", "report", "compare")
+LIGHT = ("doctor", "diff", "report", "compare", "train")  # `train` once its config is right
 HELP = ("-h", "--help")
 
 
@@ -39,15 +39,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if {*HELP} & set(flags):
             print(help_of(command, flags), flush=True)
             raise SystemExit(0)
-        if command not in LIGHT:  # keep libraries from printing into our lines
-            import torch
-            from transformers.utils.logging import disable_progress_bar
-
-            disable_progress_bar()  # when loading and saving
-            if not torch.accelerator.is_available():  # else DeepSpeed would print a line
-                os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if command not in LIGHT:
+            quiet_libraries()
         module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
         getattr(module, "evaluate" if command == "eval" else command)(flags)
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from printing into our lines."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # when loading and saving
+    if not torch.accelerator.is_available():  # else DeepSpeed would print a line
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextmanager

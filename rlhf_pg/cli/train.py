@@ -3,14 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_pg.cli.main import explaining_errors
+from rlhf_pg.cli.main import explaining_errors, quiet_libraries
 from rlhf_pg.cli.recipes import CONFIGS, config_type_of, split_recipe
 from rlhf_pg.config.parse import parse
-from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.bradley_terry import train_reward_model
-from rlhf_pg.tasks import load_task
-from rlhf_pg.tasks.warm_start import ensure_model, warm_start
-from rlhf_pg.trainers import TRAINERS, trainer_type
 
 
 def train(flags: Sequence[str]) -> None:
@@ -32,6 +27,13 @@ def run_recipe(kind: Any, flags: Sequence[str] | None = None, prog: str | None =
         prog: the name of the program in `--help`.
     """
     args = parse(CONFIGS.get(kind, kind), flags, prog)
+    quiet_libraries()
+    from rlhf_pg.supervised import train_sft
+    from rlhf_pg.supervised.bradley_terry import train_reward_model
+    from rlhf_pg.tasks import load_task
+    from rlhf_pg.tasks.warm_start import ensure_model, warm_start
+    from rlhf_pg.trainers import TRAINERS, trainer_type
+
     if args.algorithm in TRAINERS:
         trainer_type(args.algorithm, args.trainer)(args=args).train()
     elif args.algorithm == "sft":
