@@ -24,7 +24,7 @@ else:
         """Import a name when it is first used: worker processes do not need torch."""
         if name not in PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"rlhf_pg.{PLACES[name]}"), name)
+        module = import_module(f"rlhf_pg.{PLACES[name]}")
         if name == "accuracy_reward":
-            import_module("rlhf_pg.rewards.verifiers").make_verifier("math")  # needs an extra
-        return found
+            module.make_verifier("math")  # or else say which package it needs
+        return getattr(module, name)
