@@ -267,9 +267,9 @@ class Learner:
             batch = batch.with_columns(old_logprobs=self.before)
         if not self.follows_old_kl:
             prompts, samples = min(16, self.args.prompts_per_step), self.args.num_generations
-            number = torch.arange(batch.num_rows, device=batch.groups.device) % samples
-            is_seen = (batch.groups % prompts == 0) & (number % (16 // prompts) == 0)
-            batch = batch.select(is_seen.nonzero().squeeze(1))
+            groups, apart = batch.groups.tolist(), 16 // prompts
+            rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
+            batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")

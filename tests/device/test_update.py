@@ -51,7 +51,8 @@ def test_added_micro_batch_adds_no_sync_beyond_attention(
     assert more >= 1
     assert (many[1] - few[1]) / more <= passes[0] * TRACED
     assert (many[2] - few[2]) / more <= passes[1] * 2 * TRACED
-    assert few[2] - passes[1] * 2 * TRACED <= 8  # a whole update
+    after = TRACED + 3  # a forward pass for the KL: its rows, their lengths, the number
+    assert few[2] - passes[1] * 2 * TRACED - after <= 8  # a whole update
 
 
 def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
