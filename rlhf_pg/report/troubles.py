@@ -55,7 +55,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             "larger epsilon_high or a smaller learning rate.",
         ),
         Rule(
-            *("entropy", early, lambda x: x < max(1e-3, 0.05 * early[0][1]), "All the same"),
+            *("entropy", early, lambda x: x < max(1e-3, 0.05 * early[0][1]), "All alike"),
             "Completions of a prompt no longer differ, and the reward has not risen. Begin again "
             "with a smaller learning_rate; if they were so from the first step, raise temperature.",
             window=3,

@@ -31,7 +31,7 @@ BAD = {
     "Steps too large": ({"approx_kl/after": [0.001, 0.5, 0.6]}, 2),
     "Reward falls": (FALL := {"reward": [0.6] * 5 + [0.07] * 3, "reward_std": [0.5] * 8}, 7),
     "Reward is always 0": ({"reward": [0.0] * 5, "reward_std": [0.0] * 5}, 1),
-    "All the same": ({"reward": [0.5] * 6, "entropy": [1.0] * 3 + [0.01] * 3}, 4),
+    "All alike": ({"reward": [0.5] * 6, "entropy": [1.0] * 3 + [0.01] * 3}, 4),
     "All groups equal": ({"frac_reward_zero_std": [0.2] * 20 + [1.0] * 12}, 21),
     "Everything truncated": ({"completions/clipped_ratio": [0.0] * 20 + [1.0] * 12}, 21),
     "Reward up while length runs away": (
