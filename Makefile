@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
 TASKS := .venv-tasks
+SITE := .venv-site
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
@@ -17,7 +18,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_
 
 .PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
-	coverage mutants docs lint format clean
+	coverage mutants docs site lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -106,6 +107,14 @@ mutants: $(VENV)/.installed  ## known mistakes, put into the code one at a time:
 
 docs: $(VENV)/.installed  ## write the pages that are made from the code
 	$(BIN)/python docs/generate.py
+
+$(SITE)/.installed: constraints.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --no-compile -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
+	touch $@
+
+site: $(SITE)/.installed  ## the documentation as pages that need no network: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
 
 lint: $(VENV)/.installed  ## format, lint, types and the Dockerfile, changing nothing
 	$(BIN)/ruff format --check .

@@ -19,6 +19,7 @@ import typing
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import from_trl
 import gpu
 import scaling
 
+import rlhf_pg
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import MethodConfig, SamplingConfig
@@ -65,8 +67,20 @@ KEY_TITLES = SHARED_KEYS | {
     SamplingConfig: "Sampling",
     MethodConfig: "The method",
 }
-KEY_TITLES |= {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
-KEY_TITLES |= {ReinforceConfig: "REINFORCE", PPOConfig: "PPO"}
+# Every algorithm, and functions of its formulas that other libraries define differently.
+SURROGATE = ("rlhf_pg.losses.clipped_surrogate", "rlhf_pg.losses.token_weights")
+WITHOUT_RATIO = ("rlhf_pg.advantages.discounted_returns", "rlhf_pg.losses.vanilla")
+WITH_CRITIC = ("rlhf_pg.advantages.gae", "rlhf_pg.masking.whiten", "rlhf_pg.losses.value_loss")
+ALGORITHMS = {
+    "grpo": (GRPOConfig, ("rlhf_pg.advantages.group_normalized", *SURROGATE)),
+    "rloo": (RLOOConfig, ("rlhf_pg.advantages.leave_one_out", *SURROGATE)),
+    "reinforce": (ReinforceConfig, WITHOUT_RATIO),
+    "ppo": (PPOConfig, (*WITH_CRITIC, *SURROGATE)),
+}
+# The shared keys that their pages show too.
+FORMULA = {"prompts_per_step", "num_generations", "num_iterations", "num_mini_batches"}
+FORMULA |= {"learning_rate", "advantage_estimator", "policy_loss", "epsilon", "epsilon_high"}
+FORMULA |= {"aggregation", "normalize_advantages", "beta", "kl_placement", "kl_estimator"}
 SUPERVISED_TITLES = {
     SupervisedConfig: "Both",
     SFTConfig: "Fine-tuning",
@@ -233,7 +247,7 @@ def algorithms() -> str:
             table.append(_row(entry, tests))
             sections.append(_section(entry, tests))
     head = ["| Source | Function | Proved by | Elsewhere |", "|---|---|---|---|"]
-    text = INTRODUCTION + "\n".join([*head, *table]) + "\n\n" + presets() + "\n".join(sections)
+    text = INTRODUCTION + "\n".join([*head, *table]) + "\n\n" + "\n".join(sections)
     return text.rstrip("\n") + "\n"
 
 
@@ -296,18 +310,48 @@ def rendered(paragraph: str) -> str:
     return f"{paragraph}\n"
 
 
-def presets() -> str:
-    """A table of recipes/presets, each with the comment that it begins with."""
-    files = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))
-    if not files:
-        return ""
-    rows = ["## Presets\n", "| Recipe | What it is |", "|---|---|"]
-    for path in files:
+def of_algorithm(name: str) -> str:
+    """The text of an algorithm's page: its equations, keys, presets, results, and who differs."""
+    kind, functions = ALGORITHMS[name]
+    text = filled((ROOT / "docs" / f"{name}.md").read_text(), "equations", _equations(kind))
+    return filled(text, "tables", "\n".join(_tables(kind, functions)))
+
+
+def _equations(kind: Any) -> str:
+    """The docstrings of a trainer and of its formulas, with links to what algorithms.md has."""
+    trainer = getattr(rlhf_pg, kind.__name__.replace("Config", "Trainer"))
+    own = {name: x for name, x in vars(trainer).items() if name in ("returns", "loss")}
+    paragraphs = Entry("", trainer).paragraphs
+    for name, x in own.items():
+        paragraphs += [f"**`{trainer.__name__}.{name}`**", *Entry("", x).paragraphs]
+    text = "\n".join(rendered(p) for p in paragraphs if not re.match(r"Args:| +\w+Trainer\(", p))
+    known = (re.escape(f"`{entry.name}`") for module in modules() for entry in entries(module))
+    return re.sub("|".join(known), lambda found: _function(found[0][1:-1]), text).rstrip("\n")
+
+
+def _function(name: str) -> str:
+    return f"[`{name}`](algorithms.md#{_anchor(name)})"
+
+
+def _tables(kind: Any, functions: tuple[str, ...]) -> Iterator[str]:
+    yield "## Where other libraries differ\n"
+    for name in functions:
+        said = Entry(name, pkgutil.resolve_name(name)).paragraphs
+        (text,) = (p.removeprefix("Elsewhere: ") for p in said if p.startswith("Elsewhere"))
+        yield f"- {_function(name)}: {' '.join(text.split())}"
+    yield "\n## Defaults\n\n| Key | Default | Meaning |\n|---|---|---|"
+    shown = (FORMULA | kind.__annotations__.keys()) - UNLISTED
+    yield from (_key_row(key, kind) for name, key in fields_of(kind).items() if name in shown)
+    yield "\n## Presets\n\n| Recipe | What it is |\n|---|---|"
+    for path in sorted((ROOT / "recipes" / "presets").glob("*.yaml")):
         lines = path.read_text().splitlines()
-        end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-        comment = " ".join(line.lstrip("# ") for line in lines[:end])
-        rows.append(f"| [{path.stem}](../recipes/presets/{path.name}) | {_cell(comment)} |")
-    return "\n".join(rows) + "\n\n"
+        if f"algorithm: {kind.algorithm}" in lines:
+            comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+            yield f"| [{path.stem}](../recipes/presets/{path.name}) | {_cell(comment)} |"
+    yield "\n## Results\n\n![Held-out reward by completions and by seconds](results/happy.svg)\n"
+    title = next(name for key, name in curves.NAMES.items() if key.startswith(kind.algorithm))
+    first, line, *rows = curves.table().splitlines()
+    yield "\n".join([first, line, *(row for row in rows if f"| {title} (" in row)])
 
 
 def contributing() -> str:
@@ -334,17 +378,15 @@ def options() -> str:
 def _key_tables() -> Iterator[str]:
     """For each config class, the keys that it adds or to which it gives another default."""
     inherited: dict[str, Any] = {}
-    shared = (*SHARED_KEYS, TrainingConfig, RunConfig, SamplingConfig, MethodConfig)
-    for config in (*shared, GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig):
+    for config, title in KEY_TITLES.items():
         fields = fields_of(config)
         new = [x for x in fields if x not in inherited or _default(fields[x]) != inherited[x]]
-        yield f"### {KEY_TITLES[config]}\n"
+        yield f"### {title}\n"
         yield f"{config.__doc__.partition(chr(10))[0]}\n"
         yield "| Key | Default | Meaning |\n|---|---|---|"
         yield from (_key_row(fields[name], config) for name in new if name not in UNLISTED)
         yield ""
-        if config in shared:
-            inherited |= {name: _default(field) for name, field in fields.items()}
+        inherited |= {name: _default(field) for name, field in fields.items()}
 
 
 def supervised() -> str:
@@ -498,6 +540,7 @@ PAGES = {
     "docs/distributed.md": scaled,
     "docs/supervised.md": supervised,
     "CONTRIBUTING.md": contributing,
+    **{f"docs/{name}.md": partial(of_algorithm, name) for name in ALGORITHMS},
 }
 
 

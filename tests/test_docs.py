@@ -17,7 +17,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/mutants/README.md")),
 ]
 # What has to stay short enough to be read.
-MOST_WORDS = {"README.md": 760, "docs/correctness.md": 560, "docs/guide.md": 1200}
+MOST_WORDS = {"README.md": 760, "docs/correctness.md": 560, "docs/guide.md": 960}
 
 # `docs` is no package.
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -79,6 +79,12 @@ def test_every_page_is_linked_from_readme_or_another_page() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         linked |= set(re.findall(r"\]\(([\w-]+\.md)", page.read_text())) - {page.name}
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_site_lists_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = set(re.findall(r"[\w-]+\.md", nav)) - {"index.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 def test_readme_and_ci_name_test_command() -> None:

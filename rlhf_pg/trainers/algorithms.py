@@ -153,9 +153,9 @@ class PPOTrainer(PolicyGradientTrainer):
     def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Add the clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
 
-        rho_t   = pi(y_t) / pi_old(y_t)
-        loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
-                  + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
+            rho_t   = pi(y_t) / pi_old(y_t)
+            loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
+                      + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
 
         With `normalize_values` V_t is the critic's raw output, before the step and now, and R_t the
         return minus the running mean of all returns, over their deviation, this step included.
