@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pg import __version__
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights, merge
@@ -95,8 +96,9 @@ class Checkpointer:
         save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
         with save.step():
             _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
-        facts = {"step": self.state.step, "config": self.config, **self.numbers()}
-        save.main(lambda: atomic.publish(path, facts | {"fingerprints": self.fingerprints()}))
+        facts = {"step": self.state.step, "version": __version__, "config": self.config}
+        facts |= self.numbers() | {"fingerprints": self.fingerprints()}
+        save.main(lambda: atomic.publish(path, facts))
         if path == self.path():
             self.saved = self.state.step
             if runtime.is_main and prunes and self.limit is not None:

@@ -57,7 +57,7 @@ def check(
     """
     if saved["counters"].keys() != set(counters):
         raise ValueError(
-            f"{path} was saved by another version of rlhf_pg, with the counters "
+            f"{path} was saved by rlhf_pg {saved.get('version', 'before 0.1')}, with the counters "
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))

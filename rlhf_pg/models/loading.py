@@ -235,7 +235,7 @@ def from_pretrained(
     """
     model: PreTrainedModel
     where = place(path)
-    if "gguf_file" in where:
+    if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # or it always dequantizes
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with opening("model", path):
         model, info = auto_class.from_pretrained(

@@ -342,10 +342,8 @@ def test_resume_never_unpickles_checkpoint_files(output, tmp_path) -> None:
 
 def test_checkpoint_of_another_version_is_refused() -> None:
     """Its data cursor had another name, and would silently stay at 0."""
-    saved = {"counters": {"step": 100, "draws": 400}}
-    with pytest.raises(
-        ValueError, match="another version of rlhf_pg, with the counters step, draws: "
-    ):
+    saved = {"version": "0.0.9", "counters": {"step": 100, "draws": 400}}
+    with pytest.raises(ValueError, match=r"rlhf_pg 0\.0\.9, with the counters step, draws: "):
         compatibility.check(Path("x"), saved, {}, {}, {}, ["step", "prompt_index"])
 
 

@@ -10,7 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma3Config,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -108,14 +108,14 @@ _OWN: dict[str, dict[str, Any]] = {
 _WITHOUT = {"falcon": ["head_dim"], "prophetnet": ["num_hidden_layers"]}
 
 
-def _has(config: PreTrainedConfig, key: str) -> bool:
+def _has(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
     except Exception:  # another number in every layer, as the default config of gemma4 has
         return True
 
 
-def config_of(name: str, **options: Any) -> PreTrainedConfig:
+def config_of(name: str, **options: Any) -> PretrainedConfig:
     """The default one with two layers of width 32, one of each kind where there are kinds."""
     whole = AutoConfig.for_model(name)
     text = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)

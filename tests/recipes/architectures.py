@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -62,7 +62,7 @@ TEMPLATE = (
 )
 
 
-def published(name: str) -> PreTrainedConfig:
+def published(name: str) -> PretrainedConfig:
     """The config of a model that a recipe names, by its Hub id or by the recipe that leaves it."""
     fields = dict(PUBLISHED[LEFT_BY_RECIPES.get(name, name)])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -112,7 +112,7 @@ def save_small(name: str, directory: Path) -> Path:
     return directory
 
 
-def _changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+def _changed(config: PretrainedConfig, changes: dict[str, Any]) -> PretrainedConfig:
     """The config with other values of the fields that it has."""
     for key, value in changes.items():
         if hasattr(config, key):
