@@ -326,7 +326,9 @@ def _equations(kind: Any) -> str:
         paragraphs += [f"**`{trainer.__name__}.{name}`**", *Entry("", x).paragraphs]
     text = "\n".join(rendered(p) for p in paragraphs if not re.match(r"Args:| +\w+Trainer\(", p))
     known = (re.escape(f"`{entry.name}`") for module in modules() for entry in entries(module))
-    return re.sub("|".join(known), lambda found: _function(found[0][1:-1]), text).rstrip("\n")
+    text = re.sub("|".join(known), lambda found: _function(found[0][1:-1]), text)
+    file = f"examples/single_file/{kind.algorithm}.py"
+    return f"{text}\n[{file}](../{file}) has the whole algorithm and trains to the same weights."
 
 
 def _function(name: str) -> str:
@@ -510,6 +512,11 @@ def coming_from_trl() -> str:
     return filled((ROOT / "docs" / "from-trl.md").read_text(), "keys", from_trl.table())
 
 
+def ppo_2026() -> str:
+    """The text of ppo-2026.md, with the keys of TRL's PPO."""
+    return filled((ROOT / "docs" / "ppo-2026.md").read_text(), "ppo-keys", from_trl.ppo_table())
+
+
 def results() -> str:
     """The text of results.md, with the tables of the runs that are there."""
     text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
@@ -535,6 +542,7 @@ PAGES = {
     "docs/benchmarks.md": benchmarks,
     "docs/from-trl.md": coming_from_trl,
     "docs/options.md": options,
+    "docs/ppo-2026.md": ppo_2026,
     "docs/reliability.md": reliability,
     "docs/results.md": results,
     "docs/distributed.md": scaled,

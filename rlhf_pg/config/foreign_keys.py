@@ -15,14 +15,24 @@ HINTS = _by_key({
     "prompts_per_step (global) and micro_batch_tokens (memory)":
         "per_device_train_batch_size gradient_accumulation_steps",
     "prompts_per_step, num_generations and num_mini_batches, which are global":
-        "batch_size train_batch_size mini_batch_size generation_batch_size rollout_batch_size",
+        "batch_size train_batch_size mini_batch_size generation_batch_size rollout_batch_size "
+        "forward_batch_size backward_batch_size global_backward_batch_size global_batch_size "
+        "local_batch_size local_mini_batch_size",
     "micro_batch_tokens, which never changes the result":
-        "per_device_eval_batch_size auto_find_batch_size",
+        "per_device_eval_batch_size auto_find_batch_size micro_batch_size optimize_cuda_cache "
+        "local_rollout_forward_batch_size optimize_device_cache",
     "num_mini_batches: how many, not how large": "steps_per_generation ppo_mini_batch_size",
-    "dtype: bfloat16": "bf16 fp16 torch_dtype", "save_best": "load_best_model_at_end",
+    "dtype: bfloat16": "bf16 fp16 torch_dtype", "run_name": "exp_name task_name",
+    "save_best": "load_best_model_at_end push_to_hub_if_best_kwargs compare_steps",
     "gradient_checkpointing: offload": "activation_offloading", "report_to": "log_with wandb",
-    "warmup_steps": "warmup_ratio", "max_grad_norm": "grad_clip",
+    "warmup_steps": "warmup_ratio", "max_grad_norm": "grad_clip", "dataset_name": "query_dataset",
+    "model_name_or_path": "model_name sft_model_path", "reward_clip_range": "score_clip",
+    "reward_model_name_or_path": "reward_model reward_model_path", "kl_target": "target",
+    "normalize_rewards": "use_score_scaling use_score_norm", "kl_horizon": "horizon",
+    "target_kl: a number ends a step's updates early": "early_stopping ratio_threshold",
+    "stop, for strings; an EOS token always ends a completion": "stop_token stop_token_id",
     "eval_steps; 0 is never": "eval_strategy do_eval", "save_steps; 0 is never": "save_strategy",
+    "log_completions_steps": "num_sample_generations",
     "rollout_engine: vllm (in this process) or vllm_server": "use_vllm vllm_mode",
     "vllm_server_base_url": "vllm_server_host vllm_server_port",
     "temperature, top_k, top_p, min_p and stop": "generation_kwargs repetition_penalty",
@@ -38,7 +48,8 @@ HINTS = _by_key({
     "scale_rewards": "norm_adv_by_std_in_grpo", "normalize_advantages": "whiten_advantages",
     "sampler_correction": "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "sampler_clip_max": "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-    "max_steps: episodes / (prompts_per_step * num_generations)": "total_episodes",
+    "max_steps: episodes / (prompts_per_step * num_generations)":
+        "total_episodes steps num_total_batches",
     'model_init_kwargs: {"revision": "its name"}': "model_revision",
     'dataset_columns: {"prompt": "its name"}': "dataset_text_field",
     "dataset_train_split: train[:100000] takes a part": "streaming shuffle_buffer_size",
@@ -57,6 +68,13 @@ REASONS = _by_key({
     "it was removed in November 2026 (CHANGELOG.md)":
         "skip_zero_advantages old_logprobs_source reward_model_closes_truncated kl_adaptive_lr_min "
         "kl_adaptive_lr_max bfloat16_update rollout_drafts model_check value_warmup_steps",
+    "models are decoders alone": "is_encoder_decoder",
+    "an adapter that the model has is trained, and the reference is a copy of it":
+        "is_peft_model model_adapter_name ref_adapter_name",
+    "weights that are sharded are gathered for sampling": "ds3_gather_for_generation",
+    "the trainer tokenises the prompts, once": "dataset_num_proc",
+    "accelerate launch sets it": "world_size accelerator_kwargs project_kwargs",
+    "set WANDB_PROJECT and the like in the environment": "tracker_kwargs tracker_project_name",
     "set OMP_NUM_THREADS in the environment": "cpu_threads",
     "set HF_TOKEN in the environment, since config.yaml would keep a token": "hub_token",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml": "deepspeed fsdp fsdp_config",

@@ -32,6 +32,32 @@ def keys(config) -> set[str]:
 
 
 OURS = set().union(*map(keys, [*TRAINERS, *SUPERVISED]))
+# The keys of PPOConfig in TRL 0.11.4 and 0.29.1, those of TrainingArguments only where TRL's
+# examples set them; docs/ppo-2026.md shows the answers.
+PPO_KEYS = {
+    "0.11": """
+        exp_name seed log_with task_name model_name query_dataset reward_model
+        remove_unused_columns tracker_kwargs accelerator_kwargs project_kwargs tracker_project_name
+        push_to_hub_if_best_kwargs steps learning_rate adap_kl_ctrl init_kl_coef kl_penalty target
+        horizon gamma lam cliprange cliprange_value vf_coef batch_size forward_batch_size
+        mini_batch_size gradient_accumulation_steps world_size ppo_epochs max_grad_norm
+        optimize_cuda_cache optimize_device_cache early_stopping target_kl compare_steps
+        ratio_threshold use_score_scaling use_score_norm score_clip whiten_rewards
+        gradient_checkpointing is_encoder_decoder is_peft_model backward_batch_size
+        global_backward_batch_size global_batch_size dataset_num_proc
+    """,
+    "0.29": """
+        learning_rate dataset_num_proc num_mini_batches total_episodes
+        local_rollout_forward_batch_size num_sample_generations response_length stop_token
+        stop_token_id temperature missing_eos_penalty sft_model_path world_size num_total_batches
+        micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size
+        push_to_hub reward_model_path model_adapter_name ref_adapter_name num_ppo_epochs
+        whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam
+        ds3_gather_for_generation output_dir per_device_train_batch_size
+        gradient_accumulation_steps eval_strategy eval_steps report_to
+    """,
+}
+PPO_OF_TRL = {version: names.split() for version, names in PPO_KEYS.items()}
 
 
 @pytest.mark.parametrize("key", ["per_device_train_batch_size", "loss_type", "use_vllm", *REASONS])
@@ -47,6 +73,11 @@ def test_error_is_the_same_in_python_yaml_and_flags(capsys, tmp_path, key) -> No
         assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         GRPOConfig(**{key: 1})
+
+
+@pytest.mark.parametrize("version", PPO_OF_TRL)
+def test_every_key_of_ppo_in_trl_has_answer(version) -> None:
+    assert set(PPO_OF_TRL[version]) <= keys(PPOConfig) | HINTS.keys() | REASONS.keys()
 
 
 def test_hints_name_keys() -> None:
