@@ -57,9 +57,10 @@ def search(query: str) -> str:
 
 
 # What pages name and do not define.
-NAMES = {"reward": reward, "my_function": reward, "search": search, "calculate": calculate}
+NAMES = {"search": search, "calculate": calculate, "settings": {}}
+NAMES |= dict.fromkeys(("reward", "my_function", "short"), reward)
 NAMES |= dict.fromkeys(("train", "held_out", "easy", "hard", "another_dataset"), ROWS)
-NAMES |= dict.fromkeys(("pairs", "mine"), ROWS)
+NAMES |= dict.fromkeys(("pairs", "mine", "prompts"), ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,7 @@ def test_python_runs(page: Path, tiny: str, monkeypatch: pytest.MonkeyPatch) -> 
     AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(judge)
     names = {name: getattr(rlhf_pg, name) for name in rlhf_pg.__all__} | NAMES
+    names |= {"path": tiny, "reward_model": judge}
     if page.name == "replay.md":
         rlhf_pg.GRPOTrainer(..., ...).train()
         names["trainer"] = rlhf_pg.GRPOTrainer(..., ...)
