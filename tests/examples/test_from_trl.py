@@ -44,40 +44,14 @@ def test_quickstart_trains(monkeypatch, model_path, dataset, tmp_path, algorithm
     assert (run_dir / "final" / "model.safetensors").exists()
 
 
-@pytest.fixture
-def judge(model_path, tmp_path):
+def test_ppo_script_trains_with_reward_model_and_critic(monkeypatch, model_path, dataset, tmp_path):
     torch.manual_seed(1)
-    directory = str(tmp_path / "judge")
-    judge = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
-    judge.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(model_path).save_pretrained(directory)
-    return directory
-
-
-def test_rewards_of_page_are_used_together(model_path, judge, tmp_path):
-    page = (EXAMPLES.parent / "docs" / "ppo-2026.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-
-    def short(completions, **columns):
-        return [-float(len(text)) for text in completions]
-
-    settings = {"prompts_per_step": 4, "max_completion_length": 4, "max_steps": 1}
-    names = {"path": model_path, "reward_model": judge, "short": short}
-    names |= {"settings": settings | {"output_dir": str(tmp_path / "run")}}
-    names |= {"prompts": [{"prompt": f"{n}="} for n in range(4)]}
-    names |= {name: getattr(rlhf_pg, name) for name in ("PPOConfig", "PPOTrainer")}
-    exec(code, names)
-    names["trainer"].train()
-    line = names["trainer"].history[0]
-    own = line["rewards/judge/mean"] + 0.1 * line["rewards/short/mean"]
-    assert line["reward"] == pytest.approx(own, rel=1e-5)
-
-
-def test_ppo_script_trains_with_reward_model_and_critic(
-    monkeypatch, model_path, judge, dataset, tmp_path
-):
-    run_dir = tmp_path / "run"
-    flags = ["--sft_model_path", model_path, "--reward_model_path", judge]
+    judge, run_dir = tmp_path / "judge", tmp_path / "run"
+    AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1).save_pretrained(
+        judge
+    )
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(judge)
+    flags = ["--sft_model_path", model_path, "--reward_model_path", str(judge)]
     flags += ["--dataset", dataset, "--split", "train", "--eval_samples", "4", "--eval_steps", "2"]
     run(monkeypatch, "from_trl_ppo.py", *flags, "--output_dir", str(run_dir), *SMALL)
     lines = read(run_dir / "metrics.jsonl")
