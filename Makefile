@@ -114,7 +114,7 @@ $(SITE)/.installed: constraints.txt
 	touch $@
 
 site: $(SITE)/.installed  ## the documentation as pages that need no network: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 lint: $(VENV)/.installed  ## format, lint, types and the Dockerfile, changing nothing
 	$(BIN)/ruff format --check .

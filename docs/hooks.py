@@ -10,6 +10,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#]+")
+ADVICE = ("usage", "guide", "options", "rewards", "your-data")
 LANGUAGES = {".py": "python", ".ipynb": "python", ".yaml": "yaml", ".txt": "diff"}
 
 
@@ -57,9 +58,13 @@ def on_files(files: Files, config: Any) -> None:
                 File.generated(config, place(path), content=text, inclusion=InclusionLevel[level])
             )
         if is_page:
-            paths += sorted({*targets(path).values()} - {*paths})
+            linked = {one for one in targets(path).values() if (ROOT / one).is_file()}
+            paths += sorted(linked - {*paths})
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Return a page of `docs/` with links to the pages above."""
-    return markdown if page.file.generated_by else relinked(f"docs/{page.file.src_uri}")
+    """Return a page of `docs/` with links to the pages above; a search finds advice first."""
+    if page.file.generated_by:
+        return markdown
+    page.meta["search"] = {"boost": 2 if page.file.name in ADVICE else 1}
+    return relinked(f"docs/{page.file.src_uri}")
