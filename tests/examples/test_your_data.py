@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +11,19 @@ import pytest
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.tasks.warm_start import ensure_model
+from tests.test_code_blocks import BLOCKS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "your-data.md").read_text()
+PAGE = ROOT / "docs" / "your-data.md"
 FLAGS = {"ppo": ["--beta", "0"]}
 
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """An empty directory, but for what the page says to put into it."""
-    for name, text in re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, flags=re.S | re.M):
-        (tmp_path / name).write_text(text)
+    for name, _, _, text in BLOCKS[PAGE]:
+        if name:
+            (tmp_path / name).write_text(text)
     subprocess.run([sys.executable, "make_problems.py"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
