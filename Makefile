@@ -18,7 +18,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_
 
 .PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
-	coverage mutants docs site lint format clean
+	coverage mutants docs notebooks site lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -112,6 +112,10 @@ $(SITE)/.installed: constraints.txt
 	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/pip install --quiet --no-compile -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	touch $@
+
+notebooks: $(VENV)/.installed  ## the notebooks in Jupyter, in full: about ten minutes
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt nbclient ipykernel
+	$(BIN)/jupyter-execute --timeout=-1 examples/notebooks/*.ipynb
 
 site: $(SITE)/.installed  ## the documentation as pages that need no network: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
