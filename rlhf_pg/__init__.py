@@ -30,6 +30,8 @@ NAMES_OF_TRL = {
     "ModelConfig": "model_name_or_path, dtype, use_peft and lora_r are keys of GRPOConfig",
     "get_peft_config": "set use_peft in GRPOConfig, or give peft_config=LoraConfig(...)",
     "get_quantization_config": "set load_in_4bit in GRPOConfig, or give quantization_config=...",
+    "AutoModelForCausalLMWithValueHead": "give PPOTrainer the model; critic: shared makes the head",
+    "create_reference_model": "leave it out: the trainer keeps the model as it was",
     "DPOTrainer": "use TRL's",
     "SFTConfig": "it is rlhf_pg.config.SFTConfig",
     "SFTTrainer": "rlhf_pg.supervised.train_sft(SFTConfig(...), model=..., train_dataset=...)",
