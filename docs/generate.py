@@ -391,6 +391,17 @@ def _key_tables() -> Iterator[str]:
         inherited |= {name: _default(field) for name, field in fields.items()}
 
 
+def usage() -> str:
+    """The text of usage.md, with the methods of callbacks."""
+    rows = ["| Method | When it is called |", "|---|---|"]
+    for name, method in vars(rlhf_pg.Callback).items():
+        if name.startswith("on_"):
+            signature = _signature(method).replace("self, ", "")
+            when = method.__doc__.removeprefix("Called ").rstrip(".")
+            rows.append(f"| `{name}{signature}` | {when} |")
+    return filled((ROOT / "docs" / "usage.md").read_text(), "callbacks", "\n".join(rows))
+
+
 def supervised() -> str:
     """The text of supervised.md, with a table of the keys."""
     shared = {name for config in SHARED_KEYS for name in fields_of(config)}
@@ -547,6 +558,7 @@ PAGES = {
     "docs/results.md": results,
     "docs/distributed.md": scaled,
     "docs/supervised.md": supervised,
+    "docs/usage.md": usage,
     "CONTRIBUTING.md": contributing,
     **{f"docs/{name}.md": partial(of_algorithm, name) for name in ALGORITHMS},
 }

@@ -125,7 +125,7 @@ class MethodConfig:
     positive_nll_threshold: float = option(0.5, help=
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
-        "Coefficient of the load-balancing loss of a mixture of experts (a pass per update).")
+        "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
 
     beta: float = option(0.0, ge=0, help="Coefficient of KL(policy || reference); 0: no reference.")
     kl_placement: Literal["reward", "loss"] = option("loss", help=

@@ -20,10 +20,10 @@ class Callback:
         """Called after each step, before an evaluation."""
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Called after an evaluation that is part of the run; `metrics` are those of the step."""
+        """Called after an evaluation in the run; entries may be added to `metrics`."""
 
     def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Called after each step; `metrics`, its line in metrics.jsonl, may be added to."""
+        """Called after each step and its evaluation; entries may be added to `metrics`."""
 
     def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
         """Called after a step's metrics were sent to the trackers."""
