@@ -38,7 +38,7 @@ def source(path: str) -> str:
     text, suffix = (ROOT / path).read_text(), Path(path).suffix
     cells = json.loads(text)["cells"] if suffix == ".ipynb" else [{"source": text}]
     code = f"````{LANGUAGES.get(suffix, 'text')}\n{{}}\n````"
-    blocks = ["---\nsearch: {exclude: true}\n---", f"# `{path}`"]
+    blocks = ["---\nsearch: {exclude: true}\n---", f"# `{path}`" if len(cells) == 1 else ""]
     for cell in cells:
         form = "{}" if cell.get("cell_type") == "markdown" else code
         blocks.append(form.format("".join(cell["source"])))
