@@ -52,11 +52,8 @@ def on_files(files: Files, config: Any) -> None:
     for path in paths:
         is_page = path.endswith(".md")
         if path not in own:
-            level = "UNDEFINED" if is_page and "/" not in path else "NOT_IN_NAV"
-            text = relinked(path) if is_page else source(path)
-            files.append(
-                File.generated(config, place(path), content=text, inclusion=InclusionLevel[level])
-            )
+            text, level = relinked(path) if is_page else source(path), InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, place(path), content=text, inclusion=level))
         if is_page:
             linked = {one for one in targets(path).values() if (ROOT / one).is_file()}
             paths += sorted(linked - {*paths})
