@@ -39,7 +39,7 @@ def test_first_run(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Task, "warm_started_model", untrained)
     run("first_run", max_steps=2, prompts_per_step=4)
     said = capsys.readouterr().out
-    assert "right sums: 0.00 before, 0.00 after" in said
+    assert "right sums after:  0.00 sampled, 0.00 greedy" in said
 
 
 def test_own_reward(capsys) -> None:
