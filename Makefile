@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
 TASKS := .venv-tasks
+LOWEST := .venv-lowest
 SITE := .venv-site
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
@@ -16,7 +17,11 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
+# What `make test-lowest` runs: those, and a training of each algorithm.
+LOWEST_TESTS := $(PURE_TESTS) tests/config tests/data tests/boundary tests/models \
+	tests/trainers/test_learning.py tests/trainers/test_resume.py tests/recipes/test_recipes.py
+
+.PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks test-lowest release \
 	device-mutants \
 	coverage mutants docs notebooks site lint format clean
 
@@ -65,7 +70,7 @@ test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 	$(BIN)/pytest -n 2 --dist loadfile -m fault
 
 test-slow: $(VENV)/.installed  ## the slow tests too
-	$(BIN)/pytest -m "not distributed and not vllm and not tasks"
+	$(BIN)/pytest -m "not distributed and not vllm and not tasks and not release"
 
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -99,6 +104,23 @@ test-device-slow: $(VENV)/.installed  ## the slow ones too
 device-mutants: $(VENV)/.installed  ## known mistakes of GPUs: a test of tests/device has to fail
 	PYTHONPATH=. $(BIN)/python -m tests.device.run_mutants
 
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --no-compile -c constraints-lowest.txt torch
+	$(LOWEST)/bin/pip install --quiet --no-compile -c constraints-lowest.txt -e ".[json,math,tasks]" \
+		hypothesis pytest pytest-xdist
+	touch $@
+
+test-lowest: $(LOWEST)/.installed  ## the lowest versions of all requirements, in an environment of their own (.venv-lowest)
+	$(LOWEST)/bin/pytest -n 2 --dist loadfile $(LOWEST_TESTS)
+
+release: $(VENV)/.installed  ## build dist/, and try it in an environment of its own: ten minutes
+	rm -rf dist
+	$(BIN)/pip install --quiet --no-compile build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest -s -m release tests/test_release.py
+
 coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
 	$(BIN)/pytest -n 2 $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
 
@@ -120,11 +142,11 @@ notebooks: $(VENV)/.installed  ## the notebooks in Jupyter, in full: about ten m
 site: $(SITE)/.installed  ## the documentation as pages that need no network: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
-lint: $(VENV)/.installed  ## format, lint, types and the Dockerfile, changing nothing
+lint: $(VENV)/.installed  ## format, lint, types and the Dockerfiles, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
 format: $(VENV)/.installed  ## format, and fix what can be fixed
 	$(BIN)/ruff format .

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -230,11 +230,11 @@ def probe(
 
 def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     """Copy a module with fake tensors, which have a device and shapes but no data."""
-    # Integer inputs stay real, since masks and lengths are read.
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # masks and lengths stay real: they are read
 
-    def empty(tensor: Tensor) -> Tensor:
-        return FakeTensor(fake, tensor.detach().to("meta"), torch.device(device))
+    def empty(like: Tensor) -> Tensor:
+        with fake:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
     meta: dict[int, Any] = {id(buffer): empty(buffer) for buffer in module.buffers()}
     meta |= {id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()}
