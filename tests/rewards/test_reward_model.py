@@ -192,11 +192,11 @@ def saved(tmp_path):
 def test_path_is_loaded_with_tokenizer_dtype_and_name(saved):
     judge = RewardModel(str(saved) + "/")
     assert (judge.__name__, judge.model.dtype) == ("judge-1B", torch.bfloat16)
-    model = classifier(dtype=torch.bfloat16)
+    model = AutoModelForSequenceClassification.from_pretrained(saved)
     assert judge(["ab"], ["c"]) == RewardModel(model, letters())(["ab"], ["c"])
-    loaded = RewardModel(AutoModelForSequenceClassification.from_pretrained(saved))
-    assert loaded.__name__ == "judge-1B"
-    assert RewardModel(model, letters()).__name__ == "LlamaForSequenceClassification"
+    assert RewardModel(model).__name__ == "judge-1B"
+    own = RewardModel(classifier(dtype=torch.bfloat16), letters())
+    assert own.__name__ == "LlamaForSequenceClassification"
 
 
 def length(completions, **_):
