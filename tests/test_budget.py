@@ -45,7 +45,7 @@ TODAY = {
     "config": 2323,
     "data": 1273,
     "models": 2292,
-    "rollout": 3000,
+    "rollout": 2997,
     "rollout/multi_turn": 990,
     "rewards": 2033,
     "trainers": 3342,

@@ -88,9 +88,9 @@ def test_float64_weights_are_sampled_in_float32(model_path):
 
 def test_model_without_native_vllm_class_raises(model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    with pytest.raises(ValueError, match=r"no GPTNeoXForCausalLM of its own, .* native or vllm_"):
-        VllmEngine(model_of("gpt_neox"), EOS, tokenizer)
-    assert lacking(model_of("gpt_neox")) == "vLLM has no GPTNeoXForCausalLM of its own"  # nor now
+    with pytest.raises(ValueError, match=r"no BioGptForCausalLM of its own, .* native or vllm_"):
+        VllmEngine(model_of("biogpt"), EOS, tokenizer)
+    assert lacking(model_of("biogpt")) == "vLLM has no BioGptForCausalLM of its own"  # nor now
     for arch in ("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt2", "opt"):
         assert lacking(model_of(arch)) is None
 

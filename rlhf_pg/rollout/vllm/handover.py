@@ -11,14 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_pg import models
-
-try:
-    from transformers.conversion_mapping import get_model_conversion_mapping as conversions_of
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # transformers 4, which keeps the names of checkpoints
-    conversions_of = None
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
@@ -44,7 +40,7 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     # These conversions come from the loaded checkpoint, perhaps with a larger model's prefix.
     vars(names).pop("_weight_conversions", None)
     weights = merged_weights(model)
-    if not (conversions_of and conversions_of(names, add_legacy=False)):
+    if not get_model_conversion_mapping(names, add_legacy=False):
         yield from weights
         return
 

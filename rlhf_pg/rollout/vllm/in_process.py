@@ -129,7 +129,8 @@ class VllmEngine(RolloutEngine):
             )
         core = self.llm.llm_engine.engine_core
         # The finalizer would destroy the process groups, which training and other engines use.
-        core._finalizer.detach()
+        if hasattr(core, "_finalizer"):  # from 0.31 on
+            core._finalizer.detach()
         weakref.finalize(self, _free, core.engine_core)
         self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
         if longest > self.max_model_length:

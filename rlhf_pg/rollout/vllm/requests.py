@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.rollout.engine import Request, SamplingParams
 
-OLDEST, TOO_NEW = (0, 32), (0, 33)  # as in the extra [vllm] of pyproject.toml
+OLDEST, TOO_NEW = (0, 28), (0, 33)  # as in the extra [vllm] of pyproject.toml
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
 
 

@@ -184,7 +184,7 @@ def test_raw_logprobs_mode_raises(fake, tmp_path):
 
 def test_untested_vllm_version_raises(fake, tmp_path):
     fake.answers["/version"] = lambda body: (200, {"version": "0.33.0"})
-    with pytest.raises(ValueError, match=f"{fake.url} is version 0.33.0: use .*>=0.32,<0.33"):
+    with pytest.raises(ValueError, match=f"{fake.url} is version 0.33.0: use .*>=0.28,<0.33"):
         engine_of(fake, tmp_path)
 
 
