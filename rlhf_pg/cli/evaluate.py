@@ -87,8 +87,10 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
         fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
     if recipe is None:
         return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), options
-    args = config_of([recipe], keys, "eval")
-    share, seed = args.dataset_test_split, load(recipe).get("seed", type(args).seed)
+    own = load(recipe)
+    named = own.keys() & {"algorithm", "trainer"}  # the numbers are the same for each
+    args = config_of([recipe] if named else [recipe, find_recipe("grpo")], keys, "eval")
+    share, seed = args.dataset_test_split, own.get("seed", type(args).seed)
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
         # Evaluate on this dataset, and not on the recipe's held-out data.
         args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)

@@ -68,8 +68,7 @@ def config_type_of(
     """Return the config class that `trainer` or `algorithm` names; flags and later recipes win."""
     if not recipes:
         fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
-    values = {key: value for file in recipes for key, value in load(file).items()}
-    values |= read_flags(flags)
+    values = {k: v for file in recipes for k, v in load(file).items()} | read_flags(flags)
     if name := values.get("trainer"):
         return user_modules.load(locate_reward(name, recipes[0].parent), "class").config_type
     if (algorithm := values.get("algorithm")) not in list(known):

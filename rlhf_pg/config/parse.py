@@ -94,9 +94,8 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 def recipe_file(name: str) -> Path:
     """Return the path of one of our recipes: beside the package in a checkout, else inside it."""
-    package = Path(__file__).parents[1]
-    installed = package / "recipes" / name
-    return installed if installed.exists() else package.parent / "recipes" / name
+    inside, beside = (above / "recipes" / name for above in Path(__file__).parents[1:3])
+    return inside if inside.exists() else beside
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -108,6 +108,13 @@ def refused(capsys, *flags: str) -> str:
     return capsys.readouterr().err
 
 
+def test_recipe_needs_no_algorithm(model_path, tmp_path, data) -> None:
+    (tmp_path / "mine.yaml").write_text(json.dumps({"dataset_name": data, "lam": 0.9}))
+    flags = [model_path, "--config", f"{tmp_path}/mine.yaml"]
+    assert parse_flags(flags)[0].algorithm == "grpo"
+    assert parse_flags([*flags, "--algorithm", "ppo"])[0].lam == 0.9
+
+
 def test_another_seed_draws_no_other_share(model_path, tmp_path, data, capsys) -> None:
     recipe = recipe_of(tmp_path, model_path, data, dataset_test_split=0.4, seed=3)
     said = refused(capsys, recipe, "--seed", "7")
