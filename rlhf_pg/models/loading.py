@@ -190,11 +190,10 @@ def load_model(
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Cast all weights to `dtype`, but trained adapters to at least float32."""
-    has_adapter = isinstance(model, PeftModel)
     for parameter in model.parameters():
         # model.to(dtype) would also round the rotary frequencies, which are buffers.
         if parameter.is_floating_point():  # 4-bit weights are stored as bytes
-            wide = has_adapter and parameter.requires_grad
+            wide = isinstance(model, PeftModel) and parameter.requires_grad
             own = torch.promote_types(dtype, torch.float32) if wide else dtype
             parameter.data = parameter.data.to(own)
     return model
@@ -308,10 +307,11 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        final = f"{quote(f'{path}/final')}, " * os.path.isdir(f"{path}/final")
         raise ValueError(
-            f"the {what} {show(str(path))} cannot be loaded ({tell(error)}): give a directory as "
-            "save_pretrained leaves it, with its config.json, weights and tokenizer files, a GGUF "
-            "file (pip install gguf), or the id of one on the Hub"
+            f"the {what} {show(str(path))} cannot be loaded ({tell(error)}): give {final}a "
+            "directory as save_pretrained leaves it, with its config.json, weights and tokenizer "
+            "files, a GGUF file (pip install gguf), or the id of one on the Hub"
         ) from error
 
 

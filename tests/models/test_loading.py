@@ -106,9 +106,15 @@ def nothing_but_a_tokenizer(path):
     (path / "config.json").unlink()
 
 
+def directory_of_a_run(path):
+    nothing_but_a_tokenizer(path)
+    (path / "final").mkdir()
+
+
 # What is done to a directory, and what is said of it.
 NO_MODELS = {
     "only a tokenizer": (nothing_but_a_tokenizer, r"Unrecognized model.*config.json"),
+    "a run": (directory_of_a_run, r"\w/final, "),
     "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
     "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
     "another kind": (config_of(model_type="t5"), "cannot be loaded .ValueError: Unrecognized"),
