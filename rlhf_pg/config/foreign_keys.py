@@ -36,7 +36,7 @@ HINTS = _by_key({
     "rollout_engine: vllm (in this process) or vllm_server": "use_vllm vllm_mode",
     "vllm_server_base_url": "vllm_server_host vllm_server_port",
     "temperature, top_k, top_p, min_p and stop": "generation_kwargs repetition_penalty",
-    "max_completion_length": "max_new_tokens response_length",
+    "max_completion_length": "max_new_tokens response_length", "learning_rate": "lr",
     "max_prompt_length and max_completion_length": "max_length max_seq_length",
     "num_generations": "n_samples_per_prompt rloo_k", "num_iterations": "num_ppo_epochs ppo_epochs",
     "aggregation (token_mean, sequence_mean, constant) and policy_loss": "loss_type loss_agg_mode",
