@@ -138,9 +138,12 @@ def is_set(config: Any, key: str) -> bool:
 
 
 def as_list(value: Any) -> Any:
-    """Turn a single value into a list of one, and a flag without a value into an empty list."""
+    """Turn a value into a list: of one, of none for a flag without a value, or as "[1, 2]" says."""
     if value is True:
         return ()
+    if isinstance(value, str) and re.fullmatch(r"\[.+,.+\]", value):  # "[END]" may be in `stop`
+        with suppress(yaml.YAMLError):
+            return yaml.safe_load(value)
     return [value] if isinstance(value, str | float | int | os.PathLike) else value
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 def of_config(config: type, values: Mapping[str, Any] = {}) -> str:
     """Return help on the keys of a config class, with a recipe's values as defaults."""
-    layout = partial(argparse.HelpFormatter, max_help_position=6)
-    hidden = argparse.SUPPRESS
-    parser = argparse.ArgumentParser(usage=hidden, add_help=False, formatter_class=layout)
+    form = partial(argparse.HelpFormatter, max_help_position=6)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=form)
     hints = typing.get_type_hints(config)
     for owner, fields in groups(config).items():
         title = owner.__name__.removesuffix("Config").lower()
@@ -23,11 +22,9 @@ def of_config(config: type, values: Mapping[str, Any] = {}) -> str:
             made = field.default_factory is not dataclasses.MISSING
             default = values.get(field.name, "none" if made else field.default)
             text, names = field.metadata.get("help", ""), field.metadata.get("names", ())
-            if names:
-                text += f" One of: {', '.join(names)}."
-            shown = (
-                " ".join(map(str, default)) if isinstance(default, tuple | list) else f"{default}"
-            )
+            text += f" One of: {', '.join(names)}." * bool(names)
+            several = default if isinstance(default, tuple | list) else [default]
+            shown = " ".join(map(str, several))
             shown = shown.lower() if shown in ("True", "False", "None") else shown or "none"
             kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {shown})"
             group.add_argument(f"--{field.name}", metavar=kind, help=text.replace("%", "%%"))

@@ -373,6 +373,19 @@ def test_flags_have_declared_type():
     assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("reward_weights", "[1.0, 0.5]", (1.0, 0.5)),
+        ("lora_target_modules", "[q_proj, v_proj]", ("q_proj", "v_proj")),
+        ("stop", "[END]", ("[END]",)),
+    ],
+)
+def test_list_in_one_flag_is_read_as_yaml(key, text, expected):
+    keys = ["--use_peft"] if "lora" in key else []
+    assert getattr(parse(GRPOConfig, [f"--{key}", text, *keys]), key) == expected
+
+
 @pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
 @pytest.mark.parametrize(
     ("flags", "expected"),
