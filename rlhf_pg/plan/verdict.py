@@ -70,10 +70,14 @@ def verdict(
                 tried = build(**changes, **{key: value})
                 changes[key] = value
                 fits = estimate(tried, sharding, processes).peak <= room
+    four = tried._replace(args=dataclasses.replace(tried.args, load_in_4bit=True))
+    if not fits and sharding == "ddp" and estimate(four, sharding, processes).peak <= room:
+        changes["load_in_4bit"] = fits = True
     if fits:
         yield _flags(changes)
+    layouts = ("ddp",) if args.load_in_4bit else ("zero2", "zero3")  # 4-bit weights are not sharded
     for more, built in [({}, meta)] if fits else [({}, meta), (changes, tried)]:
-        for count, layout in product((2, 4, 8, 16, 32, 64), ("zero2", "zero3")):
+        for count, layout in product((2, 4, 8, 16, 32, 64), layouts):
             if count >= processes and estimate(built, layout, count).peak <= room:
                 yield _flags(more | {"num_processes": count, "sharding": layout})
                 return

@@ -38,14 +38,20 @@ def test_plan_shows_parts_and_verdict(capsys, model_path) -> None:
     assert re.search(r"It fits on one CPU, with [\d.]+ GiB to spare", text)
 
 
-def test_plan_names_what_would_make_it_fit(capsys) -> None:
-    recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--micro_batch_tokens", "4096"]
-    said, _, found = plan(capsys, *recipe, "--device", "0.06").partition("make it fit:\n")
-    assert re.search(r"not fit on one GPU of 0.06 GiB, by [\d.]+ GiB", " ".join(said.split()))
-    keys, gpus = found.splitlines()
-    assert "--num_processes" in gpus
-    for flags in (keys, gpus):
-        assert "fits" in plan(capsys, *recipe, "--device", "0.06", *flags.split())
+@pytest.mark.parametrize(
+    ("given", "room", "expected"),
+    [
+        (["--micro_batch_tokens", "4096"], "0.06", r"micro_batch_tokens.*\n  --num_processes"),
+        (["--use_peft", "--dtype=bfloat16", "--prompts_per_step=1"], "0.0025", "load_in_4bit"),
+    ],
+)
+def test_plan_names_what_would_make_it_fit(capsys, given, room, expected) -> None:
+    recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--device", room, *given]
+    said, _, found = re.split(r"(make\s+it\s+fit:\n)", plan(capsys, *recipe))
+    assert re.search(rf"not fit on one GPU of {room} GiB, by [\d.]+ GiB", " ".join(said.split()))
+    assert re.search(expected, found)
+    for flags in found.splitlines():
+        assert "fits" in plan(capsys, *recipe, *flags.split())
 
 
 def test_plan_loads_no_weights(model_path) -> None:
