@@ -186,7 +186,7 @@ class SupervisedTrainer:
                     if number or due(state.step, args.save_steps, self.total):
                         saver.save(runtime)
                     if number:
-                        journal.say(f"resume from {saver.path()}")
+                        journal.say(f"--resume_from_checkpoint latest resumes {saver.path()}")
                         raise Terminated(number)
                 measured = measured or self.evaluate()
                 saving = atomic.Save(runtime, final)

@@ -244,7 +244,7 @@ class TrainingLoop(ABC):
 
     def _end_by_signal(self, number: int, journal: Journal) -> None:
         name = signal.Signals(number).name
-        journal.say(f"{name}: resume from {self._latest_checkpoint()}")
+        journal.say(f"{name}: --resume_from_checkpoint latest resumes {self._latest_checkpoint()}")
         raise Terminated(number)
 
     @contextmanager

@@ -60,7 +60,7 @@ def test_killed_launcher_ends_all_after_same_step(tmp_path) -> None:
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as launcher:
         said = launcher.stdout.read()  # through the end of all who could say something
     assert launcher.returncode == -signal.SIGKILL
-    assert "SIGTERM: resume from" in said
+    assert "SIGTERM: --resume_from_checkpoint latest" in said
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert (saved.name, find_damage(saved)) == ("step-00000002", None)
 
