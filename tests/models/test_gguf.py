@@ -20,8 +20,8 @@ TOKENS = [
     "<s>",
     "<|endoftext|>",
     *map(chr, range(ord("a"), ord("a") + 26)),
-    *"012345678",
-    *("ab", "cd"),
+    *"0123456",
+    *("ab", "cd", "<|im_start|>", "<|im_end|>"),  # transformers 5.6 adds the last two
 ]
 
 
