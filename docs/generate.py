@@ -91,8 +91,8 @@ UNLISTED = {"algorithm"}  # the same word as the class, and no setting
 INTRODUCTION = """\
 # The algorithms, function by function
 
-From the docstrings of the code and the tests that prove them (`make docs` writes this page). All are
-pure functions on tensors, (B,T), rows by completion tokens, unless said otherwise.
+Made by `make docs` from the docstrings of the code and the tests that prove them. All are pure
+functions on tensors, (B,T), rows by completion tokens, unless said otherwise.
 
 To see a whole algorithm before its parts, read its single-file edition, which trains to the weights
 of the library: [GRPO](../examples/single_file/grpo.py), [RLOO](../examples/single_file/rloo.py),
