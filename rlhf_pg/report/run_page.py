@@ -30,7 +30,7 @@ Failed rewards | rewards/*/failed | Share of calls of a reward function that fai
 # Policy
 KL to the reference | kl | Distance from the initial model, in nats per token.
 KL of a completion | kl/completion | Summed over the tokens of a completion, in nats.
-KL of the update | approx_kl approx_kl/after | How far one step moves; far above 0.01 is large.
+KL of the update | approx_kl approx_kl/after | How far one step moves; above 0.1 is large.
 Entropy | entropy | In nats per token; at 0 the policy always says the same.
 Clipping | clip_ratio/* | Share of tokens whose ratio was clipped, and which then do not count.
 Gradient norm | grad_norm | Before clipping. Single peaks are normal, a steady rise is not.
