@@ -115,7 +115,9 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $@
 
 test-lowest: $(LOWEST)/.installed  ## the lowest versions of all requirements, in an environment of their own (.venv-lowest)
-	$(LOWEST)/bin/pytest -n 2 --dist loadfile $(LOWEST_TESTS)
+	@# Without what transformers 5.6 lacks: two models, and the router logits of a third.
+	$(LOWEST)/bin/pytest -n 2 --dist loadfile $(LOWEST_TESTS) \
+		-k "not (head_with_other_input or minimax_m3_vl_text or (granitemoe and balance_loss))"
 
 release: $(VENV)/.installed  ## build dist/, and try it in an environment of its own: ten minutes
 	rm -rf dist
