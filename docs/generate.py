@@ -527,6 +527,15 @@ def ppo_2026() -> str:
     return filled((ROOT / "docs" / "ppo-2026.md").read_text(), "ppo-keys", from_trl.ppo_table())
 
 
+def distillation() -> str:
+    """The text of distillation.md, with what comparing fewer tokens costs."""
+    table = json.loads((ROOT / "docs" / "teacher.json").read_text())
+    rows = ["| Compared | Bias | Variance |", "|---|---|---|"]
+    rows += [f"| {way} | {bias:.1g} | {spread:.2g} |" for way, (bias, spread) in table.items()]
+    text = (ROOT / "docs" / "distillation.md").read_text()
+    return filled(text, "teacher", "\n".join(rows))
+
+
 def results() -> str:
     """The text of results.md, with the tables of the runs that are there."""
     text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
@@ -555,6 +564,7 @@ PAGES = {
     "docs/ppo-2026.md": ppo_2026,
     "docs/reliability.md": reliability,
     "docs/results.md": results,
+    "docs/distillation.md": distillation,
     "docs/distributed.md": scaled,
     "docs/supervised.md": supervised,
     "docs/usage.md": usage,

@@ -4,6 +4,7 @@ Throughout, u = log pi(y_t) - log pi_ref(y_t) for a token y_t that the policy sa
 the policy that sampled it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,10 @@ from rlhf_pg.losses import MAX_LOG_RATIO
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 KL_LOSSES = ("k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio")
+DIVERGENCES = ("reverse_kl", "forward_kl", "js")
+
+# exp of this is 0 in every dtype, and unlike for -inf, 0 times this is not NaN.
+IMPOSSIBLE = -1e4
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -119,6 +124,62 @@ def kl_loss(
         "k1_to_go": (u, rho * to_go),
     }[estimator]
     return value + slope * (logprobs - now)
+
+
+def divergence(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    kind: str = "reverse_kl",
+    mixture: float = 0.5,
+    top_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute how far p is from a teacher's q, and the gradient (GKD; Agarwal et al. 2024, Eq. 1).
+
+        reverse_kl  D = KL(p || q)                         a_v = p_v log(p_v / q_v)
+        forward_kl  D = KL(q || p)                         a_v = -q_v
+        js          D = w KL(q || m) + (1 - w) KL(p || m)  a_v = (1 - w) p_v log(p_v / m_v)
+                    m = w q + (1 - w) p
+
+    With a_v = p_v dD/dp_v, up to a multiple of p_v, the gradient by the logits of p is
+
+        dD/dz_v = a_v - p_v sum_u a_u
+
+    Args:
+        logprobs, teacher_logprobs: (...,V) log p and log q, finite.
+        kind: a name in DIVERGENCES.
+        mixture: w of "js", the share of the teacher.
+        top_k: compare the teacher's most likely tokens one by one and all the others as one (the
+            tail); D is then a lower bound. None compares all tokens.
+
+    Returns:
+        (...) and (...,V).
+
+    Elsewhere: TRL's GKD has the same w as `beta`, where 0 is `forward_kl` and 1 is `reverse_kl`.
+    """
+    if kind not in DIVERGENCES:
+        raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {kind!r}")
+    if top_k is not None:
+        best = teacher_logprobs.topk(min(top_k, logprobs.shape[-1])).indices
+        rest, its_rest = (x.scatter(-1, best, -torch.inf) for x in (logprobs, teacher_logprobs))
+        tails = [x.logsumexp(-1, keepdim=True).clamp(min=IMPOSSIBLE) for x in (rest, its_rest)]
+        named = (x.gather(-1, best) for x in (logprobs, teacher_logprobs))
+        own, its = (torch.cat(both, dim=-1) for both in zip(named, tails, strict=True))
+        found, gradient = divergence(own, its, kind, mixture)
+        shares = (rest - tails[0]).exp()  # of each token in the tail of p
+        return found, (shares * gradient[..., -1:]).scatter(-1, best, gradient[..., :-1])
+    p, q = logprobs.exp(), teacher_logprobs.exp()
+    if kind == "forward_kl":
+        found, slope = (q * (teacher_logprobs - logprobs)).sum(-1), -q
+    elif kind == "reverse_kl":
+        slope = p * (logprobs - teacher_logprobs)
+        found = slope.sum(-1)
+    else:
+        log_m = torch.logaddexp(
+            teacher_logprobs + math.log(mixture), logprobs + math.log1p(-mixture)
+        )
+        slope = (1 - mixture) * p * (logprobs - log_m)
+        found = mixture * (q * (teacher_logprobs - log_m)).sum(-1) + slope.sum(-1)
+    return found, slope - p * slope.sum(-1, keepdim=True)
 
 
 def _check_loss(estimator: str) -> None:

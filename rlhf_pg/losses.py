@@ -288,6 +288,18 @@ def sapo(
     return -gate * terms.advantages, terms.metrics
 
 
+def none(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
+    """Compute a loss of 0, for a policy that learns from a teacher alone.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+
+    Returns:
+        per_token (B,T), and no metrics.
+    """
+    return torch.where(mask, logprobs, 0.0) * 0.0, {}
+
+
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "vanilla": vanilla,
     "surrogate": surrogate,
@@ -295,6 +307,7 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "clipped_surrogate": clipped_surrogate,
     "cispo": cispo,
     "sapo": sapo,
+    "none": none,
 }
 
 

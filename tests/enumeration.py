@@ -127,9 +127,8 @@ def make_trainer(
         model=model(),
         reward_funcs=reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         processing_class=tokenizer(),
-        **(inputs or {}),
+        **{"train_dataset": Dataset.from_dict({"prompt": list(prompts)}), **(inputs or {})},
     )
     trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
@@ -169,7 +168,7 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     assert isinstance(trainer.sampler.engine, ListedEngine)
     trainer.sampler.engine.says = says
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    batch, _ = trainer.estimate(trainer.learner.score(batch), Meter())
+    batch, _ = trainer.estimate(trainer.score(batch), Meter())
     trainer.learner.module.zero_grad()
     trainer.learner.accumulate(trainer.drop_truncated(batch), Meter())
     return flat_gradient(trainer)

@@ -31,8 +31,8 @@ _spec.loader.exec_module(generate)
 
 ENTRIES = [entry for module in generate.modules() for entry in generate.entries(module)]
 
-# Dtypes: no formula, so nothing to prove.
-NO_FORMULA = {"rlhf_pg.masking.float_dtype", "rlhf_pg.masking.widen"}
+# Dtypes, and 0: no formula, so nothing to prove.
+NO_FORMULA = {"rlhf_pg.masking.float_dtype", "rlhf_pg.masking.widen", "rlhf_pg.losses.none"}
 # Arithmetic that is in no paper.
 NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.advantages.group_stats",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlhf_pg.kl import KL_LOSSES, kl_estimate, kl_loss
+from rlhf_pg.kl import DIVERGENCES, KL_LOSSES, divergence, kl_estimate, kl_loss
 
 NAN = float("nan")
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)  # policy over three tokens
@@ -428,3 +428,49 @@ def test_unusable_loss_estimator_raises(estimator, message):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         kl_loss(x, x, x, torch.ones(1, 1).bool(), estimator)
+
+
+# -------------------------------------------------------- divergences over the vocabulary
+
+
+def _by_hand(p: list[float], q: list[float], kind: str, w: float) -> float:
+    """A divergence, term by term."""
+    if kind == "js":
+        m = [w * b + (1 - w) * a for a, b in zip(p, q, strict=True)]
+        return w * _by_hand(q, m, "reverse_kl", w) + (1 - w) * _by_hand(p, m, "reverse_kl", w)
+    if kind == "forward_kl":
+        p, q = q, p
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+@pytest.mark.proves("rlhf_pg.kl.divergence")
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [None, 2, 5, 9])
+def test_divergence_and_gradient_by_hand(kind: str, top_k: int | None) -> None:
+    """The gradient by differences; with top_k the other tokens are one."""
+    z = torch.tensor([0.5, -1.0, 2.0, 0.1, -0.3], dtype=torch.float64)
+    q = torch.tensor([0.4, 0.05, 0.1, 0.3, 0.15], dtype=torch.float64)
+    named = q.argsort(descending=True)[:top_k].tolist()
+
+    def seen(probabilities: list[float]) -> list[float]:
+        own = [probabilities[v] for v in named]
+        return own if len(own) == 5 else [*own, 1 - sum(own)]
+
+    def value(z: torch.Tensor) -> float:
+        return _by_hand(seen(z.softmax(-1).tolist()), seen(q.tolist()), kind, 0.3)
+
+    found, slope = divergence(z.log_softmax(-1)[None], q.log()[None], kind, 0.3, top_k)
+    assert found.item() == pytest.approx(value(z), rel=1e-12)
+    step = 1e-6 * torch.eye(5, dtype=torch.float64)
+    slopes = [(value(z + e) - value(z - e)) / 2e-6 for e in step]
+    assert slope[0].tolist() == pytest.approx(slopes, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [None, 1])
+def test_divergence_is_finite_for_impossible_tokens(kind: str, top_k: int | None) -> None:
+    p, q = torch.tensor([[0.0, -1e4, -1e4]]), torch.tensor([[-1e4, 0.0, -1e4]])
+    for pair in ((p, q), (p, p)):
+        found, slope = divergence(*pair, kind, 0.5, top_k)
+        assert found.isfinite().all()
+        assert slope.isfinite().all()

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. `state.json`
-has the size and hash of every file: a run never resumes from a damaged checkpoint.
+`critic/`, where there is one, and `reference/` and `teacher/` where they move. Nothing is pickled.
+`state.json` has the size and hash of every file: a run never resumes from a damaged checkpoint.
 """
 
 import copy
@@ -46,7 +46,7 @@ class Checkpointer:
     """Saves and restores everything that a run needs to resume bit for bit."""
 
     directory: Path
-    parts: Mapping[str, FullWeights]  # "model"; "critic" and "reference", if they exist
+    parts: Mapping[str, FullWeights]  # "model"; "critic", "reference", "teacher" if they exist
     tokenizer: PreTrainedTokenizerBase
     trained: DDPBackend
     scheduler: LRScheduler
@@ -112,10 +112,10 @@ class Checkpointer:
         return path
 
     def _parts_to_save(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
-        """Yield name, weights and module of each saved part; a fixed reference is not saved."""
+        """Yield name, weights and module of each saved part; a fixed model is not saved."""
         for name, whole in self.parts.items():
             part: Any = whole.module
-            if name != "reference" or (part.moves and not final):
+            if name in ("model", "critic") or (part.moves and not final):
                 yield name, whole, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:

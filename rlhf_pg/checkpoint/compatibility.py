@@ -24,7 +24,8 @@ MAY_CHANGE = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
     *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
-    *("trainer", "given_in_python"),  # given models and adapters have fingerprints
+    # Models and adapters have fingerprints.
+    *("teacher_model_name_or_path", "trainer", "given_in_python"),
 }
 # Keys that may change with a warning: peaks of the schedule; the length of the run, which changes
 # later learning rates; and names of rewards, to allow fixed functions.
@@ -38,6 +39,7 @@ REMEDIES = {
     "model": "the same base model and peft_config",
     "reference": "the model that training started from, and with the same beta",
     "critic": "the same value_model",
+    "teacher": "the same teacher",
     "tokenizer": "the same processing_class, vocabulary and chat template",
     "train_dataset": "the same rows in the same order, or start a new run from its weights",
 }
@@ -68,7 +70,7 @@ def check(
             "a new run from its weights"
         )
     for name, remedy in REMEDIES.items():
-        if saved["fingerprints"][name] != fingerprints[name]:
+        if saved["fingerprints"].get(name) != fingerprints.get(name):
             raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
     theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved["running"], running))
     if theirs != ours:  # their names include those of reward functions

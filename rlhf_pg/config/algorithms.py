@@ -65,7 +65,14 @@ class PolicyGradientConfig(
         """True if a step needs log-probabilities from before its updates. With a single update the
         ratio is 1, and only a KL in the reward or for the beta controller needs them."""
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
-        return self.compares_with_old or (self.beta > 0 and paid)
+        taught = self.teacher_placement == "reward"
+        return self.compares_with_old or taught or (self.beta > 0 and paid)
+
+    @property
+    def compares_distributions(self) -> bool:
+        """True if the policy's whole distributions are compared with a teacher's."""
+        teaches = self.teacher_model_name_or_path is not None and self.teacher_placement == "loss"
+        return teaches and self.teacher_divergence != "sampled"
 
     @property
     def compares_with_old(self) -> bool:

@@ -20,11 +20,11 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     """Return the keys that name models, datasets and functions, absolute where they are files."""
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
-        if key.endswith("model_name_or_path") and value:
+        if key.endswith("model_name_or_path") and value and value != "policy":
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
-        elif key == "trainer" and value:
+        elif key in ("trainer", "privileged_prompt") and value and ".py:" in value:
             keys[key] = locate_reward(value, beside)
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]

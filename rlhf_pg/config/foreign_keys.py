@@ -87,6 +87,7 @@ KEYS = dict[str, set[str]]()  # of each algorithm, as its config is declared
 FOREIGN_ARGUMENTS = {
     "tokenizer": "is processing_class here",
     "config": "is args here",
+    "teacher_model": "is teacher_model_name_or_path here, a key of args",
     "ref_model": "is to be left out: the reference is the model as it was when training began",
     "reward_model": "is reward_funcs here, which takes reward models and functions",
     "formatting_func": "is to be left out: prompt_template, of the config, makes a prompt",

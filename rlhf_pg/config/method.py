@@ -14,7 +14,7 @@ ESTIMATORS = (
     *("returns_minus_greedy", "returns_minus_mean", "returns_minus_moving_average"),
     *("returns_minus_optimal", "returns_minus_others", "returns_minus_values", "total_returns"),
 )
-LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo")
+LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo", "none")
 
 
 # fmt: off
@@ -126,6 +126,27 @@ class MethodConfig:
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
         "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
+
+    teacher_model_name_or_path: Text | None = option(None, help=
+        "Teacher of on-policy distillation: a model, an adapter, a GGUF file, or `policy` for the "
+        "policy itself (self-distillation).")
+    teacher_coef: float = option(1.0, gt=0, help="Coefficient of the divergence from the teacher.")
+    teacher_placement: Literal["loss", "reward"] = option("loss", help=
+        "Add the divergence to the loss, or pay every token log p_teacher - log p.")
+    teacher_divergence: Literal["reverse_kl", "forward_kl", "js", "sampled"] = option(
+        "reverse_kl", help=
+        "KL(policy || teacher), KL(teacher || policy) or generalised Jensen-Shannon over the "
+        "vocabulary, or KL(policy || teacher) from the sampled token.")
+    teacher_mixture: float = option(0.5, gt=0, lt=1, help="The teacher's share in js.")
+    teacher_top_k: int | None = option(None, ge=1, help=
+        "Compare this many likeliest tokens of the teacher, and the rest as one. None: all.")
+    teacher_gamma: float = option(0.0, ge=0, le=1, help=
+        "Discount of teacher_placement reward without a critic: 0 pays each token its own alone.")
+    teacher_mixup_alpha: float = option(1.0, ge=0, le=1, help=
+        "Weight of the policy in the teacher `policy` after a step: 0 keeps the initial policy.")
+    privileged_prompt: Text | None = option(None, help=
+        "Prompt that the teacher alone sees: a template with columns in braces, or a function, "
+        "FILE.py:FUNCTION. None: the column privileged_prompt, if there is one.")
 
     beta: float = option(0.0, ge=0, help="Coefficient of KL(policy || reference); 0: no reference.")
     kl_placement: Literal["reward", "loss"] = option("loss", help=

@@ -182,6 +182,9 @@ def of_use(args: Any) -> Iterator[str]:
     penalizes = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
     entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
     of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
+    teacher, in_loss = args.teacher_model_name_or_path, "teacher_divergence teacher_top_k"
+    of_teacher = f"teacher_coef teacher_placement privileged_prompt {in_loss}"
+    to_go = args.teacher_placement == "reward" and not args.has_critic
     yield from idle(
         args,
         ("rollout_engine native", engine in ("auto", "native"), "rollout_cache_tokens"),
@@ -195,6 +198,12 @@ def of_use(args: Any) -> Iterator[str]:
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
+        ("teacher_model_name_or_path", teacher is not None, of_teacher),
+        ("teacher_placement loss", args.teacher_placement == "loss", in_loss),
+        ("teacher_divergence js", args.teacher_divergence == "js", "teacher_mixture"),
+        ("a divergence over the vocabulary", args.teacher_divergence != "sampled", "teacher_top_k"),
+        ("teacher_placement reward without a critic", to_go, "teacher_gamma"),
+        ("teacher_model_name_or_path policy", teacher == "policy", "teacher_mixup_alpha"),
         ("beta", args.beta > 0, "kl_controller sync_ref_model"),
         ("kl_controller", args.kl_controller != "fixed", "kl_target"),
         ("kl_controller adaptive", args.kl_controller == "adaptive", "kl_horizon"),

@@ -60,6 +60,8 @@ class Batch:
     # Results of the models before the updates; None if the algorithm does not need them.
     old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
     ref_logprobs: Tensor | None = None  # (B,T)
+    teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows that nobody teaches
+    teacher_hidden: Tensor | None = None  # (B,T,H) the teacher's last hidden states
     values: Tensor | None = None  # (B,T) in the critic's own units
     end_values: Tensor | None = None  # (B,) value of the state after the last action token
 
@@ -240,7 +242,7 @@ class Batch:
         """Return one row without action tokens, for a forward pass that adds no loss."""
 
         def blank(name: str, value: Tensor) -> Tensor:
-            shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
+            shape = (1,) if name in _ROW_FIELDS else (1, 1, *value.shape[2:])
             filled = {"prompt_mask": 1, "completion_mask": 1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 

@@ -24,6 +24,7 @@ READERS = {
     ".arrow": "arrow",
 }
 SHARE = 0.05  # held out by default
+PRIVILEGED = "privileged_prompt"  # the key, and the column
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
 
 
@@ -162,48 +163,52 @@ def rename_columns(data: Dataset, args: DataConfig) -> Dataset:
     return data.remove_columns(hidden).rename_columns(changed) if changed else data
 
 
-def with_prompts(data: Dataset, args: DataConfig, of_texts: bool = True) -> Dataset:
+def with_prompts(
+    data: Dataset, args: DataConfig, of_texts: bool = True, key: str = "prompt_template"
+) -> Dataset:
     """Make the column `prompt` from each row: by a template, with a system message, as a chat.
 
     If the only column is `text` (a text file), it has the prompts, unless a template names it or
     `of_texts` is False. ValueError if the template names a missing column, or does not fit a row.
     """
-    template, columns = args.prompt_template, data.column_names
+    template, columns = getattr(args, key), data.column_names
     try:
         parts = list(string.Formatter().parse(template or ""))
     except ValueError as error:
-        raise ValueError(f"prompt_template cannot be read: {error}") from error
+        raise ValueError(f"{key} cannot be read: {error}") from error
     names = [name for _, name, _, _ in parts if name is not None]
     if of_texts and columns == ["text"] and "text" not in names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
     for name in names:
         if name not in columns:
             raise ValueError(
-                f"prompt_template names {{{name}}}, but the dataset has the columns "
+                f"{key} names {{{name}}}, but the dataset has the columns "
                 f"{', '.join(columns)}; double the braces of plain text"
             )
     changes = args.system_prompt is not None or args.apply_chat_template
     if template is None and not (changes and "prompt" in columns):
         return data
-    prompts = [_prompt(row, number, names, args) for number, row in enumerate(data)]
+    prompts = [_prompt(row, number, names, args, key) for number, row in enumerate(data)]
     others = [name for name in columns if name != "prompt"]
     if not others:
         return Dataset.from_dict({"prompt": prompts})
     return data.select_columns(others).add_column("prompt", prompts)
 
 
-def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig) -> Any:
+def _prompt(
+    row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
+) -> Any:
     """Make the prompt of a row."""
-    prompt, system = row.get("prompt"), args.system_prompt
-    if args.prompt_template is not None:
+    prompt, system, template = row.get("prompt"), args.system_prompt, getattr(args, key)
+    if template is not None:
         for name in names:
             if row.get(name) is None:
-                raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
+                raise ValueError(f"{key} names {{{name}}}, which row {number} lacks")
         try:
-            prompt = args.prompt_template.format(**row)
+            prompt = template.format(**row)
         except Exception as error:  # from a conversion or format after the name
             raise ValueError(
-                f"prompt_template cannot be filled with row {number}: {tell(error)}. Double the "
+                f"{key} cannot be filled with row {number}: {tell(error)}. Double the "
                 "braces of plain text"
             ) from error
     if isinstance(prompt, str) and (args.apply_chat_template or system is not None):
@@ -214,9 +219,17 @@ def _prompt(row: Mapping[str, Any], number: int, names: Sequence[str], args: Dat
 
 
 def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
-    """Make prompts by `with_prompts`; a ValueError begins with `what`."""
+    """Make prompts by `with_prompts`, and those that a teacher alone sees; a ValueError begins with
+    `what`.
+    """
+    secret = getattr(args, PRIVILEGED, None)
     try:
-        return with_prompts(as_dataset(data), args, of_texts)
+        made = with_prompts(given := as_dataset(data), args, of_texts)
+        if secret is None or ".py:" in secret or what != "train_dataset":
+            return made
+        return made.add_column(
+            PRIVILEGED, with_prompts(given, args, of_texts, PRIVILEGED)["prompt"]
+        )
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 

@@ -40,4 +40,5 @@ from rlhf_pg.models.modes import disable_dropout as disable_dropout
 from rlhf_pg.models.policy import Policy as Policy
 from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
 from rlhf_pg.models.policy import Reference as Reference
+from rlhf_pg.models.policy import Teacher as Teacher
 from rlhf_pg.models.policy import fingerprint as fingerprint

@@ -32,7 +32,7 @@ from rlhf_pg.models.loading import (
 )
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.policy import Policy, Reference, train_as_evaluated
+from rlhf_pg.models.policy import Policy, Reference, Teacher, train_as_evaluated
 from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
@@ -185,6 +185,7 @@ class Models(NamedTuple):
     critic: Critic | None
     reference: Reference | None
     module: nn.Module  # the trained module: the policy, or policy and critic
+    teacher: Teacher | None = None
 
 
 def assemble(

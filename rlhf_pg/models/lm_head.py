@@ -5,12 +5,12 @@ memory at a time, and is turned into its own gradient in place. With several chu
 recomputed in the backward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftModel
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rlhf_pg.kl import IMPOSSIBLE
 from rlhf_pg.masking import widen
 
 # The classes that `from_pretrained` returns: PeftModel is not a PreTrainedModel, but wraps one.
@@ -34,8 +35,6 @@ CHUNK_SIZE = 2**24
 MEMORY_PER_LOGIT = 160
 # Numbers per CPU core in a block: they stay in its cache, so further passes are nearly free.
 BLOCK = 2**17
-# exp of this is 0 in every dtype, and unlike for -inf, 0 times this is not NaN.
-IMPOSSIBLE = -1e4
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ class LogitTransform:
 
 
 NOTHING = LogitTransform()
+Scores = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribution.scores`
+Lesson = tuple["TeacherHead", Tensor]  # a teacher's head, and its hidden states (N,H)
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,19 @@ class TokenDistribution:
             z = z * self.slope
         return z, bend
 
-    def scores(self, output: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, (N,)."""
+    def scores(self, output: Tensor, tokens: Tensor, taught: "Taught | None" = None) -> Scores:
+        """Return log-probabilities, entropies and, if one teaches, divergences from it; (N,)."""
         logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
         entropies = torch.empty_like(logprobs)
+        divergences = [] if taught is None else [torch.empty_like(logprobs)]
         for rows in _blocks(output):
             everywhere = self.logits(output, rows)[0].log_softmax(-1)
             logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
             everywhere.clamp_(min=IMPOSSIBLE)
+            if taught is not None:
+                divergences[0][rows] = taught.compare(everywhere, rows)[0]
             entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
-        return logprobs, entropies
+        return logprobs, entropies, *divergences
 
     def to_gradient(
         self,
@@ -95,12 +99,18 @@ class TokenDistribution:
         entropies: Tensor,
         to_logprobs: Tensor,
         to_entropies: Tensor,
+        *to_divergences: Tensor,
+        taught: "Taught | None" = None,
     ) -> None:
         """Overwrite the output with its gradient, given those of the scores."""
         to_logprobs = to_logprobs[:, None] * self.slope
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
             z, bend = self.logits(output, rows)
+            if taught is not None:
+                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
+                towards = taught.compare(everywhere, rows)[1]
+                towards *= to_divergences[0][rows, None] * self.slope
             if self.entropy_gradient:
                 everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
                 p = everywhere.exp()
@@ -109,7 +119,35 @@ class TokenDistribution:
             else:
                 gradient = z.softmax(-1).mul_(-to_logprobs[rows])
             gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
+            if taught is not None:
+                gradient += towards
             output[rows] = gradient if bend is None else gradient.mul_(bend)
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's head, and how a policy's distribution is compared with the teacher's."""
+
+    weight: Tensor  # (V,H)
+    bias: Tensor | None
+    distribution: TokenDistribution
+    compare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
+
+    def of(self, hidden: Tensor) -> "Taught":
+        """Return what the teacher says after its hidden states (N,H)."""
+        return Taught(self, nn.functional.linear(hidden, self.weight, self.bias))
+
+
+class Taught(NamedTuple):
+    """The output of a teacher's head, (N,V), for the tokens that the policy's head reads."""
+
+    head: TeacherHead
+    output: Tensor
+
+    def compare(self, logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the divergence of log-probabilities (n,V), and its gradient by their logits."""
+        own = self.head.distribution.logits(self.output, rows)[0].log_softmax(-1)
+        return self.head.compare(logprobs, own.clamp_(min=IMPOSSIBLE))
 
 
 @dataclass(frozen=True)
@@ -129,34 +167,36 @@ class ChunkedLMHead:
     chunks: int
     transform: LogitTransform = NOTHING  # the model's transform
 
-    def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution.
+    def __call__(self, hidden: Tensor, tokens: Tensor, lesson: Lesson | None = None) -> Scores:
+        """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution;
+        with a lesson also its divergence from the teacher's.
 
-        Both are (N,), in at least float32.
+        All are (N,), in at least float32.
         """
         layer = output_layer(self.model)
         assert layer is not None
-        linear: Any = _plain(layer)
+        linear: Any = plain(layer)
         if linear is not None and self.chunks > 1:
             settings = self.temperature, self.transform, self.entropy_gradient
-            after: Any = (tokens, TokenDistribution(*settings), self.chunks)
+            after: Any = (tokens, TokenDistribution(*settings), self.chunks, lesson)
             # The layer's hooks run as usual, but its forward computes scores.
             linear.forward = lambda x: _ChunkedScores.apply(x, linear.weight, linear.bias, *after)  # type: ignore[no-untyped-call]
             try:
-                scores: tuple[Tensor, Tensor] = layer(hidden)
+                scores: Scores = layer(hidden)
             finally:
                 del linear.forward
             return scores
 
-        def score(x: Tensor, y: Tensor) -> Any:
+        def score(x: Tensor, y: Tensor, teacher: Tensor | None = None) -> Any:
             options = self.temperature, self.entropy_gradient, self.transform
-            return token_scores(layer(x), y, *options)
+            taught = None if lesson is None or teacher is None else lesson[0].of(teacher)
+            return token_scores(layer(x), y, *options, taught)
 
         if self.chunks > 1:
             score = partial(checkpoint, score, use_reentrant=False)
-        pieces = (x.tensor_split(self.chunks) for x in (hidden, tokens))
-        logprobs, entropies = zip(*map(score, *pieces), strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        read = (hidden, tokens) if lesson is None else (hidden, tokens, lesson[1])
+        pieces = (x.tensor_split(self.chunks) for x in read)
+        return tuple(map(torch.cat, zip(*map(score, *pieces), strict=True)))
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -175,18 +215,22 @@ class _ChunkedScores(torch.autograd.Function):
         tokens: Tensor,
         distribution: TokenDistribution,
         chunks: int,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(len(tokens), dtype=_wide(hidden))
-        entropies = torch.empty_like(logprobs)
+        lesson: Lesson | None,
+    ) -> Scores:
+        count = 2 + (lesson is not None)
+        scores = tuple(hidden.new_empty(len(tokens), dtype=_wide(hidden)) for _ in range(count))
         for rows in _split(len(tokens), chunks):
-            logprobs[rows], entropies[rows] = distribution.scores(
-                nn.functional.linear(hidden[rows], weight, bias), tokens[rows]
-            )
-        ctx.save_for_backward(hidden, weight, bias, tokens, entropies)
-        ctx.distribution, ctx.chunks = distribution, chunks
+            output = nn.functional.linear(hidden[rows], weight, bias)
+            taught = lesson and lesson[0].of(lesson[1][rows])
+            own = distribution.scores(output, tokens[rows], taught)
+            for whole, part in zip(scores, own, strict=True):
+                whole[rows] = part
+            del output, taught, own  # before the next ones are made
+        ctx.save_for_backward(hidden, weight, bias, tokens, scores[1])
+        ctx.distribution, ctx.chunks, ctx.lesson = distribution, chunks, lesson
         if not distribution.entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(scores[1])
+        return scores
 
     @staticmethod
     @once_differentiable
@@ -200,15 +244,17 @@ class _ChunkedScores(torch.autograd.Function):
         # From the last chunk to the first, in autograd's order.
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
-            ctx.distribution.to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
+            taught = ctx.lesson and ctx.lesson[0].of(ctx.lesson[1][rows])
+            own = (x[rows] for x in (*numbers, *to_scores))
+            ctx.distribution.to_gradient(gradient, *own, taught=taught)
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
                 to_weight += _product(gradient.T, hidden[rows])
             if to_bias is not None:
                 to_bias += gradient.sum(0, dtype=to_bias.dtype)
-            del gradient  # before the next one is made
+            del gradient, taught  # before the next ones are made
         rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
-        return to_hidden, *rounded, None, None, None
+        return to_hidden, *rounded, None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -231,7 +277,7 @@ def _split(count: int, chunks: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(bounds) if start < end]
 
 
-def _plain(layer: nn.Module) -> nn.Linear | None:
+def plain(layer: nn.Module) -> nn.Linear | None:
     """Return the linear layer that `layer` is or wraps, if its output is nothing but linear.
 
     None for an adapter, quantised weights, or a hook that expects logits.
@@ -243,7 +289,7 @@ def _plain(layer: nn.Module) -> nn.Linear | None:
     if isinstance(layer, ModulesToSaveWrapper):  # trained in full beside an adapter
         trains = layer.active_adapters and not layer.disable_adapters
         own = layer.modules_to_save[layer.active_adapters[0]] if trains else layer.original_module
-        return _plain(own)
+        return plain(own)
     is_linear = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
     if is_linear and all(type(p) in (nn.Parameter, FakeTensor) for p in weights):
         return cast("nn.Linear", layer)
@@ -266,13 +312,15 @@ def token_scores(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     transform: LogitTransform = NOTHING,
-) -> tuple[Tensor, Tensor]:
-    """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
+    taught: Taught | None = None,
+) -> Scores:
+    """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,),
+    and p's divergence from a teacher's distribution, if there is one.
 
         d log p_y / dz_v = (1[v = y] - p_v) / temperature
         dH / dz_v        = -p_v (log p_v + H) / temperature
 
-    Both are in at least float32; a token of probability 0 adds 0 to H.
+    All are in at least float32; a token of probability 0 adds 0 to H.
 
     Args:
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
@@ -280,7 +328,7 @@ def token_scores(
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
     """
     distribution = TokenDistribution(temperature, transform, entropy_gradient)
-    scores: tuple[Tensor, Tensor] = _Scores.apply(logits, tokens, distribution)  # type: ignore[no-untyped-call]
+    scores: Scores = _Scores.apply(logits, tokens, distribution, taught)  # type: ignore[no-untyped-call]
     return scores
 
 
@@ -289,21 +337,25 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, tokens: Tensor, distribution: TokenDistribution
-    ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = distribution.scores(output, tokens)
-        ctx.save_for_backward(output, tokens, entropies)
-        ctx.distribution = distribution
+        ctx: Any,
+        output: Tensor,
+        tokens: Tensor,
+        distribution: TokenDistribution,
+        taught: Taught | None,
+    ) -> Scores:
+        scores = distribution.scores(output, tokens, taught)
+        ctx.save_for_backward(output, tokens, scores[1])
+        ctx.distribution, ctx.taught = distribution, taught
         if not distribution.entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(scores[1])
+        return scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
         output, tokens, entropies = ctx.saved_tensors
-        ctx.distribution.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
-        return output, None, None
+        ctx.distribution.to_gradient(output, tokens, entropies, *to_scores, taught=ctx.taught)
+        return output, None, None, None
 
 
 def _blocks(output: Tensor) -> Iterator[slice]:

@@ -16,13 +16,19 @@ from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.lm_head import (
     CHUNK_SIZE,
     ChunkedLMHead,
+    TeacherHead,
+    TokenDistribution,
     logit_transform_of,
     num_chunks,
+    output_layer,
+    plain,
     token_scores,
     trunk,
 )
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
+
+Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Routed(NamedTuple):
@@ -89,6 +95,7 @@ class PolicyOutput(NamedTuple):
     values: Tensor | None = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
     routed: Routed | None = None  # over all tokens, if the policy is balanced
+    divergence: Tensor | None = None  # (B,T) from the teacher, during updates
 
 
 class Policy(nn.Module):
@@ -121,6 +128,7 @@ class Policy(nn.Module):
         self.head: ChunkedLMHead | None = None
         self.drops = False  # whether training has dropout
         self.window = 0.0  # longest packed row, in tokens
+        self.teacher: TeacherHead | None = None  # for batches with `teacher_hidden`
         transform = logit_transform_of(model)
         if transform is not None:
             chunks = num_chunks(most_tokens, model.config.get_text_config().vocab_size, chunk_size)
@@ -166,7 +174,11 @@ class Policy(nn.Module):
         slots = batch.action_slots()
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
-        scored = _spread(batch, slots, *self.head(before, batch.completion_ids.flatten()[slots]))
+        lesson = None
+        if self.teacher is not None and batch.teacher_hidden is not None:
+            lesson = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
+        tokens = batch.completion_ids.flatten()[slots]
+        scored = _spread(batch, slots, *self.head(before, tokens, lesson))
         return scored._replace(routed=self._route(trunk))
 
     def _route(self, trunk: Hidden) -> Routed | None:
@@ -199,8 +211,8 @@ def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
     """Put numbers of the action tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
     spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]
-    logprobs, entropy = spread
-    return PolicyOutput(logprobs, entropy)
+    logprobs, entropy, *divergence = spread
+    return PolicyOutput(logprobs, entropy, divergence=next(iter(divergence), None))
 
 
 class Reference(nn.Module):
@@ -264,6 +276,43 @@ class Reference(nn.Module):
     def train(self, mode: bool = True) -> "Reference":
         """Stay in evaluation mode."""
         return super().train(False)
+
+
+class Teacher(Reference):
+    """A frozen policy whose distribution the trained policy is pulled towards.
+
+    `compare` is `rlhf_pg.kl.divergence` with its options, or None if only sampled tokens are
+    compared.
+    """
+
+    def __init__(self, policy: Policy, moves: bool, compare: Compare | None) -> None:
+        super().__init__(policy, moves)
+        self.compare = compare
+        layer = output_layer(self.policy.model)
+        # Looked up before sharding, and in a list, so that it is not a second child.
+        self.layer = [None if self.policy.head is None or layer is None else plain(layer)]
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Any:
+        """Return log-probabilities of the action tokens, (B,T), and the hidden states before them,
+        (B,T,H), if whole distributions are compared.
+        """
+        if self.compare is None:
+            return super().forward(batch), None
+        trunk, slots = self.policy.hidden_states(batch), batch.action_slots()
+        before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
+        hidden = before.new_zeros(batch.action_mask.numel(), before.shape[1])
+        hidden[slots] = before
+        return self.policy.score(batch, trunk).logprobs, hidden.view(*batch.action_mask.shape, -1)
+
+    def head(self, whole: Callable[[Tensor], Tensor]) -> TeacherHead | None:
+        """Return the head for a policy to compare with; `whole` gathers a sharded weight."""
+        (layer,), head = self.layer, self.policy.head
+        if self.compare is None or layer is None or head is None:
+            return None
+        bias = None if layer.bias is None else whole(layer.bias)
+        distribution = TokenDistribution(head.temperature, head.transform, False)
+        return TeacherHead(whole(layer.weight), bias, distribution, self.compare)
 
 
 def fingerprint(module: nn.Module) -> str:

@@ -84,7 +84,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     changes = _changes(own, other, replay.has_episodes)
     replay.go_to(step - 1)
     for name, part in own.learner.parts.items():
-        if name in other.learner.parts and (name != "reference" or part.module.moves):
+        if name in other.learner.parts and (name in ("model", "critic") or part.module.moves):
             other.learner.parts[name].module.load_state_dict(part.module.state_dict())
     numbers = own.checkpointer.numbers()
     running = {name: dict(vars(record)) for name, record in other.running.items()}
@@ -141,7 +141,7 @@ def _changes(
 def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     """Estimate advantages, and compute the gradient of the whole step at the current weights."""
     meter, learner = Meter(), trainer.learner
-    batch, metrics = trainer.estimate(learner.score(batch), meter)
+    batch, metrics = trainer.estimate(trainer.score(batch), meter)
     learner.module.train()
     try:
         learner.accumulate(trainer.drop_truncated(batch), meter)

@@ -39,6 +39,7 @@ COLUMNS = [
         ("reward", "reward", "r", "scores that end at the token, less the KL penalty"),
         ("log_ratio", "log-ratio", "l", "log-probability before the update less the sampler's"),
         ("kl", "KL", "k", "log-probability before the update less the reference's (k1)"),
+        ("teacher", "teacher", "t", "log-probability of the teacher less the policy's"),
         ("value", "value", "v", "the critic's value of what stands before the token"),
         ("sampler_logprob", "log-probability", "p", "log-probability of the sampler"),
     )

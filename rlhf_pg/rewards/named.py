@@ -36,6 +36,11 @@ def settle_rewards(
     return [reward for reward in rewards if reward is not None], said, {}
 
 
+def no_reward(completions: Sequence[Any]) -> list[float]:
+    """Score nothing: the reward of a run in which only a teacher teaches."""
+    return [0.0] * len(completions)
+
+
 def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any]) -> None:
     """Refuse a function with an argument that is neither the run's nor a column (ValueError)."""
     known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state"}

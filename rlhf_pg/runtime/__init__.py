@@ -7,6 +7,7 @@ micro_batch, backward and step of the trained module; and the full weights of a 
 from rlhf_pg.runtime.ddp import DDPBackend as DDPBackend
 from rlhf_pg.runtime.ddp import FullWeights as FullWeights
 from rlhf_pg.runtime.ddp import State as State
+from rlhf_pg.runtime.ddp import full as full
 from rlhf_pg.runtime.ddp import gathered as gathered
 from rlhf_pg.runtime.processes import Runtime as Runtime
 from rlhf_pg.runtime.termination import Terminated as Terminated

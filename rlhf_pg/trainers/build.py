@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.checkpoint import Checkpointer, TrainState
@@ -27,7 +28,7 @@ from rlhf_pg.data.inputs import settle_data
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
 from rlhf_pg.report.trackers import Trackers
-from rlhf_pg.rewards.named import check_arguments, settle_rewards
+from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout.factory import (
@@ -45,6 +46,7 @@ from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
+from rlhf_pg.trainers.teacher import check_privileged, load_teacher
 from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def build(
     quantization_config: Any,
     tools: "Sequence[Tool] | None",
     environment_factory: "EnvironmentFactory | EnvironmentSource | None",
+    privileged_prompt: Callable[..., Any] | None,
 ) -> None:
     """Give a `PolicyGradientTrainer` its parts; it documents the arguments."""
     kind = trainer.config_type
@@ -86,7 +89,7 @@ def build(
     arguments["quantization_config"] = quantization_config
     if trainer.trains:
         arguments |= {"peft_config": peft_config, "optimizers": optimizers}
-        arguments["value_model"] = trainer.value_model
+        arguments |= {"value_model": trainer.value_model, "privileged_prompt": privileged_prompt}
     else:  # arguments that only training takes do not have to be given again
         kept = tuple(name for name in args.given_in_python if name in arguments)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
@@ -97,6 +100,10 @@ def build(
     rewards, trainer.described, recorded = settle_rewards(
         reward_funcs, args, None if task is None else task.reward
     )
+    named = args.privileged_prompt or ""
+    trainer.privileged_prompt = user_modules.load(named) if ".py:" in named else privileged_prompt
+    if not rewards and args.teacher_model_name_or_path and environment_factory is None:
+        rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
     check_arguments(rewards, {"train_dataset": train_dataset, **held_out})
     if not trainer.trains and eval_dataset is not None:
@@ -221,17 +228,24 @@ def build(
         tokens = most(runtime.device.type, prompts.longest + args.max_completion_length)
     else:
         tokens = args.token_budget
-    policy, module = assemble(trainer.model, args, trainer.critic, tokens, chunk_size(runtime))
+    logits = chunk_size(runtime) // (3 if args.compares_distributions else 1)  # p's, q's, gradient
+    policy, module = assemble(trainer.model, args, trainer.critic, tokens, logits)
     module.to(runtime.loading_device).eval()
-    reference = optimizer = scheduler = None
+    reference = teacher = optimizer = scheduler = None
     if trainer.trains:
+        teacher = load_teacher(args, policy, tokenizer, runtime.loading_device, tokens)
+        if teacher is not None:
+            has_function = trainer.privileged_prompt is not None
+            trainer.longest_taught = check_privileged(
+                teacher, args, prompts.rows, tokenizer, has_function
+            )
         tokens = find_budget(args, module, runtime, prompts.longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, trainer.critic, args, trainer.total_steps, optimizers
         )
     trainer.learner = Learner(
-        Models(policy, trainer.critic, reference, module),
+        Models(policy, trainer.critic, reference, module, teacher),
         optimizer,
         scheduler,
         trainer.loss,

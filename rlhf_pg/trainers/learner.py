@@ -23,7 +23,7 @@ from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
 from rlhf_pg.models import Models, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.runtime import FullWeights, Runtime, gathered
+from rlhf_pg.runtime import FullWeights, Runtime, full, gathered
 from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
 
@@ -59,7 +59,7 @@ class Learner:
         token_budget: int,
         state: TrainState,
     ) -> None:
-        self.policy, self.critic, self.reference, self.module = models
+        self.policy, self.critic, self.reference, self.module, self.teacher = models
         self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
         self.runtime, self.args = runtime, args
         self.token_budget, self.state = token_budget, state
@@ -73,7 +73,7 @@ class Learner:
         parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch)
-            for name, part in parts.items()
+            for name, part in (parts | {"teacher": self.teacher}).items()
             if part is not None
         }
         self.full_policy = self.parts["model"]
@@ -87,8 +87,8 @@ class Learner:
         if self.critic is not None:
             self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
         self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
-        if self.reference is not None:
-            runtime.place(self.reference)
+        for frozen in filter(None, (self.reference, self.teacher)):
+            runtime.place(frozen)
 
         def score(batch: Batch) -> Tensor:
             with evaluating(self.module):
@@ -113,6 +113,7 @@ class Learner:
     def fingerprints(self) -> dict[str, str | None]:
         """The fingerprint of each model's frozen weights; None for a model that is not there."""
         parts = {"model": self.policy.model, "reference": self.reference, "critic": self.critic}
+        parts |= {} if self.teacher is None else {"teacher": self.teacher}
         return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
 
     def _size(self) -> str:
@@ -124,11 +125,12 @@ class Learner:
             text += " with the critic"
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-    def score(self, batch: Batch) -> Batch:
+    def score(self, batch: Batch, taught: Batch | None = None) -> Batch:
         """Add what the algorithm needs from the models before the update.
 
         The policy's log-probabilities are left out where nothing needs them
-        (`needs_old_logprobs`), the reference's without a KL.
+        (`needs_old_logprobs`), the reference's without a KL. `taught` is the batch as the teacher
+        sees it, with other prompts; rows without action tokens are not taught.
         """
         columns, needs_old = Columns(), self.needs_old_logprobs
 
@@ -149,6 +151,18 @@ class Learner:
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
             columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
+        if (teacher := self.teacher) is not None:
+            names = "teacher_logprobs", "teacher_hidden"
+
+            def teach(part: Batch) -> Columns:
+                said = zip(names, self.runtime.output(teacher, part), strict=True)
+                return {name: column for name, column in said if column is not None}
+
+            seen = batch if taught is None else taught
+            columns |= self._map_micro_batches(seen, teach)
+            silent = batch.action_mask & ~seen.action_mask
+            columns[names[0]] = columns[names[0]].masked_fill(silent, math.nan)
+            self.policy.teacher = teacher.head(full)
         return batch.with_columns(**columns)
 
     def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
@@ -233,11 +247,15 @@ class Learner:
         return step < self.frozen_until
 
     def sync_reference(self, step: int) -> None:
-        """Move the reference towards the policy after every `ref_model_sync_steps` steps."""
+        """Move the reference towards the policy after every `ref_model_sync_steps` steps, and a
+        teacher that is the policy after every step.
+        """
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
             assert self.reference is not None  # the config requires beta > 0
             self.reference.follow(self.policy, args.ref_model_mixup_alpha, gathered)
+        if self.teacher is not None and self.teacher.moves:
+            self.teacher.follow(self.policy, args.teacher_mixup_alpha, gathered)
 
     def next_rate(self, scale: float) -> None:
         """Advance the learning-rate schedule by a step, and scale its rates."""
@@ -341,10 +359,11 @@ class Learner:
             rows = None if indices is None else to_device(indices, batch.groups.device)
             for name, column in score(part).items():
                 if name not in whole:
-                    whole[name] = column.new_zeros(batch.completion_ids.shape[: column.ndim])
+                    shape = batch.completion_ids.shape[: column.ndim]
+                    whole[name] = column.new_zeros(*shape, *column.shape[2:])
                 if rows is not None:
                     # The rows of a micro-batch may all be shorter than the longest.
-                    place = (rows, slice(column.shape[1])) if column.ndim == 2 else rows
+                    place = rows if column.ndim == 1 else (rows, slice(column.shape[1]))
                     whole[name][place] = column
         return whole
 

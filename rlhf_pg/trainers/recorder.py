@@ -187,6 +187,8 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
         if batch.ref_logprobs is not None:
             before = sampled if old is None else old
             more["kl"] = before - batch.ref_logprobs
+        if batch.teacher_logprobs is not None:
+            more["teacher"] = batch.teacher_logprobs - (sampled if old is None else old)
         numbers |= {name: x for name, x in more.items() if x is not None}
     return numbers
 

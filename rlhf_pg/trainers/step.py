@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
-from rlhf_pg.advantages import AdvantageInputs
+from rlhf_pg.advantages import AdvantageInputs, discounted_returns
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
@@ -39,6 +39,7 @@ from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.sampler import merge_logged
+from rlhf_pg.trainers.teacher import privileged_batch
 
 if TYPE_CHECKING:
     from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
@@ -77,6 +78,8 @@ class PolicyGradientTrainer(TrainingLoop):
             turns. Its rewards are the source "environment", after the reward functions, which may
             then be empty. Wrap TRL's environments in
             `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
+        privileged_prompt: a function that returns the prompts that the teacher alone sees, for the
+            completions of one prompt (`rlhf_pg.trainers.teacher.privileged_batch`).
 
     Raises:
         ValueError: an input is wrong; the message names it. Nothing has been computed yet.
@@ -97,6 +100,8 @@ class PolicyGradientTrainer(TrainingLoop):
     moving_average: MovingAverage | None
     running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
     critic: Critic | None
+    privileged_prompt: Callable[..., Any] | None
+    longest_taught: int | None  # tokens of a prompt that leaves the teacher room for a completion
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         said = [
@@ -122,11 +127,12 @@ class PolicyGradientTrainer(TrainingLoop):
         quantization_config: Any = None,
         tools: "Sequence[Tool] | None" = None,
         environment_factory: "EnvironmentFactory | EnvironmentSource | None" = None,
+        privileged_prompt: Callable[..., Any] | None = None,
     ) -> None:
         build(
             *(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
             *(reward_processing_classes, peft_config, callbacks, optimizers, quantization_config),
-            *(tools, environment_factory),
+            *(tools, environment_factory, privileged_prompt),
         )
 
     # ------------------------------------------------------------------------------ the one step
@@ -144,13 +150,24 @@ class PolicyGradientTrainer(TrainingLoop):
     def learn(self, batch: Batch, meter: Meter) -> dict[str, Any]:
         """Take the second half of a step, on scored completions."""
         with meter.time("score"):
-            batch = self.learner.score(batch)  # log-probabilities and values (B,T)
+            batch = self.score(batch)  # log-probabilities and values (B,T)
             batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
         with meter.time("update"):
             metrics |= self.update(self.drop_truncated(batch), meter)  # self.loss  <- as well
         for observe in self.observers:  # the record of the step
             observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
+
+    def score(self, batch: Batch) -> Batch:
+        """Add what the models say about completions, the teacher by its own prompts; collective."""
+        taught = None
+        if self.learner.teacher is not None:
+            assert batch.scores is not None
+            rewards = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1).tolist()
+            given = self.privileged_prompt, rewards, self.processing_class, self.longest_taught
+            with self.runtime.raise_together(ValueError):
+                taught = privileged_batch(batch, *given)
+        return self.learner.score(batch, taught)
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
         """Turn scores into per-token rewards, and these into advantages; collective.
@@ -176,6 +193,17 @@ class PolicyGradientTrainer(TrainingLoop):
             meter.add_masked("kl", kl, mask)
             minus_kl = -self.controllers["beta"] * kl
         rewards = minus_kl + step_scores
+
+        # A teacher in the reward pays every token coef (log q - log p): in the rewards that a
+        # critic values, or else beside the baselines, which compare whole completions.
+        lessons = None
+        if batch.teacher_logprobs is not None and args.teacher_placement == "reward":
+            assert batch.old_logprobs is not None
+            ahead = (batch.teacher_logprobs - batch.old_logprobs).nan_to_num(0.0)
+            meter.add_masked("teacher/divergence", -ahead, mask)
+            lessons = args.teacher_coef * torch.where(mask, ahead, 0.0)
+            if self.critic is not None:
+                rewards, lessons = rewards + lessons, None
         if args.whiten_rewards:  # divide by their standard deviation over the step
             stats = runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
@@ -210,6 +238,8 @@ class PolicyGradientTrainer(TrainingLoop):
             moving_average=average.value if average else 0.0,
         )
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
+        if lessons is not None:
+            advantages = advantages + discounted_returns(lessons, mask, args.teacher_gamma)
         returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
         if args.normalize_advantages:
             stats = runtime.mean_and_var(advantages, mask)
@@ -347,11 +377,23 @@ class PolicyGradientTrainer(TrainingLoop):
         return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute beta KL_t - entropy_coef H_t, (B,T); the KL only if it is part of the loss."""
+        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T); the KL and the divergence
+        from the teacher only if they are part of the loss.
+        """
         per_token = -self.controllers["entropy_coef"] * new.entropy
-        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
-            return per_token, {}
         assert batch.old_logprobs is not None
+        metrics = {}
+        if batch.teacher_logprobs is not None and self.args.teacher_placement == "loss":
+            told = batch.action_mask & ~batch.teacher_logprobs.isnan()
+            apart = new.divergence
+            if apart is None:  # from the sampled token
+                seen = new.logprobs, batch.old_logprobs, batch.teacher_logprobs, told
+                apart = kl_loss(*seen, "k3_ratio")
+            apart = torch.where(told, apart, 0.0)
+            per_token = per_token + self.args.teacher_coef * apart
+            metrics["teacher/divergence"] = apart.detach()
+        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
+            return per_token, metrics
         kl = kl_loss(
             new.logprobs,
             batch.old_logprobs,
@@ -359,7 +401,7 @@ class PolicyGradientTrainer(TrainingLoop):
             batch.action_mask,
             self.args.kl_estimator,
         )
-        return per_token + self.controllers["beta"] * kl, {"kl": kl.detach()}
+        return per_token + self.controllers["beta"] * kl, metrics | {"kl": kl.detach()}
 
     # ---------------------------------------------------------------------- prompts, and evaluation
 

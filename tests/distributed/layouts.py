@@ -59,6 +59,17 @@ JOBS: dict[str, dict[str, Any]] = {
         # Where a gradient is rounding alone, Adam makes it as long as any other, but for this.
         "adam_epsilon": 1e-6,
     },
+    # The policy of earlier steps teaches, with a prompt of its own.
+    "rloo, taught": {
+        "algorithm": "rloo",
+        "num_generations": 2,
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "beta": 0.0,
+        "teacher_model_name_or_path": "policy",
+        "teacher_mixup_alpha": 0.5,
+        "privileged_prompt": "7{prompt}",
+    },
     # Weights that policy and reference (and critic) share are split up once for each. Here the
     # gradient is clipped, and the rate rises and falls.
     "grpo, LoRA": {
@@ -77,7 +88,15 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_generations": 4,
         "prompts_per_step": 5,
     },
-    "reinforce, LoRA": {"algorithm": "reinforce", "lora": "random", "prompts_per_step": 5},
+    "reinforce, LoRA": {
+        "algorithm": "reinforce",
+        "lora": "random",
+        "prompts_per_step": 5,
+        "teacher_model_name_or_path": "policy",
+        "teacher_placement": "reward",
+        "teacher_coef": 0.1,
+        "privileged_prompt": "7{prompt}",
+    },
     "ppo, LoRA": {
         "algorithm": "ppo",
         "lora": "random",
@@ -98,6 +117,7 @@ TRAINED_WITH = {
     "reinforce": "two",
     "ppo": "all",
     "ppo, shared critic": "two",
+    "rloo, taught": "two",
     "grpo, LoRA": "one",
     "rloo, LoRA": "two",
     "reinforce, LoRA": "one",

@@ -202,7 +202,7 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
     with trainer.sampler.sampling():
         batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    experience, _ = trainer.estimate(trainer.learner.score(batch), Meter())
+    experience, _ = trainer.estimate(trainer.score(batch), Meter())
     learner, rank = trainer.learner, trainer.runtime.rank
     sampled = [
         [group, *ids] for group, ids in zip(batch.groups.tolist(), batch.token_lists(), strict=True)

@@ -25,7 +25,7 @@ from tests.distributed.runs import SPLITS, flat
 # What is compared with every change; the rest is for `make test-distributed`.
 ALWAYS = {
     Layout("ddp", 2): ["grpo", "ppo"],
-    Layout("fsdp2", 2): ["grpo"],
+    Layout("fsdp2", 2): ["grpo", "rloo, taught"],
 }
 CELLS = [
     pytest.param(

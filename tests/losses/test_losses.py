@@ -44,7 +44,7 @@ def tokens(draw, count=3):
 
 
 # Each as a function of log pi, log pi_old, advantages and mask.
-POLICY = POLICY_LOSSES | {
+POLICY = {name: loss for name, loss in POLICY_LOSSES.items() if name != "none"} | {
     "clipped-higher": lambda *x: clipped_surrogate(*x, epsilon=0.1, epsilon_high=0.4),
     "dual-clip": lambda *x: clipped_surrogate(*x, delta=2.0),
     "gspo": lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"),

@@ -10,11 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_pg.kl import divergence
 from rlhf_pg.models import lm_head as module
 from rlhf_pg.models.adapters import add_adapter
 from rlhf_pg.models.lm_head import (
     ChunkedLMHead,
     LogitTransform,
+    TeacherHead,
+    TokenDistribution,
     chunk_size_for,
     num_chunks,
     token_scores,
@@ -78,6 +81,33 @@ def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature)
     assert found[1].requires_grad == entropy
     expected = by_hand(hidden @ model.lm_head.weight.T, tokens, temperature)
     assert_same(found, expected, [hidden, model.lm_head.weight], EXACT, entropy)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_divergence_from_teacher_matches_explicit_softmax(monkeypatch, parts, entropy) -> None:
+    """Of another width, with a cap of its own, at the policy's temperature."""
+    monkeypatch.setattr(module, "BLOCK", 2 * V + 1)
+    policy, heat = tiny_model("llama", dtype=torch.float64), 0.6
+    hidden, tokens = rows()
+    theirs = rows(width=8, seed=1)[0].detach()
+    weight = torch.randn(V, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    distribution = TokenDistribution(heat, LogitTransform(2.0, 3.0), False)
+    head = TeacherHead(weight, None, distribution, divergence)
+    *found, apart = ChunkedLMHead(policy, heat, entropy, parts)(hidden, tokens, (head, theirs))
+    q = (3 * (2 / 3 * theirs @ weight.T).tanh() / heat).log_softmax(-1)
+    p = (hidden @ policy.lm_head.weight.T / heat).log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum(-1)
+    torch.testing.assert_close(apart, expected, **EXACT)
+    own = by_hand(hidden @ policy.lm_head.weight.T, tokens, heat)
+    weights = torch.linspace(-1, 2, N, dtype=torch.float64)
+    inputs = [hidden, policy.lm_head.weight]
+    both = [
+        torch.autograd.grad((weights * d).sum() + loss(scores, entropy), inputs)
+        for d, scores in ((apart, found), (expected, own))
+    ]
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
 
 
 def test_tied_weights_get_gradient_from_both_ends() -> None:

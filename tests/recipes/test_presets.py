@@ -26,6 +26,7 @@ NAMES = [
         "cispo",
     ),
     *("rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo", "sapo"),
+    "sdpo",
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
@@ -53,7 +54,7 @@ def test_file_takes_precedence_over_preset(tmp_path: Path, monkeypatch, capsys) 
     assert "got 'nothing'" in capsys.readouterr().err
 
 
-BRIEFLY = ("dapo", "remax", "vapo", "sapo")  # the others take the same ways
+BRIEFLY = ("dapo", "remax", "vapo", "sapo", "sdpo")  # the others take the same ways
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,8 @@ def test_preset_trains_a_step(name: str, model_path: str, tmp_path: Path) -> Non
     small = ["--max_steps=1", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
     if name == "vapo":
         small.append("--value_pretraining_steps=0")  # or else the critic alone trains in it
+    if name == "sdpo":
+        small.append("--privileged_prompt={prompt}{answer}")
     where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
     main(["train", name, "--config", str(RECIPES / "arithmetic.yaml"), *small, *where])
     lines = read(tmp_path / "metrics.jsonl")

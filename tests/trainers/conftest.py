@@ -30,7 +30,7 @@ def estimated(
     if says is not None:
         trainer.sampler.engine.says = says
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    return trainer.estimate(trainer.learner.score(batch), Meter())
+    return trainer.estimate(trainer.score(batch), Meter())
 
 
 @pytest.fixture

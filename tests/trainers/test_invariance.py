@@ -14,6 +14,7 @@ from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trai
 from tests.trainers.conftest import estimated
 
 PROMPTS = ("a", "ab", "bba", "ab")
+TAUGHT = {"teacher_mixup_alpha": 0.0, "privileged_prompt": "bb{prompt}"}
 SAYS = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4, 6, 3, 2, 2, 5, 0)]  # three per prompt
 
 
@@ -64,6 +65,7 @@ def test_micro_batches_leave_gradient_unchanged(
         (GRPOTrainer, "sequence_mean", {"gradient_checkpointing": True}),
         (PPOTrainer, "constant", {"gradient_checkpointing": True}),
         (PPOTrainer, "sequence_mean", {"use_peft": True}),
+        (GRPOTrainer, "token_mean", {"teacher_model_name_or_path": "policy", **TAUGHT}),
     ],
 )
 def test_shared_prompt_pass_leaves_gradient_unchanged(
@@ -73,7 +75,9 @@ def test_shared_prompt_pass_leaves_gradient_unchanged(
     trainer = trainer_for(trainer_type, tmp_path, aggregation=aggregation, **options)
     experience = experience_of(trainer)
     shared = accumulated(trainer, experience)
+    teacher = trainer.learner.teacher
     models = [trainer.learner.policy, trainer.learner.reference.policy, trainer.critic]
+    models.append(teacher and teacher.policy)
     for model in filter(None, models):
         assert model.window
         model.window = 0

@@ -35,6 +35,11 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
         | {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, "num_mini_batches": 2}
         | FOLLOWING,
     ),
+    "a teacher that follows": (
+        GRPOTrainer,
+        {"teacher_model_name_or_path": "policy", "teacher_mixup_alpha": 0.25}
+        | {"privileged_prompt": "{prompt}{answer}", "num_mini_batches": 2},
+    ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
     "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
@@ -43,9 +48,9 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
-    reference = trainer.learner.reference
-    frozen = reference.policy.named_parameters(prefix="reference") if reference else ()
-    return {**dict(trainer.learner.module.named_parameters()), **dict(frozen)}
+    models = {name: getattr(trainer.learner, name) for name in ("module", "reference", "teacher")}
+    there = [part.named_parameters(prefix=name) for name, part in models.items() if part]
+    return {name: weight for part in there for name, weight in part}
 
 
 @pytest.mark.parametrize("case", CASES)

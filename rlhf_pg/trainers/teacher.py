@@ -1,0 +1,162 @@
+"""On-policy distillation: the model that teaches, and the prompts that only it sees."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.batch import Batch, pad_rows
+from rlhf_pg.data.chat import encode
+from rlhf_pg.data.sources import PRIVILEGED
+from rlhf_pg.kl import divergence
+from rlhf_pg.models import Policy, Teacher, load_model, max_positions
+from rlhf_pg.models.adapters import share_frozen
+from rlhf_pg.models.loading import (
+    ATTENTION,
+    PLACES,
+    about,
+    has_tokenizer,
+    init_options,
+    is_adapter,
+    tokenizer_from_pretrained,
+)
+from rlhf_pg.rewards.functions import Answer, RewardInputs, Source
+
+KEY = "teacher_model_name_or_path"
+
+
+def load_teacher(
+    args: PolicyGradientConfig,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    most_tokens: int,
+) -> Teacher | None:
+    """Load the teacher that a config names, None if it names none; ValueError if it reads other
+    tokens than the policy.
+
+    An adapter of the model that a LoRA policy adapts shares its frozen weights.
+    """
+    name = args.teacher_model_name_or_path
+    if name is None:
+        return None
+    compare = None
+    if args.compares_distributions:
+        kind, mixture, top_k = args.teacher_divergence, args.teacher_mixture, args.teacher_top_k
+        compare = partial(divergence, kind=kind, mixture=mixture, top_k=top_k)
+    if name == "policy":
+        return _readable(Teacher(policy, args.teacher_mixup_alpha > 0, compare), policy)
+    own, dtype, code = policy.model, getattr(torch, args.dtype), args.trust_remote_code
+    with about(KEY):
+        base = PeftConfig.from_pretrained(name).base_model_name_or_path if is_adapter(name) else ""
+        if base and isinstance(own, PeftModel) and base == own.get_base_model().name_or_path:
+            model = PeftModel.from_pretrained(share_frozen(own).unload(), name)
+        else:
+            given = init_options(args).items()
+            options = {k: v for k, v in given if k == ATTENTION or k not in PLACES}
+            model = load_model(name, dtype, trust_remote_code=code, options=options)
+        path = name if has_tokenizer(name) else base
+        if path and has_tokenizer(path):
+            theirs = tokenizer_from_pretrained(path, trust_remote_code=code)
+            if theirs.get_vocab() != tokenizer.get_vocab():
+                raise ValueError(
+                    f"{name} has another vocabulary than the policy, whose tokens it must read: "
+                    "choose a teacher with the same tokenizer"
+                )
+    # Models of one family may have rows without a token, and not equally many.
+    rows = own.get_output_embeddings().weight.shape[0]
+    if model.get_output_embeddings().weight.shape[0] != rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    model.to(device).requires_grad_(False)
+    whole = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
+    return _readable(Teacher(whole, False, compare), policy)
+
+
+def _readable(teacher: Teacher, policy: Policy) -> Teacher:
+    """Return the teacher; ValueError if distributions cannot be read that it has to compare."""
+    if teacher.compare is not None and (policy.head is None or teacher.layer == [None]):
+        raise ValueError(
+            "teacher_divergence: the head of policy or teacher is not a linear layer after the "
+            "hidden states, so only log-probabilities of tokens can be compared: set sampled"
+        )
+    return teacher
+
+
+def check_privileged(
+    teacher: Teacher,
+    args: PolicyGradientConfig,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    has_function: bool,
+) -> int | None:
+    """Return the most tokens of a prompt that leaves the teacher room for a completion, None for no
+    limit; ValueError if a prompt of the dataset is longer, or the teacher knows no more than the
+    policy.
+    """
+    positions = max_positions(teacher.policy.model)
+    room = None if positions is None else positions - args.max_completion_length
+    prompts: list[Any] = list(rows[PRIVILEGED]) if PRIVILEGED in rows.column_names else []
+    for i, prompt in enumerate(prompts):
+        if prompt is not None:
+            encode(prompt, tokenizer, i, PRIVILEGED, most=room)
+    is_policy = args.teacher_model_name_or_path == "policy" and args.teacher_mixup_alpha == 1
+    if is_policy and not prompts and not has_function:
+        raise ValueError(
+            f"{KEY}: the policy cannot teach itself what it knows: give a privileged_prompt, or a "
+            "teacher_mixup_alpha below 1"
+        )
+    return room
+
+
+def privileged_batch(
+    batch: Batch,
+    function: Callable[..., Any] | None,
+    rewards: Sequence[float],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int | None,
+) -> Batch | None:
+    """Return the batch with the prompts that the teacher sees; None if they are the policy's.
+
+    These are in the column `privileged_prompt`, or what a function returns for the completions of
+    one prompt: a list with a prompt for each, or None where the teacher has nothing to say. Such
+    rows have no action tokens.
+
+    Args:
+        function: called as a reward function is, with `rewards` too.
+        rewards: the total score of each completion.
+        most: tokens of the longest prompt.
+
+    Raises:
+        ValueError: the function failed, or a prompt cannot be used.
+    """
+    prompts: Sequence[Any] = batch.columns.get(PRIVILEGED, ())
+    if function is not None:
+        columns = {**batch.columns, "rewards": rewards}
+        inputs = RewardInputs(batch.prompts, batch.completions, batch.token_lists(), columns)
+        source, groups = Source.of(PRIVILEGED, function), batch.groups.tolist()
+        prompts = []
+        for _, run in groupby(range(len(groups)), key=lambda i: groups[i]):
+            rows = list(run)
+            with foreign(PRIVILEGED):
+                told = function(**inputs.select(rows).arguments(source, Answer(len(rows))))
+            if not isinstance(told, list) or len(told) != len(rows):
+                raise ValueError(f"{PRIVILEGED} must return a list with one prompt per completion")
+            prompts += told
+    if not prompts:
+        return None
+    tokens = [
+        [0] if prompt is None else encode(prompt, tokenizer, i, PRIVILEGED, most=most)
+        for i, prompt in enumerate(prompts)
+    ]
+    ids, mask = (x.to(batch.groups.device) for x in pad_rows(tokens, 0, left=True))
+    taught = torch.tensor([x is not None for x in prompts], device=batch.groups.device)
+    return batch.with_columns(
+        prompt_ids=ids, prompt_mask=mask, action_mask=batch.action_mask & taught[:, None]
+    )
