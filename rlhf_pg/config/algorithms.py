@@ -101,8 +101,8 @@ class GRPOConfig(PolicyGradientConfig):
     algorithm: Literal["grpo"] = option("grpo")
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
-    scale_rewards: Literal["group", "batch", "none"] = option("group", help=
-        "Divide centred scores by the standard deviation of the group or batch, or by nothing.")
+    scale_rewards: Literal["group", "batch", "mean", "none"] = option("group", help=
+        "Divide centred scores by the group's or batch's deviation, the group's mean, or nothing.")
     scale_rewards_eps: float = option(1e-4, ge=0, help="Added to the deviation (verl: 1e-6).")
 
 

@@ -180,6 +180,7 @@ def of_use(args: Any) -> Iterator[str]:
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
     corrects = args.correction_of(engine) != "none"
     penalizes = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
+    scale = given("scale_rewards")
     entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
     of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
     yield from idle(
@@ -191,7 +192,7 @@ def of_use(args: Any) -> Iterator[str]:
         ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
         ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
-        ("scale_rewards group or batch", given("scale_rewards") != "none", "scale_rewards_eps"),
+        ("scale_rewards group or batch", scale not in ("mean", "none"), "scale_rewards_eps"),
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),

@@ -383,8 +383,11 @@ def test_group_normalized_matches_loop(scale, case):
     valid = [s for s in scores.tolist() if not math.isnan(s)]
 
     def advantage(score, group):
+        mean = statistics.mean(group)
+        if scale == "mean":
+            return (score - mean) / mean if mean > 0 else 0.0
         std = statistics.stdev(valid if scale == "batch" else group)
-        return (score - statistics.mean(group)) / (1 if scale == "none" else std + 0.01)
+        return (score - mean) / (1 if scale == "none" else std + 0.01)
 
     expected = loop_over_groups(scores, groups, advantage)
     equal(group_normalized(scores, groups, scale, eps=0.01), expected)
@@ -439,7 +442,7 @@ def test_group_functions_keep_dtype_round_once_and_detach(function, dtype):
 
 
 def test_unknown_scale_raises():
-    with pytest.raises(ValueError, match="group, batch, none"):
+    with pytest.raises(ValueError, match="group, batch, mean, none"):
         group_normalized(f64([1, 0]), torch.zeros(2).long(), "std")
 
 
@@ -463,6 +466,24 @@ def test_expected_gradient_over_groups_of_three(function, share):
         advantages = function(rewards[list(arms)], torch.zeros(3).long())
         surrogate = surrogate + chosen.sum().exp().detach() * (advantages * chosen).mean()
     equal(torch.autograd.grad(surrogate, logits)[0], share * true)
+
+
+@pytest.mark.proves("rlhf_pg.advantages.group_normalized")
+@pytest.mark.parametrize("size", [2, 3])
+def test_mean_scale_expects_gradient_of_truncated_log_likelihood(size):
+    """log p(correct) = -sum_k (1 - p)^k / k, whose first G - 1 terms are those of pass@k."""
+    correct = f64([1.0, 0.0, 0.0, 1.0])
+    logits = f64([-1.2, 0.5, 0.4, -2.0]).requires_grad_()
+    policy = logits.log_softmax(0)
+    wrong = 1 - (policy.exp() * correct).sum()
+    objective = -sum(wrong**k / k for k in range(1, size))
+    surrogate = 0
+    for said in itertools.product(range(4), repeat=size):
+        chosen = policy[list(said)]
+        advantages = group_normalized(correct[list(said)], torch.zeros(size).long(), "mean")
+        surrogate = surrogate + chosen.sum().exp().detach() * (advantages * chosen).mean()
+    truth = torch.autograd.grad(objective, logits, retain_graph=True)[0]
+    equal(torch.autograd.grad(surrogate, logits)[0], truth)
 
 
 @pytest.mark.parametrize("power", [-60, 62, 80, 120])
@@ -613,6 +634,7 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         # groups 1, 0, 2 (mean 1, std 1) and 5, 7 (mean 6, std sqrt 2); all: mean 3, std sqrt 8.5
         ("group_normalized", {}, [0, -(0.5**0.5), -1, 1, 0.5**0.5]),
         ("group_normalized", {"scale_rewards": "none"}, [0, -1, -1, 1, 1]),
+        ("group_normalized", {"scale_rewards": "mean"}, [0, -1 / 6, -1, 1, 1 / 6]),
         ("group_normalized", {"scale_rewards": "batch"}, [x / 8.5**0.5 for x in (0, -1, -1, 1, 1)]),
         ("leave_one_out", {}, [0, -2, -1.5, 1.5, 2]),
         ("returns", {}, [1, 5, 0, 2, 7]),

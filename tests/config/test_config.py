@@ -133,7 +133,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"delta": 1.1}, "delta"),
         (GRPOConfig, {"max_steps": 0}, "max_steps"),
         (PPOConfig, {"importance_sampling_level": "sequence"}, "importance_sampling_level .*'gae'"),
-        (GRPOConfig, {"scale_rewards": "none", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
+        (GRPOConfig, {"scale_rewards": "mean", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
         (GRPOConfig, {"reward_squash": "min_max", "normalize_rewards": True}, "reward_squash"),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator"),
