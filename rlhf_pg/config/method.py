@@ -10,9 +10,10 @@ Correction = Literal[
 ]
 # The keys of rlhf_pg.advantages.ADVANTAGES and rlhf_pg.losses.POLICY_LOSSES, which need torch.
 ESTIMATORS = (
-    *("gae", "group_normalized", "leave_one_out", "n_step", "process_group_normalized", "returns"),
-    *("returns_minus_greedy", "returns_minus_mean", "returns_minus_moving_average"),
-    *("returns_minus_optimal", "returns_minus_others", "returns_minus_values", "total_returns"),
+    *("gae", "group_normalized", "group_normalized_per_source", "leave_one_out", "n_step"),
+    *("process_group_normalized", "returns", "returns_minus_greedy", "returns_minus_mean"),
+    *("returns_minus_moving_average", "returns_minus_optimal", "returns_minus_others"),
+    *("returns_minus_values", "total_returns"),
 )
 LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo")
 

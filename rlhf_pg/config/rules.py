@@ -127,10 +127,11 @@ def of_estimator(args: Any) -> Iterator[str]:
         yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
-    in_steps = name == "process_group_normalized"  # uses the scores of steps
-    if in_steps and args.beta > 0 and args.kl_placement == "reward":
+    # These normalise the scores of steps or sources instead of their sum.
+    in_parts = name in ("process_group_normalized", "group_normalized_per_source")
+    if in_parts and args.beta > 0 and args.kl_placement == "reward":
         yield f'kl_placement must be "loss" with {name}'
-    if in_steps and args.dynamic_sampling_rounds:
+    if in_parts and args.dynamic_sampling_rounds:
         yield f"dynamic_sampling_rounds uses total scores, unlike {name}: leave it out"
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         yield "dynamic_sampling_rounds compares the scores of a group: raise num_generations"

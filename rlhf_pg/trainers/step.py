@@ -202,6 +202,7 @@ class PolicyGradientTrainer(TrainingLoop):
             groups=groups,
             rows=rows,
             action_tokens=runtime.gather(mask.sum(1))[0],
+            weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
             step_scores=step_scores,
             step_mask=step_mask,
             values=values,

@@ -636,6 +636,8 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("group_normalized", {"scale_rewards": "none"}, [0, -1, -1, 1, 1]),
         ("group_normalized", {"scale_rewards": "mean"}, [0, -1 / 6, -1, 1, 1 / 6]),
         ("group_normalized", {"scale_rewards": "batch"}, [x / 8.5**0.5 for x in (0, -1, -1, 1, 1)]),
+        # the batch's std of 0, -1 / sqrt 2, -1, 1, 1 / sqrt 2 is sqrt(3 / 4)
+        ("group_normalized_per_source", {}, [x / 3**0.5 for x in (0, -(2**0.5), -2, 2, 2**0.5)]),
         ("leave_one_out", {}, [0, -2, -1.5, 1.5, 2]),
         ("returns", {}, [1, 5, 0, 2, 7]),
         ("returns_minus_others", {}, [-2.5, 2.5, -3.75, -1.25, 5]),  # 5/4 (s - 3)
@@ -758,6 +760,17 @@ def test_named_estimators_are_detached_and_zero_if_masked(name, dtype):
     assert advantages.isfinite().all()
 
 
+def test_sources_are_normalised_apart_by_hand():
+    # 0, 2 | 0, 200, 100 | 0 with weights 2, -1/2 and 1, in the two rows that both score, and -:
+    # -+ 1 / sqrt 2 twice; then 1, -1, 0, times the sign; the last row has no score at all
+    scores = [[0.0, 0.0, 0.0], [4.0, -100.0, 0.0], [NAN, -50.0, 0.0], [NAN, NAN, NAN]]
+    s = dataclasses.replace(signals(scores, [0] * 4), weights=f64([2.0, -0.5, 1.0]))
+    total = [-(2**0.5) + 0.5, 2**0.5 - 0.5, 0.0, 0.0]
+    std = statistics.stdev(total[:3])
+    advantages = ADVANTAGES["group_normalized_per_source"](s, scale_rewards_eps=0.0)
+    equal(advantages[:, 1], f64(total) / std)
+
+
 def test_leave_one_out_excludes_missing_source():
     # source one: 1, -, 3 -> -2, 0, 2; source two: 4, 6, 8 -> -3, 0, 3
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 0, 0])
@@ -784,7 +797,9 @@ def test_returns_minus_optimal_excludes_missing_source():
     equal(ADVANTAGES["returns_minus_optimal"](s)[:, 1], f64([-5, -2 / 3, 14 / 3]))
 
 
-@pytest.mark.parametrize("name", ["leave_one_out", "group_normalized"])
+@pytest.mark.parametrize(
+    "name", ["leave_one_out", "group_normalized", "group_normalized_per_source"]
+)
 def test_equal_scores_with_missing_ones_give_exactly_zero(name):
     for others in range(2, 12):
         rows = [[0.1, 0.0]] * others + [[NAN, 0.0]]

@@ -26,7 +26,7 @@ NAMES = [
         "cispo",
     ),
     *("rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo", "sapo"),
-    *("maxrl",),
+    *("maxrl", "gdpo"),
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
