@@ -449,7 +449,8 @@ def sampler_weights(
     Returns:
         (B,T), detached, with |log w| limited to 20.
 
-    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0.
+    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0. IcePop, in
+    slime and verl too, is "token_mask" with 0.5 and 5 (recipes/presets/icepop.yaml).
     """
     level, bound = mode.split("_")
     log_weight = torch.where(mask, old_logprobs.detach() - sampler_logprobs.detach(), 0.0)
