@@ -288,6 +288,45 @@ def sapo(
     return -gate * terms.advantages, terms.metrics
 
 
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> Loss:
+    """Clip by the change of a token's probability (DPPO, binary TV; Qi et al. 2026, 2602.04879).
+
+        loss_t = -M_t rho_t A_t
+        M_t    = 0  where A_t > 0 and pi(y_t) - pi_old(y_t) > epsilon_high
+                 0  where A_t < 0 and pi_old(y_t) - pi(y_t) > epsilon
+                 1  elsewhere
+
+    |pi(y_t) - pi_old(y_t)| is the total variation of the two policies' choices between y_t and all
+    other tokens. Where `clipped_surrogate` stops a rare token at a ratio that hardly changes the
+    policy, this lets it rise; a likely token it stops earlier. At rho = 1 it is REINFORCE.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+        epsilon: the largest fall of a probability; 0.15 in the authors' runs.
+        epsilon_high: the largest rise; None means `epsilon`.
+
+    Returns:
+        per_token (B,T) and the metrics of `clipped_surrogate`.
+
+    Elsewhere: prime-rl has this form and adds 1e-3 (log rho_t)^2; verl bounds rho_t, by default at
+    20. There and in the paper pi_old may be the engine's; here it is the trainer's, and
+    `sampler_correction` is for the difference.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    rise = torch.where(mask, logprobs.detach().exp() - old_logprobs.detach().exp(), 0.0)
+    low = (rise < -epsilon) & (terms.advantages < 0)
+    high = (rise > (epsilon if epsilon_high is None else epsilon_high)) & (terms.advantages > 0)
+    per_token = torch.where(low | high, 0.0, -terms.ratio * terms.advantages)
+    return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
+
+
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "vanilla": vanilla,
     "surrogate": surrogate,
@@ -295,6 +334,7 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "clipped_surrogate": clipped_surrogate,
     "cispo": cispo,
     "sapo": sapo,
+    "dppo": dppo,
 }
 
 

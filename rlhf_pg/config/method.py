@@ -15,7 +15,7 @@ ESTIMATORS = (
     *("returns_minus_moving_average", "returns_minus_optimal", "returns_minus_others"),
     *("returns_minus_values", "total_returns"),
 )
-LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo")
+LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo", "dppo")
 
 
 # fmt: off
@@ -98,8 +98,8 @@ class MethodConfig:
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
         "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")
     epsilon: float = option(0.2, gt=0, le=1, help=
-        "Clip distance of the ratio below 1, and above 1 unless epsilon_high is set.")
-    epsilon_high: float | None = option(None, gt=0, help="Clip distance above 1. None: epsilon.")
+        "Clip distance of the ratio (dppo: probability) below; above it is epsilon_high.")
+    epsilon_high: float | None = option(None, gt=0, help="Clip distance above. None: epsilon.")
     delta: float | None = option(None, gt=1, help=
         "Upper bound of the ratio for negative advantages (dual clip). None: no bound.")
     importance_sampling_level: Literal["token", "sequence"] = option("token", help=

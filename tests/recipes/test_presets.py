@@ -29,7 +29,7 @@ NAMES = [
         "cispo",
     ),
     *("rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo", "sapo"),
-    *("maxrl", "gdpo", "icepop"),
+    *("maxrl", "gdpo", "icepop", "dppo"),
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
