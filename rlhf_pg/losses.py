@@ -338,6 +338,31 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
 }
 
 
+def high_entropy(entropies: Tensor, everyone: Tensor, share: float) -> Tensor:
+    """Select the tokens with the highest entropies (80/20 rule; Wang et al. 2025, 2506.01939).
+
+        H_t >= tau,   tau the k-th highest of the step's N entropies, k = floor(share (N-1)) + 1
+
+    The policy loss is 0 at all other tokens, and its denominator still counts them. Where only
+    rounding puts a token below tau (the first tokens of a group have one entropy), it is kept.
+
+    Args:
+        entropies: (B,T) of the policy before the updates.
+        everyone: (N,) those of the trained tokens of the step, on all ranks.
+        share: `top_entropy_quantile`.
+
+    Returns:
+        (B,T) bool.
+
+    Elsewhere: TRL has the same k, but a threshold per micro-batch, from the policy as it is in each
+    update; its entropy bonus is limited to these tokens too.
+    """
+    if not len(everyone):
+        return torch.zeros_like(entropies, dtype=torch.bool)
+    lower = len(everyone) - 1 - int(share * (len(everyone) - 1))
+    return entropies >= (1 - 1e-5) * everyone.kthvalue(1 + lower).values
+
+
 # --------------------------------------------------------------- value loss, NLL of correct answers
 
 

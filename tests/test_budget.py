@@ -43,14 +43,14 @@ BUDGETS = {
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 TODAY = {
-    "advantages": 1724,
-    "config": 2326,
-    "data": 1273,
+    "advantages": 1749,
+    "config": 2329,
+    "data": 1274,
     "models": 2292,
     "rollout": 2997,
     "rollout/multi_turn": 990,
     "rewards": 2033,
-    "trainers": 3343,
+    "trainers": 3348,
     "runtime": 1107,
     "checkpoint": 679,
     "report": 1699,

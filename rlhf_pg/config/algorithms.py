@@ -65,7 +65,8 @@ class PolicyGradientConfig(
         """True if a step needs log-probabilities from before its updates. With a single update the
         ratio is 1, and only a KL in the reward or for the beta controller needs them."""
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
-        return self.compares_with_old or (self.beta > 0 and paid)
+        by_entropy = self.top_entropy_quantile < 1  # which the same pass measures
+        return self.compares_with_old or by_entropy or (self.beta > 0 and paid)
 
     @property
     def compares_with_old(self) -> bool:

@@ -121,6 +121,8 @@ class MethodConfig:
     entropy_coef_min: float = option(0.0, ge=0, help="Lowest entropy_coef, with entropy_target.")
     entropy_coef_max: float = option(1.0, ge=0, help="Highest entropy_coef, with entropy_target.")
 
+    top_entropy_quantile: float = option(1.0, gt=0, le=1, help=
+        "Share of the tokens, those with the highest entropy, that get a policy gradient; 1: all.")
     positive_nll_coef: float = option(0.0, ge=0, help=
         "Coefficient of log p(correct completions): VAPO.")
     positive_nll_threshold: float = option(0.5, help=

@@ -138,6 +138,7 @@ class Learner:
                 return {"values": values, "end_values": end_values}
             out: PolicyOutput = self.trained(part)
             found = {"values": out.values, "end_values": out.end_values}
+            found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
             there = {name: column for name, column in found.items() if column is not None}
             return {"old_logprobs": out.logprobs, **there}
 

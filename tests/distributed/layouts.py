@@ -88,7 +88,8 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 # On GPT-2, which computes in float64 throughout; DeepSpeed does not.
 DOUBLE = {
-    f"{name}, float64": JOBS[name] | {"dtype": "float64", "arch": "gpt2"}
+    f"{name}, float64": JOBS[name]
+    | {"dtype": "float64", "arch": "gpt2", "top_entropy_quantile": 0.5}
     for name in ("grpo", "ppo")
 }
 # The micro-batches that the five steps are taken with.

@@ -14,6 +14,7 @@ from rlhf_pg.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     clipped_surrogate,
+    high_entropy,
     positive_nll,
     token_weights,
     value_loss,
@@ -431,3 +432,19 @@ def test_positive_nll_by_hand():
 def test_positive_nll_without_right_completions_is_zero():
     mask = torch.tensor([[True, True]])
     assert positive_nll(torch.tensor([[-1.0, -2.0]]), mask, torch.tensor([False])).item() == 0
+
+
+# ------------------------------------------------------------------ the tokens with most entropy
+
+
+@pytest.mark.proves("rlhf_pg.losses.high_entropy")
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [(0.2, [9, 8]), (0.3, [9, 8, 7]), (1.0, [*range(10)]), (1e-9, [9]), (0.5, [9, 8, 7, 6, 5])],
+)
+def test_high_entropy_by_hand(share, kept):
+    """Of ten tokens on all processes; this one has the even ones, and a masked slot."""
+    own = f64([[8, 2, 4, 0, 6], [0, 0, 0, 0, 0]])
+    found = high_entropy(own, f64([3, 8, 1, 9, 0, 2, 7, 4, 6, 5]), share)
+    assert own[0][found[0]].tolist() == [x for x in (8, 2, 4, 0, 6) if x in kept]
+    assert not high_entropy(own, f64([]), share).any()

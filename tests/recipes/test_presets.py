@@ -29,7 +29,7 @@ NAMES = [
         "cispo",
     ),
     *("rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo", "sapo"),
-    *("maxrl", "gdpo", "icepop", "dppo"),
+    *("maxrl", "gdpo", "icepop", "dppo", "high_entropy"),
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
