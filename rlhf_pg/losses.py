@@ -363,7 +363,7 @@ def high_entropy(entropies: Tensor, everyone: Tensor, share: float) -> Tensor:
     return entropies >= (1 - 1e-5) * everyone.kthvalue(1 + lower).values
 
 
-# --------------------------------------------------------------- value loss, NLL of correct answers
+# ------------------------------------------------------------------ value loss, NLL of other tokens
 
 
 def value_loss(
@@ -402,29 +402,29 @@ def value_loss(
     return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
 
 
-def positive_nll(
-    logprobs: Tensor, mask: Tensor, positive: Tensor, denominator: Tensor | float | None = None
-) -> Tensor:
-    """Compute the negative log-likelihood of correct rows (VAPO; Yue et al. 2025, section 4.3).
+def nll(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
+    """Compute the mean negative log-likelihood of some tokens (VAPO, section 4.3; ECHO, 2026).
 
-        L = -1 / (sum over T of |y_i|)  sum over i in T, t of log pi(y_it | x_i, y_i<t)
+        L = -1/N  sum over t in mask of log pi(y_t | x, y_<t)
 
-    where T is the set of correct completions. They are samples of the policy itself, so this is
-    REINFORCE on them, with a reward of 1 and no baseline.
+    Over the completions that are correct (`positive_nll_coef`; Yue et al. 2025) this is REINFORCE
+    with a reward of 1 and no baseline, since they are samples of the policy itself. Over the words
+    of tools and environments (`tool_output_nll_coef`; ECHO, Shrivastava et al. 2026, 2605.24517)
+    the policy learns what its actions lead to, from failures too.
 
     Args:
         logprobs: (B,T) of the policy.
-        mask: (B,T) action tokens.
-        positive: (B,) bool, membership of T.
-        denominator: number of tokens in T over the whole optimizer step and all ranks; by default
-            that of `mask`.
+        mask: (B,T) the tokens.
+        denominator: N, over the whole optimizer step and all ranks; by default that of `mask`.
 
     Returns:
-        One number, 0 if no completion is correct.
+        One number, 0 if there are no such tokens.
+
+    Elsewhere: prime-rl's ECHO has the same N; its coefficient is 0.1, and it can leave out the
+    template's words around a tool's.
     """
-    right = mask & positive[:, None]
-    count = right.sum() if denominator is None else torch.as_tensor(denominator)
-    return -torch.where(right, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
+    count = mask.sum() if denominator is None else torch.as_tensor(denominator)
+    return -torch.where(mask, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
 
 
 # ------------------------------------------------------------------------ from tokens to one number

@@ -127,6 +127,8 @@ class MethodConfig:
         "Coefficient of log p(correct completions): VAPO.")
     positive_nll_threshold: float = option(0.5, help=
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
+    tool_output_nll_coef: float = option(0.0, ge=0, help=
+        "Coefficient of -log p(words of tools and environments): ECHO.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
         "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
 

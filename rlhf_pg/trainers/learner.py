@@ -20,7 +20,7 @@ from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
-from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
+from rlhf_pg.losses import Loss, nll, token_weights, weight_count
 from rlhf_pg.models import Models, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
@@ -291,15 +291,16 @@ class Learner:
             with torch.no_grad():
                 parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
             chosen = all_sum(torch.stack(parts).sum(0))
-        right = None
-        if minibatch.positive is not None:
-            right = all_sum((minibatch.action_mask & minibatch.positive[:, None]).sum())
+        likely = {name: all_sum(mask.sum()) for name, _, mask in self.likely(minibatch)}
         first = minibatch.old_logprobs is None and not self.updates_begun
         if first:
             self.before = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
         for i, (rows, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
-                new: PolicyOutput = self.trained(batch)
+                scored = batch  # with tool output, which all but its own likelihood masks
+                if args.tool_output_nll_coef:
+                    scored = batch.with_columns(action_mask=batch.completion_mask)
+                new: PolicyOutput = self.trained(scored)
                 if self.agreement.waits:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
@@ -321,11 +322,10 @@ class Learner:
                     aux_loss = balance.loss(chosen, new.routed.probability)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
-                if right is not None:
-                    assert batch.positive is not None  # the minibatch has it
-                    nll = positive_nll(new.logprobs, batch.action_mask, batch.positive, right)
-                    loss = loss + args.positive_nll_coef * nll
-                    meter.add("positive_nll", nll, share)
+                for name, coef, mask in self.likely(batch):
+                    term = nll(new.logprobs, mask, likely[name])
+                    loss = loss + coef * term
+                    meter.add(name, term, share)
                 failpoint("backward")
                 # The factor is 1 for a finite loss. Otherwise it makes the whole gradient NaN, so
                 # that every process sees a norm that is not finite and skips the update.
@@ -333,6 +333,15 @@ class Learner:
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
                 meter.add_masked(name, numbers, batch.action_mask)
+
+    def likely(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
+        """Yield tokens (B,T) whose likelihood is in the loss, with its metric and coefficient."""
+        args, own = self.args, batch.action_mask
+        if batch.positive is not None:
+            yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
+        if args.tool_output_nll_coef:  # of rows that are trained on
+            answers = batch.completion_mask & ~own & own.any(1, keepdim=True)
+            yield "tool_output_nll", args.tool_output_nll_coef, answers
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:

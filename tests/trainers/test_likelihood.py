@@ -45,7 +45,7 @@ def assert_adds(trainer, plain, expected):
     assert not critic.any()
 
 
-@pytest.mark.proves("rlhf_pg.losses.positive_nll")
+@pytest.mark.proves("rlhf_pg.losses.nll")
 @pytest.mark.parametrize("budget", [6, 1000])
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
 def test_positive_nll_gradient_covers_right_completions(trainer_type, budget, tmp_path):
