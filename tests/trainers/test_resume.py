@@ -37,6 +37,7 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
+    "Muon, bfloat16": (PPOTrainer, {"optim": "muon", "dtype": "bfloat16"}),
     "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
     "8-bit moments, bfloat16": (PPOTrainer, {"optim": "adamw_8bit", "dtype": "bfloat16"}),
 }
@@ -51,7 +52,9 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
     trainer_type, options = CASES[case]
-    if {"optim", "load_in_4bit"} & set(options) and not find_spec("bitsandbytes"):
+    if {"adamw_8bit", True} & {options.get("optim"), options.get("load_in_4bit")} and not find_spec(
+        "bitsandbytes"
+    ):
         pytest.skip("needs bitsandbytes")
     options = {"max_steps": 4, "save_steps": 2, "save_total_limit": None} | options
     whole = make(trainer_type, output_dir=str(tmp_path / "whole"), **options)
