@@ -20,7 +20,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     """Return the keys that name models, datasets and functions, absolute where they are files."""
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
-        if key.endswith("model_name_or_path") and value:
+        if key.endswith(("model_name_or_path", "ptx_dataset_name")) and value:
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]

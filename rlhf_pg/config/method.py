@@ -129,6 +129,12 @@ class MethodConfig:
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
     tool_output_nll_coef: float = option(0.0, ge=0, help=
         "Coefficient of -log p(words of tools and environments): ECHO.")
+    ptx_coef: float = option(0.0, ge=0, help=
+        "Coefficient of -log p(texts), beside every update: PPO-ptx of InstructGPT.")
+    ptx_dataset_name: Text | None = option(None, help=
+        "Dataset of these texts, the column text of its split train; each is cut after "
+        "max_completion_length tokens.")
+    ptx_batch_size: int = option(32, ge=1, help="Texts per update, over all processes.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
         "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
 

@@ -197,6 +197,8 @@ def of_use(args: Any) -> Iterator[str]:
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
+        ("ptx_coef", args.ptx_coef > 0, "ptx_dataset_name ptx_batch_size"),
+        ("ptx_dataset_name", args.ptx_dataset_name is not None, "ptx_coef"),
         ("beta", args.beta > 0, "kl_controller sync_ref_model"),
         ("kl_controller", args.kl_controller != "fixed", "kl_target"),
         ("kl_controller adaptive", args.kl_controller == "adaptive", "kl_horizon"),

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ class Learner:
         loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
         state: the counters of the run, including consecutive steps without an update.
+        texts: token ids whose likelihood is part of every update (`ptx_coef`).
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
@@ -58,7 +59,9 @@ class Learner:
         args: PolicyGradientConfig,
         token_budget: int,
         state: TrainState,
+        texts: Sequence[Sequence[int]] = (),
     ) -> None:
+        self.texts = texts
         self.policy, self.critic, self.reference, self.module = models
         self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
         self.runtime, self.args = runtime, args
@@ -292,6 +295,8 @@ class Learner:
                 parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
             chosen = all_sum(torch.stack(parts).sum(0))
         likely = {name: all_sum(mask.sum()) for name, _, mask in self.likely(minibatch)}
+        if self.texts:
+            self._accumulate_texts(meter)
         first = minibatch.old_logprobs is None and not self.updates_begun
         if first:
             self.before = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
@@ -333,6 +338,30 @@ class Learner:
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
                 meter.add_masked(name, numbers, batch.action_mask)
+
+    def _accumulate_texts(self, meter: Meter) -> None:
+        """Add the gradient of -log p(texts) times `ptx_coef`, for rows that the seed, the step and
+        the number of the update choose.
+        """
+        args, runtime = self.args, self.runtime
+        key = (args.seed, self.state.step, self.updates_begun)
+        drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
+        own = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
+        firsts, rests = [ids[:1] for ids in own], [ids[1:] for ids in own]
+        nothing = [[0.0] * len(rest) for rest in rests], [False] * len(own), range(len(own))
+        batch = Batch.from_tokens(firsts, rests, *nothing, 0, device=runtime.device)
+        count = runtime.all_reduce_sum(batch.action_mask.sum())
+        parts = list(self.micro_batches(batch))
+        for _, part in parts:
+            with self.trained.micro_batch(last=False):  # the completions follow
+                new: PolicyOutput = self.trained(part)
+                term = nll(new.logprobs, part.action_mask, count)
+                loss = args.ptx_coef * term
+                if new.values is not None:  # gives each of the critic's parameters a gradient
+                    loss = loss + 0 * new.values.sum()
+                self.trained.backward(loss * (1 + (loss - loss).detach()))
+            meter.add("ptx_nll", term, 1 / (runtime.world * len(parts)))
+            meter.add("loss", loss, 0.0)
 
     def likely(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
         """Yield tokens (B,T) whose likelihood is in the loss, with its metric and coefficient."""

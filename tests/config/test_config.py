@@ -157,6 +157,8 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"rollout_engine": "vllm", "vllm_server_timeout": 9.0}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm_server", "vllm_server_base_url": "a:1"}, "http://"),
         (GRPOConfig, {"dynamic_sampling_rounds": 1, "advantage_estimator": PROCESS}, "dynamic"),
+        (GRPOConfig, {"ptx_coef": 0.1}, "ptx_coef .*ptx_dataset_name"),
+        (GRPOConfig, {"ptx_dataset_name": "texts.txt"}, "ptx_dataset_name .*ptx_coef"),
         (GRPOConfig, {"advantage_estimator": SOURCES, **PAID_KL}, "kl_placement"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
     ],

@@ -1,6 +1,7 @@
 """What is compared with what: runs of every kind, and the ways in which they are distributed."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # 5 prompts are shared unevenly by 2 and by 4 processes, in minibatches of 3 and 2.
@@ -50,6 +51,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "vf_coef": 0.5,
         "normalize_values": True,
         "value_pretraining_steps": 1,
+        "ptx_coef": 0.1,
+        "ptx_dataset_name": str(Path(__file__).parents[1] / "trainers" / "texts.txt"),
+        "ptx_batch_size": 3,
     },
     "ppo, shared critic": {
         "algorithm": "ppo",

@@ -4,6 +4,7 @@ Every case has several kinds of state at once that a checkpoint has to keep.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,11 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
-    "Muon, bfloat16": (PPOTrainer, {"optim": "muon", "dtype": "bfloat16"}),
+    "Muon, bfloat16, texts": (
+        PPOTrainer,
+        {"optim": "muon", "dtype": "bfloat16", "num_mini_batches": 2, "ptx_coef": 0.1}
+        | {"ptx_dataset_name": str(Path(__file__).with_name("texts.txt")), "ptx_batch_size": 2},
+    ),
     "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
     "8-bit moments, bfloat16": (PPOTrainer, {"optim": "adamw_8bit", "dtype": "bfloat16"}),
 }
