@@ -50,7 +50,7 @@ TODAY = {
     "rollout": 2997,
     "rollout/multi_turn": 990,
     "rewards": 2033,
-    "trainers": 3426,
+    "trainers": 3428,
     "runtime": 1109,
     "checkpoint": 679,
     "report": 1699,
