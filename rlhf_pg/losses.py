@@ -288,6 +288,45 @@ def sapo(
     return -gate * terms.advantages, terms.metrics
 
 
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> Loss:
+    """Clip by the change of a token's probability (DPPO, binary TV; Qi et al. 2026, 2602.04879).
+
+        loss_t = -M_t rho_t A_t
+        M_t    = 0  where A_t > 0 and pi(y_t) - pi_old(y_t) > epsilon_high
+                 0  where A_t < 0 and pi_old(y_t) - pi(y_t) > epsilon
+                 1  elsewhere
+
+    |pi(y_t) - pi_old(y_t)| is the total variation of the two policies' choices between y_t and all
+    other tokens. Where `clipped_surrogate` stops a rare token at a ratio that hardly changes the
+    policy, this lets it rise; a likely token it stops earlier. At rho = 1 it is REINFORCE.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+        epsilon: the largest fall of a probability; 0.15 in the authors' runs.
+        epsilon_high: the largest rise; None means `epsilon`.
+
+    Returns:
+        per_token (B,T) and the metrics of `clipped_surrogate`.
+
+    Elsewhere: prime-rl has this form and adds 1e-3 (log rho_t)^2; verl bounds rho_t, by default at
+    20. There and in the paper pi_old may be the engine's; here it is the trainer's, and
+    `sampler_correction` is for the difference.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    rise = torch.where(mask, logprobs.detach().exp() - old_logprobs.detach().exp(), 0.0)
+    low = (rise < -epsilon) & (terms.advantages < 0)
+    high = (rise > (epsilon if epsilon_high is None else epsilon_high)) & (terms.advantages > 0)
+    per_token = torch.where(low | high, 0.0, -terms.ratio * terms.advantages)
+    return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
+
+
 def none(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
     """Compute a loss of 0, for a policy that learns from a teacher alone.
 
@@ -307,11 +346,37 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "clipped_surrogate": clipped_surrogate,
     "cispo": cispo,
     "sapo": sapo,
+    "dppo": dppo,
     "none": none,
 }
 
 
-# --------------------------------------------------------------- value loss, NLL of correct answers
+def high_entropy(entropies: Tensor, everyone: Tensor, share: float) -> Tensor:
+    """Select the tokens with the highest entropies (80/20 rule; Wang et al. 2025, 2506.01939).
+
+        H_t >= tau,   tau the k-th highest of the step's N entropies, k = floor(share (N-1)) + 1
+
+    The policy loss is 0 at all other tokens, and its denominator still counts them. Where only
+    rounding puts a token below tau (the first tokens of a group have one entropy), it is kept.
+
+    Args:
+        entropies: (B,T) of the policy before the updates.
+        everyone: (N,) those of the trained tokens of the step, on all ranks.
+        share: `top_entropy_quantile`.
+
+    Returns:
+        (B,T) bool.
+
+    Elsewhere: TRL has the same k, but a threshold per micro-batch, from the policy as it is in each
+    update; its entropy bonus is limited to these tokens too.
+    """
+    if not len(everyone):
+        return torch.zeros_like(entropies, dtype=torch.bool)
+    lower = len(everyone) - 1 - int(share * (len(everyone) - 1))
+    return entropies >= (1 - 1e-5) * everyone.kthvalue(1 + lower).values
+
+
+# ------------------------------------------------------------------ value loss, NLL of other tokens
 
 
 def value_loss(
@@ -350,29 +415,30 @@ def value_loss(
     return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
 
 
-def positive_nll(
-    logprobs: Tensor, mask: Tensor, positive: Tensor, denominator: Tensor | float | None = None
-) -> Tensor:
-    """Compute the negative log-likelihood of correct rows (VAPO; Yue et al. 2025, section 4.3).
+def nll(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
+    """Compute the mean negative log-likelihood of some tokens (VAPO; ECHO; PPO-ptx, 2022, Eq. 2).
 
-        L = -1 / (sum over T of |y_i|)  sum over i in T, t of log pi(y_it | x_i, y_i<t)
+        L = -1/N  sum over t in mask of log pi(y_t | x, y_<t)
 
-    where T is the set of correct completions. They are samples of the policy itself, so this is
-    REINFORCE on them, with a reward of 1 and no baseline.
+    Over the completions that are correct (`positive_nll_coef`; VAPO, Yue et al. 2025, section 4.3)
+    this is REINFORCE with a reward of 1 and no baseline, since they are samples of the policy
+    itself. Over the words of tools and environments (`tool_output_nll_coef`; ECHO, Shrivastava et
+    al. 2026, 2605.24517) the policy learns what its actions lead to, from failures too. Over other
+    texts (`ptx_coef`; InstructGPT, Ouyang et al. 2022, Eq. 2) it keeps what it knew.
 
     Args:
         logprobs: (B,T) of the policy.
-        mask: (B,T) action tokens.
-        positive: (B,) bool, membership of T.
-        denominator: number of tokens in T over the whole optimizer step and all ranks; by default
-            that of `mask`.
+        mask: (B,T) the tokens.
+        denominator: N, over the whole optimizer step and all ranks; by default that of `mask`.
 
     Returns:
-        One number, 0 if no completion is correct.
+        One number, 0 if there are no such tokens.
+
+    Elsewhere: prime-rl's ECHO has the same N; its coefficient is 0.1, and it can leave out the
+    template's words around a tool's. InstructGPT's Eq. 2 sums the tokens of a text.
     """
-    right = mask & positive[:, None]
-    count = right.sum() if denominator is None else torch.as_tensor(denominator)
-    return -torch.where(right, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
+    count = mask.sum() if denominator is None else torch.as_tensor(denominator)
+    return -torch.where(mask, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
 
 
 # ------------------------------------------------------------------------ from tokens to one number
@@ -462,7 +528,8 @@ def sampler_weights(
     Returns:
         (B,T), detached, with |log w| limited to 20.
 
-    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0.
+    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0. IcePop, in
+    slime and verl too, is "token_mask" with 0.5 and 5 (recipes/presets/icepop.yaml).
     """
     level, bound = mode.split("_")
     log_weight = torch.where(mask, old_logprobs.detach() - sampler_logprobs.detach(), 0.0)

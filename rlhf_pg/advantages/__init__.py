@@ -18,6 +18,8 @@ Many papers correspond to one estimator with one or two options:
                                  with its own lam
     GRPO (Shao 2024)             group_normalized; process_group_normalized where steps have scores
     Dr. GRPO (Liu 2025)          group_normalized with scale_rewards "none"
+    MaxRL (Tajwar 2026)          group_normalized with scale_rewards "mean"
+    GDPO (Liu 2026)              group_normalized_per_source
     RLOO (Ahmadian 2024)         leave_one_out
     ReMax (Li 2023)              returns_minus_greedy
     OPO (Hao 2025)               returns_minus_optimal; examples/optimal_baseline.py has the norms

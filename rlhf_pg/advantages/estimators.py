@@ -33,6 +33,7 @@ class AdvantageInputs:
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
     action_tokens: Tensor  # (N,) tokens that the policy chose
+    weights: Tensor | None = None  # (K,) of the sources, the KL's too; None: 1 each
     values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
     greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
@@ -75,6 +76,27 @@ def estimate_group_normalized(
     return inputs.per_token(
         per_group.group_normalized(scores, groups, scale_rewards, scale_rewards_eps)
     )
+
+
+def group_normalized_per_source(
+    inputs: AdvantageInputs, *, scale_rewards_eps: float = 1e-4
+) -> Tensor:
+    """Return A_i = a_i / (std + eps), a_i = sum_k w_k (s_ik - mean) / (std + eps) (GDPO; Liu 2026).
+
+    Each source k is normalised within the group on its own and then weighted, so that sources of
+    any scale count as their weights say, and completions with equal sums but different scores
+    differ. The outer std is that of all rows of the batch (their mean is 0).
+
+    Elsewhere: TRL (`normalize_then_sum`) has the same formula; verl whitens over tokens, so long
+    completions count for more in the std.
+    """
+    groups, eps, scores = inputs.groups, scale_rewards_eps, inputs.scores
+    weights = torch.ones(scores.shape[1]) if inputs.weights is None else inputs.weights.abs()
+    total = torch.zeros_like(groups, dtype=scores.dtype)
+    for weight, column in zip(weights.tolist(), scores.unbind(1), strict=True):  # w_k s_ik
+        total += weight * per_group.group_normalized(column, groups, eps=weight * eps)
+    batch = per_group.group_stats(total, ~scores.isnan().all(1), torch.zeros_like(groups))
+    return inputs.per_token(torch.where(batch.constant, 0.0, total / (batch.std + eps)))
 
 
 def estimate_process_group_normalized(
@@ -227,6 +249,7 @@ def estimate_gae(
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "gae": estimate_gae,
     "group_normalized": estimate_group_normalized,
+    "group_normalized_per_source": group_normalized_per_source,
     "leave_one_out": estimate_leave_one_out,
     "n_step": estimate_n_step,
     "process_group_normalized": estimate_process_group_normalized,
@@ -245,5 +268,5 @@ NEED_GREEDY = {"returns_minus_greedy"}  # need a scored greedy completion of eve
 READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
 PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
 # These compare completions, so they need several of a prompt, or of the batch.
-IN_GROUP = {"group_normalized", "process_group_normalized", "leave_one_out"}
+IN_GROUP = {"leave_one_out", *(name for name in ADVANTAGES if "group_normalized" in name)}
 IN_BATCH = {"returns_minus_others", "returns_minus_mean", "returns_minus_optimal"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_pg.advantages.per_token import discounted_returns
 from rlhf_pg.masking import float_dtype, widen
 
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "mean", "none")
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,9 @@ def group_normalized(
         groups: (N,) rows with equal ids share a prompt.
         scale: divide by the std of the "group", by that of the "batch" (all valid scores), or by
             nothing, "none" (Dr. GRPO; Liu et al. 2025). Both take Bessel's correction (ddof 1).
+            "mean" divides by the group's mean, without eps, and gives 0 where it is not above 0
+            (MaxRL; Tajwar et al. 2026, Algorithm 1). For scores of 0 and 1 the gradient is exactly
+            that of sum_{k<G} pass@k / k, which is log p(correct) up to order G - 1.
 
     Returns:
         (N,); exactly 0 for a group with one valid score or with all scores equal.
@@ -92,6 +95,7 @@ def group_normalized(
 
     Elsewhere: verl takes mean 0 and std 1 for a group of one, so the raw score comes through. TRL
     has the same formula, but gives seven float32 scores of 0.1 a small number instead of 0.
+    prime-rl has "mean" as it is here.
     """
     valid, wide = ~scores.isnan(), widen(scores)
     group = group_stats(wide, valid, groups)
@@ -99,6 +103,8 @@ def group_normalized(
         divisor = group.std + eps
     elif scale == "batch":
         divisor = group_stats(wide, valid, torch.zeros_like(groups)).std + eps
+    elif scale == "mean":
+        divisor = group.mean.where(group.mean > 0, torch.inf)
     elif scale == "none":
         divisor = torch.ones_like(wide)
     else:

@@ -66,7 +66,8 @@ class PolicyGradientConfig(
         ratio is 1, and only a KL in the reward or for the beta controller needs them."""
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
         taught = self.teacher_placement == "reward"
-        return self.compares_with_old or taught or (self.beta > 0 and paid)
+        by_entropy = self.top_entropy_quantile < 1  # which the same pass measures
+        return self.compares_with_old or taught or by_entropy or (self.beta > 0 and paid)
 
     @property
     def compares_distributions(self) -> bool:
@@ -108,8 +109,8 @@ class GRPOConfig(PolicyGradientConfig):
     algorithm: Literal["grpo"] = option("grpo")
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
-    scale_rewards: Literal["group", "batch", "none"] = option("group", help=
-        "Divide centred scores by the standard deviation of the group or batch, or by nothing.")
+    scale_rewards: Literal["group", "batch", "mean", "none"] = option("group", help=
+        "Divide centred scores by the group's or batch's deviation, the group's mean, or nothing.")
     scale_rewards_eps: float = option(1e-4, ge=0, help="Added to the deviation (verl: 1e-6).")
 
 

@@ -20,7 +20,8 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     """Return the keys that name models, datasets and functions, absolute where they are files."""
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
-        if key.endswith("model_name_or_path") and value and value != "policy":
+        of_model = key.endswith("model_name_or_path") and value != "policy"
+        if value and (of_model or key == "ptx_dataset_name"):
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]

@@ -26,6 +26,7 @@ HINTS = _by_key({
     "save_best": "load_best_model_at_end push_to_hub_if_best_kwargs compare_steps",
     "gradient_checkpointing: offload": "activation_offloading", "report_to": "log_with wandb",
     "warmup_steps": "warmup_ratio", "max_grad_norm": "grad_clip", "dataset_name": "query_dataset",
+    "optim": "optimizer optimizer_type", "advantage_estimator": "multi_objective_aggregation",
     "model_name_or_path": "model_name sft_model_path", "reward_clip_range: [-c, c]": "score_clip",
     "reward_model_name_or_path": "reward_model reward_model_path", "kl_target": "target",
     "normalize_rewards": "use_score_scaling use_score_norm", "kl_horizon": "horizon",

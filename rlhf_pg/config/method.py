@@ -10,11 +10,14 @@ Correction = Literal[
 ]
 # The keys of rlhf_pg.advantages.ADVANTAGES and rlhf_pg.losses.POLICY_LOSSES, which need torch.
 ESTIMATORS = (
-    *("gae", "group_normalized", "leave_one_out", "n_step", "process_group_normalized", "returns"),
-    *("returns_minus_greedy", "returns_minus_mean", "returns_minus_moving_average"),
-    *("returns_minus_optimal", "returns_minus_others", "returns_minus_values", "total_returns"),
+    *("gae", "group_normalized", "group_normalized_per_source", "leave_one_out", "n_step"),
+    *("process_group_normalized", "returns", "returns_minus_greedy", "returns_minus_mean"),
+    *("returns_minus_moving_average", "returns_minus_optimal", "returns_minus_others"),
+    *("returns_minus_values", "total_returns"),
 )
-LOSSES = ("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo", "none")
+LOSSES = (
+    *("vanilla", "surrogate", "kl_penalty", "clipped_surrogate", "cispo", "sapo", "dppo", "none"),
+)
 
 
 # fmt: off
@@ -97,8 +100,8 @@ class MethodConfig:
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
         "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")
     epsilon: float = option(0.2, gt=0, le=1, help=
-        "Clip distance of the ratio below 1, and above 1 unless epsilon_high is set.")
-    epsilon_high: float | None = option(None, gt=0, help="Clip distance above 1. None: epsilon.")
+        "Clip distance of the ratio (dppo: probability) below; above it is epsilon_high.")
+    epsilon_high: float | None = option(None, gt=0, help="Clip distance above. None: epsilon.")
     delta: float | None = option(None, gt=1, help=
         "Upper bound of the ratio for negative advantages (dual clip). None: no bound.")
     importance_sampling_level: Literal["token", "sequence"] = option("token", help=
@@ -120,10 +123,20 @@ class MethodConfig:
     entropy_coef_min: float = option(0.0, ge=0, help="Lowest entropy_coef, with entropy_target.")
     entropy_coef_max: float = option(1.0, ge=0, help="Highest entropy_coef, with entropy_target.")
 
+    top_entropy_quantile: float = option(1.0, gt=0, le=1, help=
+        "Share of the tokens, those with the highest entropy, that get a policy gradient; 1: all.")
     positive_nll_coef: float = option(0.0, ge=0, help=
         "Coefficient of log p(correct completions): VAPO.")
     positive_nll_threshold: float = option(0.5, help=
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
+    tool_output_nll_coef: float = option(0.0, ge=0, help=
+        "Coefficient of -log p(words of tools and environments): ECHO.")
+    ptx_coef: float = option(0.0, ge=0, help=
+        "Coefficient of -log p(texts), beside every update: PPO-ptx of InstructGPT.")
+    ptx_dataset_name: Text | None = option(None, help=
+        "Dataset of these texts, the column text of its split train; each is cut after "
+        "max_completion_length tokens.")
+    ptx_batch_size: int = option(32, ge=1, help="Texts per update, over all processes.")
     router_aux_loss_coef: float = option(0.0, ge=0, help=
         "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
 

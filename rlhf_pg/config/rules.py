@@ -127,10 +127,11 @@ def of_estimator(args: Any) -> Iterator[str]:
         yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
-    in_steps = name == "process_group_normalized"  # uses the scores of steps
-    if in_steps and args.beta > 0 and args.kl_placement == "reward":
+    # These normalise the scores of steps or sources instead of their sum.
+    in_parts = name in ("process_group_normalized", "group_normalized_per_source")
+    if in_parts and args.beta > 0 and args.kl_placement == "reward":
         yield f'kl_placement must be "loss" with {name}'
-    if in_steps and args.dynamic_sampling_rounds:
+    if in_parts and args.dynamic_sampling_rounds:
         yield f"dynamic_sampling_rounds uses total scores, unlike {name}: leave it out"
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         yield "dynamic_sampling_rounds compares the scores of a group: raise num_generations"
@@ -180,6 +181,7 @@ def of_use(args: Any) -> Iterator[str]:
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
     corrects = args.correction_of(engine) != "none"
     penalizes = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
+    scale = given("scale_rewards")
     entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
     of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
     teacher, in_loss = args.teacher_model_name_or_path, "teacher_divergence teacher_top_k"
@@ -194,7 +196,7 @@ def of_use(args: Any) -> Iterator[str]:
         ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
         ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
-        ("scale_rewards group or batch", given("scale_rewards") != "none", "scale_rewards_eps"),
+        ("scale_rewards group or batch", scale not in ("mean", "none"), "scale_rewards_eps"),
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
@@ -204,6 +206,8 @@ def of_use(args: Any) -> Iterator[str]:
         ("a divergence over the vocabulary", args.teacher_divergence != "sampled", "teacher_top_k"),
         ("teacher_placement reward without a critic", to_go, "teacher_gamma"),
         ("teacher_model_name_or_path policy", teacher == "policy", "teacher_mixup_alpha"),
+        ("ptx_coef", args.ptx_coef > 0, "ptx_dataset_name ptx_batch_size"),
+        ("ptx_dataset_name", args.ptx_dataset_name is not None, "ptx_coef"),
         ("beta", args.beta > 0, "kl_controller sync_ref_model"),
         ("kl_controller", args.kl_controller != "fixed", "kl_target"),
         ("kl_controller adaptive", args.kl_controller == "adaptive", "kl_horizon"),

@@ -59,6 +59,7 @@ class Batch:
 
     # Results of the models before the updates; None if the algorithm does not need them.
     old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
+    entropies: Tensor | None = None  # (B,T) see `top_entropy_quantile`
     ref_logprobs: Tensor | None = None  # (B,T)
     teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows that nobody teaches
     teacher_hidden: Tensor | None = None  # (B,T,H) the teacher's last hidden states

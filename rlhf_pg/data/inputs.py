@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.sources import Loaded, load_datasets, make_prompts
+from rlhf_pg.data.chat import encode
+from rlhf_pg.data.sources import Loaded, load_datasets, make_prompts, open_dataset
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
 
@@ -74,3 +75,14 @@ def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[st
         for name, data in sets.items()
         if data is not None or not name
     }
+
+
+def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:
+    """Load the texts of `ptx_dataset_name`, as token ids; ValueError without a column `text`."""
+    assert args.ptx_dataset_name is not None  # the rules ask for it
+    rows = open_dataset(args.ptx_dataset_name, None, "train")
+    if "text" not in rows.column_names:
+        there = ", ".join(rows.column_names)
+        raise ValueError(f"ptx_dataset_name must have a column text, got {there}")
+    most = 1 + args.max_completion_length  # nothing predicts the first token
+    return [encode(text, tokenizer, i, "text")[:most] for i, text in enumerate(rows["text"])]

@@ -174,8 +174,8 @@ def new_episode_runner(
     do not fit together, or if a run without episodes sets keys of episodes.
     """
     has_episodes = bool(tools) or environments is not None
-    needs = ("tools or environment_factory", has_episodes, "max_turns environment_timeout")
-    rules.refuse(rules.idle(args, needs))
+    keys = "max_turns environment_timeout tool_output_nll_coef"
+    rules.refuse(rules.idle(args, ("tools or environment_factory", has_episodes, keys)))
     if not has_episodes:
         return None
     from rlhf_pg.rollout import EpisodeRunner, Toolbox, ToolEnvironment

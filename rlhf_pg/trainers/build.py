@@ -24,7 +24,7 @@ from rlhf_pg.config.fields import bind
 from rlhf_pg.config.files import absolute
 from rlhf_pg.data import PromptSampler
 from rlhf_pg.data.chat import set_template_arguments
-from rlhf_pg.data.inputs import settle_data
+from rlhf_pg.data.inputs import load_texts, settle_data
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
 from rlhf_pg.report.trackers import Trackers
@@ -253,6 +253,7 @@ def build(
         args,
         tokens,
         trainer.state,
+        load_texts(args, tokenizer) if trainer.trains and args.ptx_coef else (),
     )
 
     # The sampler and its engine; a prompt from an environment must leave room for a completion.

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
-from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
+from rlhf_pg.losses import Loss, nll, token_weights, weight_count
 from rlhf_pg.models import Models, PolicyOutput, evaluating, fingerprint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, full, gathered
@@ -42,6 +42,7 @@ class Learner:
         loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
         state: the counters of the run, including consecutive steps without an update.
+        texts: token ids whose likelihood is part of every update (`ptx_coef`).
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
@@ -58,7 +59,9 @@ class Learner:
         args: PolicyGradientConfig,
         token_budget: int,
         state: TrainState,
+        texts: Sequence[Sequence[int]] = (),
     ) -> None:
+        self.texts = texts
         self.policy, self.critic, self.reference, self.module, self.teacher = models
         self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
         self.runtime, self.args = runtime, args
@@ -140,6 +143,7 @@ class Learner:
                 return {"values": values, "end_values": end_values}
             out: PolicyOutput = self.trained(part)
             found = {"values": out.values, "end_values": out.end_values}
+            found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
             there = {name: column for name, column in found.items() if column is not None}
             return {"old_logprobs": out.logprobs, **there}
 
@@ -308,15 +312,18 @@ class Learner:
             with torch.no_grad():
                 parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
             chosen = all_sum(torch.stack(parts).sum(0))
-        right = None
-        if minibatch.positive is not None:
-            right = all_sum((minibatch.action_mask & minibatch.positive[:, None]).sum())
+        likely = {name: all_sum(mask.sum()) for name, _, mask in self.likely(minibatch)}
+        if self.texts:
+            self._accumulate_texts(meter)
         first = minibatch.old_logprobs is None and not self.updates_begun
         if first:
             self.before = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
         for i, (rows, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
-                new: PolicyOutput = self.trained(batch)
+                scored = batch  # with tool output, which all but its own likelihood masks
+                if args.tool_output_nll_coef:
+                    scored = batch.with_columns(action_mask=batch.completion_mask)
+                new: PolicyOutput = self.trained(scored)
                 if self.agreement.waits:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
@@ -338,11 +345,10 @@ class Learner:
                     aux_loss = balance.loss(chosen, new.routed.probability)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
-                if right is not None:
-                    assert batch.positive is not None  # the minibatch has it
-                    nll = positive_nll(new.logprobs, batch.action_mask, batch.positive, right)
-                    loss = loss + args.positive_nll_coef * nll
-                    meter.add("positive_nll", nll, share)
+                for name, coef, mask in self.likely(batch):
+                    term = nll(new.logprobs, mask, likely[name])
+                    loss = loss + coef * term
+                    meter.add(name, term, share)
                 failpoint("backward")
                 # The factor is 1 for a finite loss. Otherwise it makes the whole gradient NaN, so
                 # that every process sees a norm that is not finite and skips the update.
@@ -350,6 +356,39 @@ class Learner:
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
                 meter.add_masked(name, numbers, batch.action_mask)
+
+    def _accumulate_texts(self, meter: Meter) -> None:
+        """Add the gradient of -log p(texts) times `ptx_coef`, for rows that the seed, the step and
+        the number of the update choose.
+        """
+        args, runtime = self.args, self.runtime
+        key = (args.seed, self.state.step, self.updates_begun)
+        drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
+        own = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
+        firsts, rests = [ids[:1] for ids in own], [ids[1:] for ids in own]
+        nothing = [[0.0] * len(rest) for rest in rests], [False] * len(own), range(len(own))
+        batch = Batch.from_tokens(firsts, rests, *nothing, 0, device=runtime.device)
+        count = runtime.all_reduce_sum(batch.action_mask.sum())
+        parts = list(self.micro_batches(batch))
+        for _, part in parts:
+            with self.trained.micro_batch(last=False):  # the completions follow
+                new: PolicyOutput = self.trained(part)
+                term = nll(new.logprobs, part.action_mask, count)
+                loss = args.ptx_coef * term
+                if new.values is not None:  # gives each of the critic's parameters a gradient
+                    loss = loss + 0 * new.values.sum()
+                self.trained.backward(loss * (1 + (loss - loss).detach()))
+            meter.add("ptx_nll", term, 1 / (runtime.world * len(parts)))
+            meter.add("loss", loss, 0.0)
+
+    def likely(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
+        """Yield tokens (B,T) whose likelihood is in the loss, with its metric and coefficient."""
+        args, own = self.args, batch.action_mask
+        if batch.positive is not None:
+            yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
+        if args.tool_output_nll_coef:  # of rows that are trained on
+            answers = batch.completion_mask & ~own & own.any(1, keepdim=True)
+            yield "tool_output_nll", args.tool_output_nll_coef, answers
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:

@@ -23,7 +23,7 @@ from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import kl_estimate, kl_loss
-from rlhf_pg.losses import Loss, against_sampler
+from rlhf_pg.losses import Loss, against_sampler, high_entropy
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
@@ -230,6 +230,7 @@ class PolicyGradientTrainer(TrainingLoop):
             groups=groups,
             rows=rows,
             action_tokens=runtime.gather(mask.sum(1))[0],
+            weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
             step_scores=step_scores,
             step_mask=step_mask,
             values=values,
@@ -244,6 +245,10 @@ class PolicyGradientTrainer(TrainingLoop):
         if args.normalize_advantages:
             stats = runtime.mean_and_var(advantages, mask)
             advantages = whiten(advantages, mask, stats=stats)
+        if batch.entropies is not None:
+            everyone, _ = runtime.gather(batch.entropies[self.drop_truncated(batch).action_mask])
+            kept = high_entropy(batch.entropies, everyone, args.top_entropy_quantile)
+            advantages = torch.where(kept, advantages, 0.0)
         positive = None
         if args.positive_nll_coef:
             positive = sum_step_scores(shaping.weigh(scores)).nansum(1)

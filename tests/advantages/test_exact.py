@@ -85,6 +85,16 @@ def normalized(said):
     return [(score - mean) / (std + 1e-4) for score in scores]
 
 
+def normalized_sources(said):
+    """Before the division by the batch's deviation, which is that of its three rows here."""
+    total = [0.0] * 3
+    for source in tabular.SCORES[0].unbind(1):
+        scores = [source[c].item() for c in said]
+        mean, std = statistics.mean(scores), statistics.stdev(scores)
+        total = [a + (s - mean) / (std + 1e-4) for a, s in zip(total, scores, strict=True)]
+    return [a / (statistics.stdev(total) + 1e-4) for a in total]
+
+
 def normalized_steps(said):
     scores = [[tabular.STEPS[0, c, t].item() for t in range(2) if MASK[c, t]] for c in said]
     each = [score for row in scores for score in row]
@@ -114,6 +124,7 @@ EXPECTED = {
         ({"scale_rewards": "none"}, lambda: 2 / 3 * truth()),
         ({}, lambda: expected_gradient(GROUP, normalized)),
     ],
+    "group_normalized_per_source": [({}, lambda: expected_gradient(GROUP, normalized_sources))],
     "process_group_normalized": [
         ({}, lambda: expected_gradient(GROUP, normalized)),  # one step per completion
         ({"steps": True}, lambda: expected_gradient(GROUP, normalized_steps)),

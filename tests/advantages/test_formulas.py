@@ -383,8 +383,11 @@ def test_group_normalized_matches_loop(scale, case):
     valid = [s for s in scores.tolist() if not math.isnan(s)]
 
     def advantage(score, group):
+        mean = statistics.mean(group)
+        if scale == "mean":
+            return (score - mean) / mean if mean > 0 else 0.0
         std = statistics.stdev(valid if scale == "batch" else group)
-        return (score - statistics.mean(group)) / (1 if scale == "none" else std + 0.01)
+        return (score - mean) / (1 if scale == "none" else std + 0.01)
 
     expected = loop_over_groups(scores, groups, advantage)
     equal(group_normalized(scores, groups, scale, eps=0.01), expected)
@@ -439,7 +442,7 @@ def test_group_functions_keep_dtype_round_once_and_detach(function, dtype):
 
 
 def test_unknown_scale_raises():
-    with pytest.raises(ValueError, match="group, batch, none"):
+    with pytest.raises(ValueError, match="group, batch, mean, none"):
         group_normalized(f64([1, 0]), torch.zeros(2).long(), "std")
 
 
@@ -463,6 +466,24 @@ def test_expected_gradient_over_groups_of_three(function, share):
         advantages = function(rewards[list(arms)], torch.zeros(3).long())
         surrogate = surrogate + chosen.sum().exp().detach() * (advantages * chosen).mean()
     equal(torch.autograd.grad(surrogate, logits)[0], share * true)
+
+
+@pytest.mark.proves("rlhf_pg.advantages.group_normalized")
+@pytest.mark.parametrize("size", [2, 3])
+def test_mean_scale_expects_gradient_of_truncated_log_likelihood(size):
+    """log p(correct) = -sum_k (1 - p)^k / k, whose first G - 1 terms are those of pass@k."""
+    correct = f64([1.0, 0.0, 0.0, 1.0])
+    logits = f64([-1.2, 0.5, 0.4, -2.0]).requires_grad_()
+    policy = logits.log_softmax(0)
+    wrong = 1 - (policy.exp() * correct).sum()
+    objective = -sum(wrong**k / k for k in range(1, size))
+    surrogate = 0
+    for said in itertools.product(range(4), repeat=size):
+        chosen = policy[list(said)]
+        advantages = group_normalized(correct[list(said)], torch.zeros(size).long(), "mean")
+        surrogate = surrogate + chosen.sum().exp().detach() * (advantages * chosen).mean()
+    truth = torch.autograd.grad(objective, logits, retain_graph=True)[0]
+    equal(torch.autograd.grad(surrogate, logits)[0], truth)
 
 
 @pytest.mark.parametrize("power", [-60, 62, 80, 120])
@@ -613,7 +634,10 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         # groups 1, 0, 2 (mean 1, std 1) and 5, 7 (mean 6, std sqrt 2); all: mean 3, std sqrt 8.5
         ("group_normalized", {}, [0, -(0.5**0.5), -1, 1, 0.5**0.5]),
         ("group_normalized", {"scale_rewards": "none"}, [0, -1, -1, 1, 1]),
+        ("group_normalized", {"scale_rewards": "mean"}, [0, -1 / 6, -1, 1, 1 / 6]),
         ("group_normalized", {"scale_rewards": "batch"}, [x / 8.5**0.5 for x in (0, -1, -1, 1, 1)]),
+        # the batch's std of 0, -1 / sqrt 2, -1, 1, 1 / sqrt 2 is sqrt(3 / 4)
+        ("group_normalized_per_source", {}, [x / 3**0.5 for x in (0, -(2**0.5), -2, 2, 2**0.5)]),
         ("leave_one_out", {}, [0, -2, -1.5, 1.5, 2]),
         ("returns", {}, [1, 5, 0, 2, 7]),
         ("returns_minus_others", {}, [-2.5, 2.5, -3.75, -1.25, 5]),  # 5/4 (s - 3)
@@ -736,6 +760,17 @@ def test_named_estimators_are_detached_and_zero_if_masked(name, dtype):
     assert advantages.isfinite().all()
 
 
+def test_sources_are_normalised_apart_by_hand():
+    # 0, 2 | 0, 200, 100 | 0 with weights 2, -1/2 and 1, in the two rows that both score, and -:
+    # -+ 1 / sqrt 2 twice; then 1, -1, 0, times the sign; the last row has no score at all
+    scores = [[0.0, 0.0, 0.0], [4.0, -100.0, 0.0], [NAN, -50.0, 0.0], [NAN, NAN, NAN]]
+    s = dataclasses.replace(signals(scores, [0] * 4), weights=f64([2.0, -0.5, 1.0]))
+    total = [-(2**0.5) + 0.5, 2**0.5 - 0.5, 0.0, 0.0]
+    std = statistics.stdev(total[:3])
+    advantages = ADVANTAGES["group_normalized_per_source"](s, scale_rewards_eps=0.0)
+    equal(advantages[:, 1], f64(total) / std)
+
+
 def test_leave_one_out_excludes_missing_source():
     # source one: 1, -, 3 -> -2, 0, 2; source two: 4, 6, 8 -> -3, 0, 3
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 0, 0])
@@ -762,7 +797,9 @@ def test_returns_minus_optimal_excludes_missing_source():
     equal(ADVANTAGES["returns_minus_optimal"](s)[:, 1], f64([-5, -2 / 3, 14 / 3]))
 
 
-@pytest.mark.parametrize("name", ["leave_one_out", "group_normalized"])
+@pytest.mark.parametrize(
+    "name", ["leave_one_out", "group_normalized", "group_normalized_per_source"]
+)
 def test_equal_scores_with_missing_ones_give_exactly_zero(name):
     for others in range(2, 12):
         rows = [[0.1, 0.0]] * others + [[NAN, 0.0]]

@@ -22,7 +22,8 @@ from rlhf_pg.losses import POLICY_LOSSES
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
 CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
-PROCESS = "process_group_normalized"
+PROCESS, SOURCES = "process_group_normalized", "group_normalized_per_source"
+PAID_KL = {"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
 
@@ -133,7 +134,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"delta": 1.1}, "delta"),
         (GRPOConfig, {"max_steps": 0}, "max_steps"),
         (PPOConfig, {"importance_sampling_level": "sequence"}, "importance_sampling_level .*'gae'"),
-        (GRPOConfig, {"scale_rewards": "none", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
+        (GRPOConfig, {"scale_rewards": "mean", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
         (GRPOConfig, {"reward_squash": "min_max", "normalize_rewards": True}, "reward_squash"),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator"),
@@ -156,6 +157,9 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"rollout_engine": "vllm", "vllm_server_timeout": 9.0}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm_server", "vllm_server_base_url": "a:1"}, "http://"),
         (GRPOConfig, {"dynamic_sampling_rounds": 1, "advantage_estimator": PROCESS}, "dynamic"),
+        (GRPOConfig, {"ptx_coef": 0.1}, "ptx_coef .*ptx_dataset_name"),
+        (GRPOConfig, {"ptx_dataset_name": "texts.txt"}, "ptx_dataset_name .*ptx_coef"),
+        (GRPOConfig, {"advantage_estimator": SOURCES, **PAID_KL}, "kl_placement"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
     ],
 )

@@ -1,6 +1,7 @@
 """What is compared with what: runs of every kind, and the ways in which they are distributed."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # 5 prompts are shared unevenly by 2 and by 4 processes, in minibatches of 3 and 2.
@@ -50,6 +51,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "vf_coef": 0.5,
         "normalize_values": True,
         "value_pretraining_steps": 1,
+        "ptx_coef": 0.1,
+        "ptx_dataset_name": str(Path(__file__).parents[1] / "trainers" / "texts.txt"),
+        "ptx_batch_size": 3,
     },
     "ppo, shared critic": {
         "algorithm": "ppo",
@@ -82,6 +86,14 @@ JOBS: dict[str, dict[str, Any]] = {
         "warmup_steps": 2,
         "lr_scheduler_type": "cosine",
     },
+    # Gradients summed in another order are other bfloat16 numbers in Muon's iteration, and weights
+    # a few percent of the way apart; pieces made orthogonal one by one would be far more.
+    "grpo, Muon": {
+        "algorithm": "grpo",
+        "num_generations": 4,
+        "prompts_per_step": 5,
+        "optim": "muon",
+    },
     "rloo, LoRA": {
         "algorithm": "rloo",
         "lora": "fresh",
@@ -107,7 +119,8 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 # On GPT-2, which computes in float64 throughout; DeepSpeed does not.
 DOUBLE = {
-    f"{name}, float64": JOBS[name] | {"dtype": "float64", "arch": "gpt2"}
+    f"{name}, float64": JOBS[name]
+    | {"dtype": "float64", "arch": "gpt2", "top_entropy_quantile": 0.5}
     for name in ("grpo", "ppo")
 }
 # The micro-batches that the five steps are taken with.
@@ -119,6 +132,7 @@ TRAINED_WITH = {
     "ppo, shared critic": "two",
     "rloo, taught": "two",
     "grpo, LoRA": "one",
+    "grpo, Muon": "two",
     "rloo, LoRA": "two",
     "reinforce, LoRA": "one",
     "ppo, LoRA": "all",
@@ -160,7 +174,7 @@ class Layout:
         return [job for job in JOBS | DOUBLE if not self.refuses(job)]
 
     def refuses(self, job: str) -> bool:
-        return job in DOUBLE and self.backend.startswith("zero")
+        return (job in DOUBLE or "Muon" in job) and self.backend.startswith("zero")
 
 
 ONE = Layout("ddp", 1)

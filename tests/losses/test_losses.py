@@ -14,7 +14,8 @@ from rlhf_pg.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     clipped_surrogate,
-    positive_nll,
+    high_entropy,
+    nll,
     token_weights,
     value_loss,
     vanilla,
@@ -415,19 +416,31 @@ def test_constant_aggregation_without_length_raises():
 # ----------------------------------------------------------------------- likelihood
 
 
-def test_positive_nll_by_hand():
-    """Three tokens of rows 0 and 2: -(-1 - 2 - 4) / 3; of a part of a larger update, / 14."""
+@pytest.mark.proves("rlhf_pg.losses.nll")
+def test_nll_by_hand():
+    """Of three tokens: -(-1 - 2 - 4) / 3; of a part of a larger update, / 14; of none, 0."""
     logprobs = torch.tensor([[-1.0, -2.0], [-8.0, -8.0], [-4.0, NAN]], requires_grad=True)
-    mask = torch.tensor([[True, True], [True, True], [True, False]])
-    right = torch.tensor([True, False, True])
-    loss = positive_nll(logprobs, mask, right)
+    mask = torch.tensor([[True, True], [False, False], [True, False]])
+    loss = nll(logprobs, mask)
     assert loss.item() == pytest.approx(7 / 3)
     loss.backward()
     third = 1 / 3
     assert torch.allclose(logprobs.grad, -torch.tensor([[third, third], [0, 0], [third, 0]]))
-    assert positive_nll(logprobs, mask, right, torch.tensor(14)).item() == pytest.approx(0.5)
+    assert nll(logprobs, mask, torch.tensor(14)).item() == pytest.approx(0.5)
+    assert nll(logprobs, torch.zeros_like(mask)).item() == 0
 
 
-def test_positive_nll_without_right_completions_is_zero():
-    mask = torch.tensor([[True, True]])
-    assert positive_nll(torch.tensor([[-1.0, -2.0]]), mask, torch.tensor([False])).item() == 0
+# ------------------------------------------------------------------ the tokens with most entropy
+
+
+@pytest.mark.proves("rlhf_pg.losses.high_entropy")
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [(0.2, [9, 8]), (0.3, [9, 8, 7]), (1.0, [*range(10)]), (1e-9, [9]), (0.5, [9, 8, 7, 6, 5])],
+)
+def test_high_entropy_by_hand(share, kept):
+    """Of ten tokens on all processes; this one has the even ones, and a masked slot."""
+    own = f64([[8, 2, 4, 0, 6], [0, 0, 0, 0, 0]])
+    found = high_entropy(own, f64([3, 8, 1, 9, 0, 2, 7, 4, 6, 5]), share)
+    assert own[0][found[0]].tolist() == [x for x in (8, 2, 4, 0, 6) if x in kept]
+    assert not high_entropy(own, f64([]), share).any()

@@ -6,6 +6,7 @@ import torch
 from rlhf_pg.losses import (
     cispo,
     clipped_surrogate,
+    dppo,
     kl_penalty,
     sampler_weights,
     sapo,
@@ -58,6 +59,7 @@ ON_POLICY = {
     "gspo": lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"),
     "cispo": cispo,
     "sapo": sapo,
+    "dppo": dppo,
 }
 
 

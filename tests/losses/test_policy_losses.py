@@ -14,6 +14,7 @@ from rlhf_pg.losses import (
     against_sampler,
     cispo,
     clipped_surrogate,
+    dppo,
     kl_penalty,
     sampler_weights,
     sapo,
@@ -74,6 +75,12 @@ def gspo(logprobs, old, a, _):
     return [-min(s * a, clip(s, 0.8, 1.3) * a)] * len(logprobs)
 
 
+def probability_mask(rho, a, logprob, still):
+    old = math.exp(logprob) / rho
+    rise = (still - 1) * old
+    return 0.0 if (a > 0 and rise > 0.3) or (a < 0 and rise < -0.2) else -rho * a
+
+
 FORMULAS = {
     "surrogate": (surrogate, per_token(lambda rho, a, *_: -rho * a)),
     "kl_penalty": (
@@ -97,6 +104,7 @@ FORMULAS = {
         lambda *x: sapo(*x, sapo_temperature_pos=1.5, sapo_temperature_neg=2.5),
         per_token(soft_gate),
     ),
+    "dppo": (lambda *x: dppo(*x, epsilon=0.2, epsilon_high=0.3), per_token(probability_mask)),
 }
 each_formula = pytest.mark.parametrize(("loss", "formula"), FORMULAS.values(), ids=FORMULAS)
 proves_all = pytest.mark.proves(
@@ -183,6 +191,11 @@ KINKS = [
     ("cispo", math.log(1.5), 1.0, lambda rho: -rho, lambda rho: -1.5),
     ("cispo", math.log(0.8), 1.0, lambda rho: -0.8, lambda rho: -rho),
     ("cispo", math.log(1.5), -1.0, lambda rho: rho, lambda rho: 1.5),
+    # pi_old = 1/4, so probabilities of 0.55 and 0.05
+    ("dppo", math.log(2.2), 1.0, lambda rho: -rho, lambda rho: 0),
+    ("dppo", math.log(0.2), -1.0, lambda rho: 0, lambda rho: rho),
+    ("dppo", math.log(2.2), -1.0, lambda rho: rho, lambda rho: rho),
+    ("dppo", math.log(0.2), 1.0, lambda rho: -rho, lambda rho: -rho),
     ("surrogate", 20.0, 1.0, lambda rho: -rho, lambda rho: 0),
     ("kl_penalty", 0.0, 0.0, lambda rho: 0.7 * (rho - 1), lambda rho: 0.7 * (rho - 1)),
 ]

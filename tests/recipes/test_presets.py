@@ -4,9 +4,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from rlhf_pg.cli import main
+from rlhf_pg.config import GRPOConfig, parse
+from rlhf_pg.losses import sampler_weights
 from rlhf_pg.report.metrics import KEYS
 from rlhf_pg.report.run_files import read
 
@@ -26,7 +29,7 @@ NAMES = [
         "cispo",
     ),
     *("rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo", "sapo"),
-    "sdpo",
+    *("maxrl", "gdpo", "icepop", "dppo", "high_entropy", "echo", "sdpo"),
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
@@ -54,11 +57,26 @@ def test_file_takes_precedence_over_preset(tmp_path: Path, monkeypatch, capsys) 
     assert "got 'nothing'" in capsys.readouterr().err
 
 
+def test_icepop_drops_tokens_on_both_sides() -> None:
+    """Its equation, M(k) = k where alpha <= k <= beta, and else 0, by the preset's own numbers."""
+    args = parse(GRPOConfig, ["--config", str(PRESETS / "icepop.yaml")])
+    ratios = torch.tensor([[0.49, 0.51, 1.0, 4.9, 5.1]], dtype=torch.float64)
+    mode, bounds = args.correction_of("native"), (args.sampler_clip_max, args.sampler_clip_min)
+    mask = torch.ones(1, 5).bool()
+    weights = sampler_weights(ratios.log(), torch.zeros_like(ratios), mask, mode, *bounds)
+    torch.testing.assert_close(weights, ratios * torch.tensor([[0, 1, 1, 1, 0]]))
+
+
 BRIEFLY = ("dapo", "remax", "vapo", "sapo", "sdpo")  # the others take the same ways
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in BRIEFLY else pytest.mark.slow) for n in NAMES]
+    "name",
+    [
+        pytest.param(n, marks=() if n in BRIEFLY else pytest.mark.slow)
+        for n in NAMES
+        if n != "echo"  # which needs tools: tests/trainers/test_episodes.py has it
+    ],
 )
 def test_preset_trains_a_step(name: str, model_path: str, tmp_path: Path) -> None:
     small = ["--max_steps=1", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]

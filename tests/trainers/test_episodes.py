@@ -219,6 +219,38 @@ def test_aggregation_denominator_skips_observation_tokens(aggregation: str, tmp_
     assert_close(gradient_of(trainer, rows), enumeration.gradient(trainer.model, objective))
 
 
+@pytest.mark.proves("rlhf_pg.losses.nll")
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize("budget", [6, 1000])
+def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget, tmp_path) -> None:
+    """It adds the mean of -log p over "b" and "ab", and nothing where a truncated row is left out;
+    the policy, its critic and their metrics see what they did.
+    """
+    rows = [
+        Row((EOS, B, A, EOS), (True, False, True, True), (0.7, 0, 0, -0.6), True),
+        Row((A, EOS, A, B), (True, True, False, False), (0, -1.0, 0, 0), False),
+        Row((B, EOS, B, EOS), (True, True, False, True), (0, 0.4, 0, 0.3), True),
+    ]
+    options: dict[str, Any] = {"num_generations": 3, "micro_batch_tokens": budget}
+    options |= {"mask_truncated_completions": True, "entropy_coef": 0.2}
+    meters, grads = [], []
+    for coef in (0.0, 0.5):
+        trainer = play(trainer_type, tmp_path, tool_output_nll_coef=coef, **options)
+        batch = trainer.drop_truncated(experience_of(trainer, rows)[0])
+        trainer.learner.module.zero_grad()
+        meters.append(Meter())
+        trainer.learner.accumulate(batch, meters[-1])
+        grads.append(enumeration.flat_gradient(trainer))
+    seen = torch.cat([log_probs(trainer.model, rows[i])[[place]] for i, place in ((0, 1), (2, 2))])
+    added, expected = grads[1] - grads[0], enumeration.gradient(trainer.model, -seen.mean())
+    assert_close(added[: len(expected)], 0.5 * expected)
+    assert not added[len(expected) :].any()
+    without, means = (meter.means(meter.sums()) for meter in meters)
+    assert means.pop("tool_output_nll") == pytest.approx(-seen.mean().item())
+    assert without.pop("loss") != means.pop("loss")
+    assert means == pytest.approx(without, nan_ok=True)
+
+
 # ------------------------------------------------------------------------------- what has failed
 
 
@@ -412,6 +444,7 @@ def test_training_evaluation_resampling_and_greedy_baselines_play_episodes(make,
         environment_factory=Odd,
         advantage_estimator="returns_minus_greedy",
         dynamic_sampling_rounds=3,
+        tool_output_nll_coef=0.1,
         max_turns=3,
         max_steps=1,
         eval_steps=1,
@@ -423,6 +456,7 @@ def test_training_evaluation_resampling_and_greedy_baselines_play_episodes(make,
     assert line["reward"] == line["rewards/environment/mean"] > 0
     assert line["sampling/kept_fraction"] < 1
     assert line["rewards/greedy"] > 0
+    assert line["tool_output_nll"] > 0
     assert 1 < line["episodes/turns"] <= 3
     assert line["episodes/failed"] == 0
     assert 1 < line["eval_episodes/turns"] <= 3
@@ -455,6 +489,7 @@ TOOLS = {"tools": calculator().tools}
     [
         ({"max_turns": 3}, "^max_turns has no effect"),
         ({"environment_timeout": 3.0}, "^environment_timeout has no effect"),
+        ({"tool_output_nll_coef": 0.1}, "^tool_output_nll_coef has no effect"),
         (TOOLS | {"environment_factory": TwoTurns}, "tools or environment_factory, not both"),
         (TOOLS, "the chat template .* does not show them to the model"),
         ({"environment_factory": "guess"}, "environment_factory must make environments"),

@@ -10,7 +10,8 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, RLOOTrainer
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
-from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trainer
+from tests.enumeration import COMPLETIONS, EOS, flat_gradient, gradient_of, make_trainer
+from tests.enumeration import PROMPTS as IDS
 from tests.trainers.conftest import estimated
 
 PROMPTS = ("a", "ab", "bba", "ab")
@@ -84,6 +85,32 @@ def test_shared_prompt_pass_leaves_gradient_unchanged(
     scored = experience_of(trainer)
     assert_equal(shared, accumulated(trainer, scored))
     assert_equal(experience.ref_logprobs, scored.ref_logprobs)
+
+
+@pytest.mark.proves("rlhf_pg.losses.high_entropy")
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize("budget", [6, 1000])
+def test_high_entropy_tokens_alone_have_advantages(trainer_type, budget, tmp_path) -> None:
+    """By one forward pass per row; truncated rows are left out before the tokens are counted."""
+    options = {"beta": 0.0, "micro_batch_tokens": budget, "mask_truncated_completions": True}
+    plain = trainer_for(trainer_type, tmp_path, **options)
+    trainer = trainer_for(trainer_type, tmp_path, top_entropy_quantile=0.3, **options)
+    batch, expected = experience_of(trainer), experience_of(plain).advantages
+    tables = []
+    for prompt, said in zip([p for p in PROMPTS for _ in range(3)], SAYS, strict=True):
+        logits = plain.model(torch.tensor([[*IDS[prompt], *said]])).logits
+        log_p = logits[0, len(IDS[prompt]) - 1 : -1].log_softmax(-1)
+        tables.append(-(log_p.exp() * log_p).sum(-1))
+    ended = sorted(
+        h.item() for row, said in zip(tables, SAYS, strict=True) for h in row if said[-1] == EOS
+    )
+    lowest = ended[len(ended) - 1 - int(0.3 * (len(ended) - 1))] - 1e-9
+    kept = torch.zeros_like(batch.action_mask)
+    for row, own in enumerate(tables):
+        kept[row, : len(own)] = own >= lowest
+    assert kept.any()
+    assert not kept[batch.action_mask].all()
+    assert_equal(batch.advantages, torch.where(kept, expected, 0.0))
 
 
 def test_padded_critic_micro_batches_stay_within_budget(tmp_path) -> None:

@@ -1,14 +1,17 @@
-"""VAPO's likelihood of right completions, in an update."""
+"""The likelihood of right completions (VAPO) and of other texts (PPO-ptx), in an update."""
 
 import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg.data.prompts import permutation
 from rlhf_pg.report.metrics import Meter
 from tests.enumeration import (
     COMPLETIONS,
     EOS,
     SCORES,
+    A,
+    B,
     gradient,
     gradient_of,
     log_probs,
@@ -45,7 +48,7 @@ def assert_adds(trainer, plain, expected):
     assert not critic.any()
 
 
-@pytest.mark.proves("rlhf_pg.losses.positive_nll")
+@pytest.mark.proves("rlhf_pg.losses.nll")
 @pytest.mark.parametrize("budget", [6, 1000])
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
 def test_positive_nll_gradient_covers_right_completions(trainer_type, budget, tmp_path):
@@ -73,3 +76,37 @@ def test_metrics_report_auxiliary_loss(tmp_path):
     ]
     tokens = torch.cat([log_p for score, log_p in right if score > 0.55])
     assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())
+
+
+@pytest.mark.proves("rlhf_pg.losses.nll")
+@pytest.mark.parametrize("budget", [6, 1000])
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_ptx_gradient_covers_texts(trainer_type, budget, tmp_path):
+    """Every token but the first of each, through the third; an update draws five of the six."""
+    lines = ["abab", "ba", "bbaab", "aab", "bba", "a"]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(lines))
+    options = {"ptx_coef": 0.5, "ptx_dataset_name": str(texts), "ptx_batch_size": 5}
+    trainer = trainer_of(tmp_path, trainer_type, micro_batch_tokens=budget, **options)
+    plain = trainer_of(tmp_path, trainer_type, micro_batch_tokens=budget)
+    terms = []
+    for i in permutation(6, trainer.args.seed, 0, 0)[:5]:
+        ids = torch.tensor([[{"a": A, "b": B}[c] for c in lines[i][:3]]])
+        log_p = plain.model(ids).logits[0, :-1].log_softmax(-1)
+        terms.append(-log_p[range(len(log_p)), ids[0, 1:]])
+    assert_adds(trainer, plain, gradient(plain.model, torch.cat(terms).mean()))
+
+
+def test_ptx_draws_by_seed_step_and_update(tmp_path):
+    """A resumed run sees what the whole run saw; the loss and its metric have the texts."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(["abab", "ba", "bbaab", "aab", "bb", "baa"]))
+    options = {"ptx_coef": 0.5, "ptx_dataset_name": str(texts), "ptx_batch_size": 2}
+    trainer, numbers = trainer_of(tmp_path, **options), []
+    for step, update in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        trainer.state.step, trainer.learner.updates_begun = step, update
+        meter = Meter()
+        trainer.learner._accumulate_texts(meter)
+        numbers.append(meter.means(meter.sums())["ptx_nll"])
+    assert numbers[0] == numbers[3]
+    assert len(set(numbers)) == 3

@@ -4,6 +4,7 @@ Every case has several kinds of state at once that a checkpoint has to keep.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
+    "Muon, bfloat16, texts": (
+        PPOTrainer,
+        {"optim": "muon", "dtype": "bfloat16", "num_mini_batches": 2, "ptx_coef": 0.1}
+        | {"ptx_dataset_name": str(Path(__file__).with_name("texts.txt")), "ptx_batch_size": 2},
+    ),
     "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
     "8-bit moments, bfloat16": (PPOTrainer, {"optim": "adamw_8bit", "dtype": "bfloat16"}),
 }
@@ -56,7 +62,9 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
     trainer_type, options = CASES[case]
-    if {"optim", "load_in_4bit"} & set(options) and not find_spec("bitsandbytes"):
+    if {"adamw_8bit", True} & {options.get("optim"), options.get("load_in_4bit")} and not find_spec(
+        "bitsandbytes"
+    ):
         pytest.skip("needs bitsandbytes")
     options = {"max_steps": 4, "save_steps": 2, "save_total_limit": None} | options
     whole = make(trainer_type, output_dir=str(tmp_path / "whole"), **options)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rlhf_pg import (
     GRPOConfig,
+    GRPOTrainer,
     ReinforceTrainer,
 )
 from rlhf_pg.advantages import AdvantageInputs
@@ -33,7 +34,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.conftest import digits
+from tests.trainers.conftest import digits, estimated
 
 NAN = math.nan
 # What each completion is paid, token by token: lists and floats mixed, and gaps. A step's score
@@ -380,3 +381,21 @@ def test_continued_assistant_turn_is_judged_whole(make, model_path):
     for (prompt, [turn]), written in zip(seen, samples.token_lists(), strict=True):
         assert prompt == [asked]
         assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)
+
+
+def test_sources_are_weighted_after_they_are_normalised(tmp_path: Path) -> None:
+    """By 3 and -1: 3 (-1, 1) / sqrt 2 - (1, -1) / sqrt 2, over its own deviation."""
+    trainer = make_trainer(
+        GRPOTrainer,
+        tmp_path,
+        reward=[says(0.0, 1.0, name="one"), says(40.0, -20.0, name="two")],
+        num_generations=2,
+        advantage_estimator="group_normalized_per_source",
+        scale_rewards_eps=0.5,
+        reward_weights=[3.0, -1.0],
+    )
+    batch, _ = estimated(trainer, [(EOS,), (EOS,)])
+    assert batch.advantages is not None
+    first = 1.5 / (0.5**0.5 + 0.5) + 30 / (1800**0.5 + 0.5)
+    expected = first / (2**0.5 * first + 0.5)
+    assert batch.advantages[:, 0].tolist() == pytest.approx([-expected, expected])
