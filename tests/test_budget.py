@@ -23,6 +23,7 @@ BUDGETS = {
     ("report",): 1600,
     ("replay",): 1000,
     ("plan",): 400,
+    ("audit",): 545,
     ("tasks",): 700,
     ("boundary", "failpoints.py"): 350,
 }

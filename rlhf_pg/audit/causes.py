@@ -60,7 +60,7 @@ def choices(args: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def audit(args: Any, foreign: ForeignLoss | None = None) -> Iterator[tuple[str, Measured, str]]:
     """Yield a name, a measurement and an explanation: of the config, then without each choice that
-    changes its expected gradient, and at last without all of these.
+    changes its expected gradient, and at last without all.
     """
     whole, removed = measure(args, foreign), dict[str, Any]()
     yield "this config", whole, ""
@@ -72,12 +72,12 @@ def audit(args: Any, foreign: ForeignLoss | None = None) -> Iterator[tuple[str, 
         keys = {key: value for key, value in keys.items() if getattr(args, key, value) != value}
         if not keys or (other := changed(args, keys)) == args:
             continue
+        removed |= keys
         without = measure(other, foreign)
         if (without.gradient - whole.gradient).norm() > 1e-4 * whole.gradient.norm():
-            removed |= keys
             yield f"without {name}", without, effect
     if removed:
-        yield "without all of these", measure(changed(args, removed), foreign), ""
+        yield "without all", measure(changed(args, removed), foreign), ""
 
 
 def adapt(function: Callable[..., Any], micro_batches: int) -> ForeignLoss:
@@ -127,7 +127,7 @@ def _arguments(
     settings = {"clip_ratio": args.epsilon, "clip_ratio_low": args.epsilon}
     settings |= {"clip_ratio_high": args.epsilon_high or args.epsilon, "global_batch_info": counts}
     settings |= {"clip_ratio_c": args.delta or 3.0}
-    verl = {"old_log_prob": old, "log_prob": now, "response_mask": mask}
+    verl: dict[str, Any] = {"old_log_prob": old, "log_prob": now, "response_mask": mask}
     verl |= {"loss_agg_mode": modes.get(args.aggregation, "token-mean")}
     verl |= {"config": SimpleNamespace(**settings, get=settings.get)}
     steps = {"current_gradient_accumulation_steps": micro_batches}

@@ -93,7 +93,7 @@ def reduced(args: Any) -> Any:
         "sampler_correction": args.correction_of(args.rollout_engine),
         "num_iterations": min(args.updates_per_step, 2),  # so that ratios are computed, or not
         "prompts_per_step": len(world.PROMPTS),
-        "num_generations": len(world.COMPLETIONS if longest > 1 else world.SHORT),
+        "num_generations": len(world.LISTED[longest]),
     }
     run = {"dtype": "float64", "micro_batch_tokens": 4096, "shuffle_dataset": False, "max_steps": 1}
     return changed(type(args)(), method | run)
@@ -108,9 +108,7 @@ def measure(args: Any, foreign: ForeignLoss | None = None) -> Measured:
     policy = SamplingParams(temperature=args.temperature, max_tokens=longest)
     warm = args.temperature * (WARMTH if args.rollout_engine.startswith("vllm") else 1)
     sampler = SamplingParams(warm, args.top_k, args.top_p, args.min_p, longest)
-    trainer.sampler.engine.says = [*(world.COMPLETIONS if longest > 1 else world.SHORT)] * len(
-        world.PROMPTS
-    )
+    trainer.sampler.engine.says = world.LISTED[longest] * len(world.PROMPTS)
     base = learner.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
     learner.agreement.begin()
     drawn = world.all_log_probs(trainer.model, sampler).detach()
@@ -118,20 +116,16 @@ def measure(args: Any, foreign: ForeignLoss | None = None) -> Measured:
     chances = drawn.sum(1).exp().view(-1, n)
 
     # Steps have one prompt where no statistic crosses groups, and otherwise two or three.
-    estimator, size = args.advantage_estimator, args.num_generations
-    alone = (
-        (estimator in IN_GROUP or estimator in READ_REWARDS - IN_BATCH)
-        and not (args.normalize_advantages or args.whiten_rewards or args.normalize_rewards)
-        and args.reward_squash != "min_max"
-        and getattr(args, "scale_rewards", None) != "batch"
-        and not args.trainer
-    )
-    while alone and math.comb(n + size - 1, size) > MOST_GROUPS:
-        size -= 1
-    size = size if alone else min(size, 2)
+    size, crossing = args.num_generations, args.advantage_estimator not in IN_GROUP
+    crossing &= args.advantage_estimator not in READ_REWARDS - IN_BATCH
+    crossing |= args.normalize_advantages or args.whiten_rewards or args.normalize_rewards
+    crossing |= args.reward_squash == "min_max" or getattr(args, "scale_rewards", "") == "batch"
     places: Any = [(place,) for place in range(len(world.PROMPTS))]
-    if not alone:
+    if crossing or args.trainer:
+        size = min(size, 2)
         places = [(0, 1, 2)] if size == 1 else [(1, 2)]
+    while math.comb(n + size - 1, size) > MOST_GROUPS:
+        size -= 1
     rows, weights = list_steps(chances, places, size)
 
     look = Lookup(trainer, base, foreign and partial(foreign, args))
@@ -148,14 +142,11 @@ def measure(args: Any, foreign: ForeignLoss | None = None) -> Measured:
         jacobians.append(share * jacobian)
         here = world.exact_gradient(trainer.model, prompts, reference, args.beta, policy)
         truth = truth + share * here
-    estimated = [
-        look.estimated(step, len(places[0])) for step in ([rows] if alone else rows[:, None])
-    ]
-    batch = estimated[0] if alone else Batch.concat(estimated, world.EOS)
-    separate = (
-        not (foreign or args.trainer or args.positive_nll_coef) and args.policy_loss in LOSSES
-    )
-    slopes = torch.cat([look.slopes(table, batch, rows, separate) for table in tables], dim=1)
+    steps = [rows] if len(places) > 1 else rows[:, None]
+    estimated = [look.estimated(step, len(places[0])) for step in steps]
+    batch = estimated[0] if len(estimated) == 1 else Batch.concat(estimated, world.EOS)
+    joined = foreign or args.trainer or args.positive_nll_coef or args.policy_loss not in LOSSES
+    slopes = torch.cat([look.slopes(table, batch, rows, not joined) for table in tables], dim=1)
     jacobian = torch.cat(jacobians)
     expected = weights @ slopes @ jacobian
     square = expected.square().sum()
@@ -169,10 +160,9 @@ def measure(args: Any, foreign: ForeignLoss | None = None) -> Measured:
 def list_steps(chances: Tensor, places: Any, size: int) -> tuple[Tensor, Tensor]:
     """Return the rows of every step, (O,N) indices of completions, and their probabilities (O,)."""
     groups = list(combinations_with_replacement(range(chances.shape[1]), size))
-    ways = [
-        math.factorial(size) / math.prod(map(math.factorial, Counter(x).values())) for x in groups
-    ]
-    of_prompt = (chances.new_tensor(ways) * chances[:, torch.tensor(groups)].prod(2)).tolist()
+    same = [math.prod(map(math.factorial, Counter(one).values())) for one in groups]
+    ways = float(math.factorial(size)) / chances.new_tensor(same)
+    of_prompt = (ways * chances[:, torch.tensor(groups)].prod(2)).tolist()
     steps, weights = [], []
     for prompts in places:
         for picks in product(range(len(groups)), repeat=len(prompts)):
@@ -259,7 +249,6 @@ class Lookup:
         if separate:  # the denominators counted all steps together
             kind, mask = self.trainer.args.aggregation, batch.action_mask
             each = [weight_count(own, kind) for own in mask.view(count, size, -1)]
-            found *= (weight_count(mask, kind) / torch.stack(each).clamp(min=1)).repeat_interleave(
-                n
-            )[:, None, None]
+            factor = weight_count(mask, kind) / torch.stack(each).clamp(min=1)
+            return found.view(count, -1) * factor[:, None]
         return found.view(count, -1)

@@ -22,7 +22,8 @@ from rlhf_pg.trainers import PolicyGradientTrainer
 EOS, A, B = 0, 1, 2
 MAX_LENGTH = 2
 COMPLETIONS = [(EOS,), (A, EOS), (A, A), (A, B), (B, EOS), (B, A), (B, B)]
-SHORT = [(EOS,), (A,), (B,)]  # of at most one token
+SHORT = [(EOS,), (A,), (B,)]
+LISTED: dict[int, Any] = {1: SHORT, MAX_LENGTH: COMPLETIONS}  # by max_completion_length
 PROMPTS = {"a": (A,), "ab": (A, B), "bba": (B, B, A)}
 # Scores without symmetry, one per (prompt, completion).
 SCORES = {
@@ -100,10 +101,8 @@ def make_trainer(
     """Return a trainer on listed completions, whose policy has moved off its reference, and whose
     critic, if it has a head, off 0.
     """
-    data, inputs = Dataset.from_dict({"prompt": list(prompts)}), {"args": args, **inputs}
-    trainer = trainer_type(
-        model(), reward, **inputs, train_dataset=data, processing_class=tokenizer()
-    )
+    inputs |= {"train_dataset": Dataset.from_dict({"prompt": list(prompts)})}
+    trainer = trainer_type(model(), reward, args, processing_class=tokenizer(), **inputs)
     trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
     critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
@@ -120,18 +119,15 @@ def log_probs(
 ) -> Tensor:
     """Return log p of each token of one completion, (T,), as `params` would sample it."""
     ids = torch.tensor([[*PROMPTS[prompt], *said]])
-    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[
-        0, len(PROMPTS[prompt]) - 1 : -1
-    ]
+    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -len(said) - 1 : -1]
     scores = truncate(logits / params.temperature, params).log_softmax(-1)
     return scores[torch.arange(len(said)), torch.tensor(said)]
 
 
 def all_log_probs(model: PreTrainedModel, params: SamplingParams = PLAIN) -> Tensor:
     """Return `log_probs` of every completion of every prompt, (prompts * completions, T)."""
-    listed = COMPLETIONS if params.max_tokens > 1 else SHORT
-    rows = [log_probs(model, prompt, said, params) for prompt, said in product(PROMPTS, listed)]
-    return pad_sequence(rows, batch_first=True)
+    pairs = product(PROMPTS, LISTED[params.max_tokens])
+    return pad_sequence([log_probs(model, *pair, params) for pair in pairs], batch_first=True)
 
 
 def gradient(model: PreTrainedModel, objective: Tensor) -> Tensor:
@@ -150,8 +146,8 @@ def exact_gradient(
     """Return grad J, J = mean over prompts of E[score] - beta KL(pi || ref), both summed."""
     places = [[*PROMPTS].index(prompt) for prompt in prompts]
     log_p = all_log_probs(model, params).sum(1).view(len(PROMPTS), -1)[places]
-    listed = COMPLETIONS if params.max_tokens > 1 else SHORT
-    paid = log_p.new_tensor([[SCORES[prompt][said] for said in listed] for prompt in prompts])
+    scores = [[SCORES[prompt][said] for said in LISTED[params.max_tokens]] for prompt in prompts]
+    paid = log_p.new_tensor(scores)
     if reference is not None:
         with torch.no_grad():
             log_ref = all_log_probs(reference, params).sum(1).view(len(PROMPTS), -1)[places]

@@ -1,5 +1,6 @@
 """`rlhf-pg audit`: the expected gradient of a recipe against the true one, and why they differ."""
 
+import logging
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -24,23 +25,24 @@ def audit(flags: Sequence[str]) -> None:
     values = {k: v for file in recipes for k, v in load(file).items()} | read_flags(keys)
     name, foreign = options.loss or str(values.get("policy_loss")), None
     if ":" in name:
-        function = user_modules.load(locate_reward(name, recipes[0].parent))
+        name = locate_reward(name, recipes[0].parent if recipes else None)
+        function = user_modules.load(name)
         if not {"logprobs", "old_logprobs"} <= parameters(function):
             foreign = adapt(function, options.micro_batches)
             name = config_type_of(recipes, keys).policy_loss
         keys += ["--policy_loss", name]
     args = config_of(recipes, keys, "audit")
+    logging.disable(logging.WARNING)  # of configs without one of the choices
     later = f"; updates after the first at a KL of {LATER_KL}" * (args.updates_per_step > 1)
     table = Table("", "cosine", "scale", "bias", "variance", "", box=None, pad_edge=False)
     for name, found, effect in audit_config(args, foreign):
         if not table.rows:
-            of = {"completions": (found.rows // found.prompts, args.num_generations)}
-            of |= {"prompts": (found.prompts, args.prompts_per_step)}
-            of |= {
-                "tokens": (min(MAX_LENGTH, args.max_completion_length), args.max_completion_length)
-            }
-            sizes = ", ".join(f"{n} {one} (config: {own})" for one, (n, own) in of.items())
-            print(f"Before max_grad_norm and the optimizer, with {sizes}{later}:")
+            print(
+                f"Before max_grad_norm and the optimizer, with {found.prompts} prompts of "
+                f"{args.prompts_per_step}, {found.rows // found.prompts} completions of "
+                f"{args.num_generations}, {min(MAX_LENGTH, args.max_completion_length)} tokens of "
+                f"{args.max_completion_length}{later}:"
+            )
         numbers = (f"{found.cosine:.6f}", f"{found.scale:.4f}", f"{found.bias:.1e}")
         table.add_row(name, *numbers, f"{found.variance:.3g}", effect)
     table.columns[0].no_wrap = True

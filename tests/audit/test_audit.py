@@ -1,5 +1,6 @@
 """The audit's numbers against formulas on paper, the enumeration of tests/, and known faults."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rlhf_pg import (
     PPOConfig,
     PPOTrainer,
     ReinforceConfig,
+    ReinforceTrainer,
     RLOOConfig,
     RLOOTrainer,
 )
@@ -18,6 +20,7 @@ from rlhf_pg.audit import expectation, world
 from rlhf_pg.audit.causes import adapt, audit
 from rlhf_pg.audit.expectation import changed, measure
 from rlhf_pg.cli import main
+from rlhf_pg.cli.recipes import config_of, presets
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import SamplingParams
 from tests import enumeration
@@ -140,11 +143,21 @@ def test_causes_explain_the_whole_bias() -> None:
     found = {name: measured for name, measured, _ in audit(args)}
     assert [name.removeprefix("without ") for name in found] == [
         *("this config", "own score in mean", "scale_rewards", "aggregation", "KL form"),
-        *("truncation", "sampler", "all of these"),
+        *("truncation", "sampler", "all"),
     ]
     assert found["this config"].bias > 0.1
-    assert found["without all of these"].bias < 1e-8
-    assert found["without all of these"].scale == pytest.approx(1)
+    assert found["without all"].bias < 1e-8
+    assert found["without all"].scale == pytest.approx(1)
+
+
+def test_page_has_every_preset_explained() -> None:
+    """`python docs/audit.py` has written what docs/correctness.md shows."""
+    found = json.loads((Path(__file__).parents[2] / "docs" / "audit.json").read_text())
+    assert list(found) == list(presets())
+    assert all(one.get("without all", one["this config"])["bias"] < 1e-8 for one in found.values())
+    for name in ("rloo", "deepseekmath", "gspo"):
+        now = measure(config_of([presets()[name]], [], "audit"))
+        assert now.cosine == pytest.approx(found[name]["this config"]["cosine"])
 
 
 # -------------------------------------------------------------------- losses of other libraries
