@@ -43,7 +43,7 @@ BUDGETS = {
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 TODAY = {
-    "config": 2382,
+    "config": 2384,
     "data": 1273,
     "models": 2292,
     "rollout": 2997,

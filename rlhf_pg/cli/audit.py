@@ -33,17 +33,19 @@ def audit(flags: Sequence[str]) -> None:
         keys += ["--policy_loss", name]
     args = config_of(recipes, keys, "audit")
     logging.disable(logging.WARNING)  # of configs without one of the choices
-    later = f"; updates after the first at a KL of {LATER_KL}" * (args.updates_per_step > 1)
-    table = Table("", "cosine", "scale", "bias", "variance", "", box=None, pad_edge=False)
+    notes, several = list[str](), args.updates_per_step > 1
+    later = f", updates after the first at a KL of {LATER_KL}" * several
+    table = Table("", "cosine", "scale", "bias", "variance", box=None, pad_edge=False)
     for name, found, effect in audit_config(args, foreign):
         if not table.rows:
+            longest, size = args.max_completion_length, found.rows // found.prompts
             print(
-                f"Before max_grad_norm and the optimizer, with {found.prompts} prompts of "
-                f"{args.prompts_per_step}, {found.rows // found.prompts} completions of "
-                f"{args.num_generations}, {min(MAX_LENGTH, args.max_completion_length)} tokens of "
-                f"{args.max_completion_length}{later}:"
+                f"Prompts {found.prompts} of {args.prompts_per_step}, completions {size} of "
+                f"{args.num_generations}, tokens {min(MAX_LENGTH, longest)} of {longest}{later}; "
+                "before max_grad_norm and the optimizer"
             )
         numbers = (f"{found.cosine:.6f}", f"{found.scale:.4f}", f"{found.bias:.1e}")
-        table.add_row(name, *numbers, f"{found.variance:.3g}", effect)
-    table.columns[0].no_wrap = True
+        table.add_row(name, *numbers, f"{found.variance:.3g}")
+        notes += [f"{name.removeprefix('without ')}: {effect}"] * bool(effect)
     Console().print(table)
+    print(*notes, sep="\n")
