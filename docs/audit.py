@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+# What a preset has that the listed world lacks.
+UNLISTED = {"echo": ", without its term: nothing answers the policy here"}
 PLACE = Path(__file__).with_name("audit.json")
 
 
@@ -16,7 +18,7 @@ def main() -> None:
     found = {
         name: {
             row: {"cosine": one.cosine, "scale": one.scale, "bias": one.bias}
-            | {"variance": one.variance, "completions": one.rows}
+            | {"variance": one.variance, "step": one.step}
             for row, one, _ in audit(config_of([file], [], "audit"))
         }
         for name, file in presets().items()
@@ -25,18 +27,15 @@ def main() -> None:
 
 
 def table() -> str:
-    rows = [
-        "| preset | cosine | scale | variance | bias | without one of its choices | without all |"
-    ]
+    rows = ["| preset | cosine | scale | variance | bias | bias with one other choice | with all |"]
     rows += ["|---" * 7 + "|"]
     for name, found in json.loads(PLACE.read_text()).items():
         own = found.pop("this config")
-        last = found.pop("without all", own)
-        causes = [f"{row.removeprefix('without ')} {_share(one)}" for row, one in found.items()]
-        numbers = (
-            f"{own['cosine']:.3f} | {own['scale']:.2f} | {own['variance']:.1f} | {_share(own)}"
-        )
-        rows.append(f"| `{name}` | {numbers} | {', '.join(causes)} | {_share(last)} |")
+        last = found.pop("all of these", own)
+        causes = [f"`{row}` {_share(one)}" for row, one in found.items()]
+        numbers = [f"{own['cosine']:.3f}", f"{own['scale']:.2f}", f"{own['variance']:.1f}"]
+        cells = [f"`{name}`{UNLISTED.get(name, '')}", *numbers, _share(own)]
+        rows.append(f"| {' | '.join([*cells, ', '.join(causes), _share(last)])} |")
     return "\n".join(rows)
 
 

@@ -18,8 +18,6 @@ from rlhf_pg.audit.world import A as A
 from rlhf_pg.audit.world import B as B
 from rlhf_pg.audit.world import ListedEngine as ListedEngine
 from rlhf_pg.audit.world import gradient as gradient
-from rlhf_pg.audit.world import likeliest as likeliest
-from rlhf_pg.audit.world import log_probs as log_probs
 from rlhf_pg.audit.world import model as model
 from rlhf_pg.audit.world import score as score
 from rlhf_pg.audit.world import tokenizer as tokenizer
@@ -49,7 +47,17 @@ def make_trainer(
         "beta": 0.0,
     }
     args: PolicyGradientConfig = trainer_type.config_type(**(defaults | options))
-    return world.make_trainer(trainer_type, args, prompts, reward, **(inputs or {}))
+    own = {"train_dataset": [{"prompt": prompt} for prompt in prompts]} | (inputs or {})
+    return world.make_trainer(trainer_type, args, reward=reward, **own)
+
+
+@torch.no_grad()
+def likeliest(model: Any, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The greedy completion of a prompt, token by token, from unpadded forward passes."""
+    said: list[int] = []
+    while len(said) < MAX_LENGTH and EOS not in said:
+        said.append(int(model(torch.tensor([[*prompt, *said]])).logits[0, -1].argmax()))
+    return tuple(said)
 
 
 # -------------------------------------------------------------------- what the trainer expects
@@ -95,6 +103,11 @@ def flat_gradient(trainer: PolicyGradientTrainer) -> Tensor:
 # ------------------------------------------------------- the truth, by plain forward passes
 
 
+def log_probs(model: PreTrainedModel, prompt: str, said: Sequence[int]) -> Tensor:
+    """log p of each token of one completion, (T,)."""
+    return world.distributions(model, prompt, said)[range(len(said)), list(said)]
+
+
 def probabilities(model: PreTrainedModel, prompt: str) -> dict[tuple[int, ...], Tensor]:
     """p of every completion, detached; they sum to 1."""
     with torch.no_grad():
@@ -108,7 +121,8 @@ def exact_gradient(
 ) -> Tensor:
     """grad J, J = mean over prompts of E[score] - beta KL(pi || ref), summed over everything."""
     prompts = trainer.train_prompts.rows["prompt"]
-    return world.exact_gradient(trainer.model, prompts, reference, beta)
+    pulls = [] if reference is None else [(reference, {}, beta, None)]
+    return world.exact_gradient(trainer.model, prompts, pulls=pulls)
 
 
 def score_function_expectation(

@@ -1,55 +1,44 @@
-"""The expected gradient of a config through its own trainer, over all that a group could say.
-
-The models run once per completion; their outputs are then looked up, while the trainer computes
-rewards, advantages, loss and aggregation of every group, a multiset of completions. O counts steps,
-N their rows, n all completions of all prompts, T tokens, P parameters.
-"""
+"""The expected gradient of a config through its own trainer, over all that a step could sample."""
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import combinations_with_replacement, product
+from itertools import chain, combinations, combinations_with_replacement, product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_pg.advantages import IN_BATCH, IN_GROUP, READ_REWARDS
 from rlhf_pg.audit import world
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import ConfigError
-from rlhf_pg.config.method import LOSSES, MethodConfig
-from rlhf_pg.data.batch import Batch
-from rlhf_pg.losses import weight_count
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.config.method import MethodConfig
+from rlhf_pg.kl import divergence
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import SamplingParams
 from rlhf_pg.trainers import trainer_type
 
-LATER_KL = 0.01  # KL(old || new) per token at the updates after a step's first, in nats
+RATE = 0.03  # of the SGD step that a step's later updates come after: KL(old || new) 0.01 per token
 WARMTH = 1.05  # temperature of an engine other than the policy, over the policy's
-MOST_GROUPS = 3003  # 8 of 7 completions
-# Keys that are not the method's, as a trainer has them by default.
-NOT_AUDITED = {"dynamic_sampling_rounds", "on_reward_error", "reward_weights", "reward_workers"}
-NOT_AUDITED |= {"reward_timeout", "router_aux_loss_coef", "value_model_name_or_path", "value_init"}
-
-# An update's loss by another library: of the config, the batch and the policy's output.
-ForeignLoss = Callable[[Any, Batch, PolicyOutput], Tensor]
+MOST = 3  # completions of a prompt in a step
+# Keys that are not about one expected gradient, or need what the world lacks.
+LEFT_OUT = {"dynamic_sampling_rounds", "normalize_rewards", "normalize_values", "reward_weights"}
+LEFT_OUT |= {"reward_workers", "router_aux_loss_coef", "value_model_name_or_path", "value_init"}
+LEFT_OUT |= {"tool_output_nll_coef", "ptx_coef", "ptx_dataset_name", "privileged_prompt"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An expected gradient, to ascend, and the true one, both (P,)."""
+    """An expected gradient, to ascend, and the true one, both flat."""
 
     gradient: Tensor  # with a scale of 1 for weights of 1 / (N length)
     truth: Tensor
     variance: float  # trace of the covariance over the squared norm of the expectation
-    rows: int  # completions in a step
-    prompts: int
+    step: tuple[int, int]  # prompts, and completions of each
 
     @property
     def cosine(self) -> float:
@@ -68,187 +57,91 @@ class Measured:
 
 def changed(args: Any, changes: dict[str, Any]) -> Any:
     """Return a config with changed keys; a key that becomes wrong or idle gets its default."""
-    values = {field.name: getattr(args, field.name) for field in fields(args)} | changes
-    while True:
-        try:
-            return type(args)(**values)
-        except ConfigError as error:
-            wrong = {key for key, _ in error.messages}
-            if not wrong & values.keys():
-                raise
-            values = {name: value for name, value in values.items() if name not in wrong}
+    values = vars(args) | changes
+    try:
+        return type(args)(**values)
+    except ConfigError as error:
+        wrong = {key for key, _ in error.messages}
+        return changed(type(args)(), {k: v for k, v in values.items() if k not in wrong})
 
 
-def reduced(args: Any) -> Any:
-    """Return the config of a trainer of this method, whose step has every completion once."""
-    shared = {field.name for field in fields(PolicyGradientConfig)}
-    kept = {field.name for field in fields(args)} - shared - NOT_AUDITED
-    kept |= {field.name for field in fields(MethodConfig)} - NOT_AUDITED
-    longest = min(args.max_completion_length, world.MAX_LENGTH)
-    method = {name: getattr(args, name) for name in kept} | {
-        "temperature": args.temperature,
-        "max_completion_length": longest,
-        "overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest),
-        "rollout_engine": "native",
-        "sampler_correction": args.correction_of(args.rollout_engine),
-        "num_iterations": min(args.updates_per_step, 2),  # so that ratios are computed, or not
-        "prompts_per_step": len(world.PROMPTS),
-        "num_generations": len(world.LISTED[longest]),
-    }
-    run = {"dtype": "float64", "micro_batch_tokens": 4096, "shuffle_dataset": False, "max_steps": 1}
-    return changed(type(args)(), method | run)
+def make_trainer(args: Any) -> Any:
+    """Return a trainer of this method in the world, whose step has every completion once.
+
+    A teacher, whatever it is, is the policy before it moved, with another prompt.
+    """
+    shared, method = ({one.name for one in fields(x)} for x in (PolicyGradientConfig, MethodConfig))
+    names, longest = vars(args).keys() - shared | method, world.MAX_LENGTH
+    keys = {name: getattr(args, name) for name in names - LEFT_OUT}
+    keys |= {"temperature": args.temperature, "max_completion_length": longest}
+    keys |= {"overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest)}
+    keys |= {"sampler_correction": args.correction_of(args.rollout_engine)}
+    keys |= {"num_iterations": min(args.updates_per_step, 2)}  # so that ratios are computed, or not
+    keys |= {"teacher_model_name_or_path": args.teacher_model_name_or_path and "policy"}
+    keys |= {"prompts_per_step": len(world.PROMPTS), "num_generations": len(world.COMPLETIONS)}
+    keys |= {"rollout_engine": "native", "dtype": "float64", "micro_batch_tokens": 4096}
+    own = changed(type(args)(), keys | {"shuffle_dataset": False, "max_steps": 1})
+    rows = [{"prompt": x, "privileged_prompt": y} for x, y in world.PRIVILEGED.items()]
+    trainer: Any = world.make_trainer(trainer_type(args.algorithm, args.trainer), own, rows)
+    trainer.sampler.engine.says = world.COMPLETIONS * len(rows)
+    return trainer
 
 
-def measure(args: Any, foreign: ForeignLoss | None = None) -> Measured:
-    """Return the expected gradient of a step of this config, and the true one."""
-    own = reduced(args)
-    kind = trainer_type(args.algorithm, args.trainer)
-    trainer: Any = world.make_trainer(kind, own, [*world.PROMPTS])
-    learner, n, longest = trainer.learner, own.num_generations, own.max_completion_length
+def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured:
+    """Return the expected gradient of a step of this config, or with a foreign loss of the config,
+    an update's batch and the policy's output, and the true one.
+    """
+    trainer, n, longest = make_trainer(args), len(world.COMPLETIONS), world.MAX_LENGTH
+    learner, model, own = trainer.learner, trainer.model, [*trainer.model.parameters()]
+    base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
+    warm = WARMTH if "vllm" in args.rollout_engine or "_" in args.sampler_correction else 1.0
+    sampler = SamplingParams(args.temperature * warm, args.top_k, args.top_p, args.min_p, longest)
+    drawn = [
+        world.distributions(model, prompt, said, sampler).detach()[range(len(said)), list(said)]
+        for prompt, said in product(world.PROMPTS, world.COMPLETIONS)
+    ]
+    base = base.with_columns(sampler_logprobs=pad_sequence(drawn, batch_first=True))
+    chances, size = base.sampler_logprobs.sum(1).exp(), min(args.num_generations, MOST)
+
+    # A step has one completion of each of two prompts, or several of one prompt in any order.
+    rows = [range(first, first + n) for first in range(0, len(chances), n)]
+    groups = chain(*(combinations_with_replacement(one, size) for one in rows))
+    pairs = chain(*(product(*two) for two in combinations(rows, 2)))
+    steps: list[tuple[int, ...]] = [*pairs] if size == 1 else [*groups]
+    same = [math.prod(map(math.factorial, Counter(step).values())) for step in steps]
+    weights = chances[torch.tensor(steps)].prod(1) / torch.tensor(same)
+    weights = weights / weights.sum()
+
+    def gradient(step: tuple[int, ...]) -> Tensor:
+        batch, groups = base.select(torch.tensor(step)), torch.arange(len(step)) // size
+        greedy = base.greedy and base.greedy.select(torch.tensor(step[::size]) // n)
+        batch = trainer.estimate(batch.with_columns(groups=groups, greedy=greedy), Meter())[0]
+        batch = trainer.drop_truncated(batch)
+        learner.module.zero_grad()
+        if foreign is None:
+            learner.accumulate(batch, Meter())
+        else:
+            torch.autograd.backward(foreign(args, batch, learner.trained(batch)))
+        return parameters_to_vector([parameter.grad for parameter in own])
+
+    pulls: list[Any] = [(world.model(), {}, args.beta, None)] if args.beta else []
+    if args.teacher_model_name_or_path is not None:
+        kind = args.teacher_divergence.replace("sampled", "reverse_kl")
+        compare = partial(divergence, kind=kind, mixture=args.teacher_mixture)
+        in_loss = compare if args.teacher_placement == "loss" else None
+        pulls.append((world.model(), world.PRIVILEGED, args.teacher_coef, in_loss))
     policy = SamplingParams(temperature=args.temperature, max_tokens=longest)
-    warm = args.temperature * (WARMTH if args.rollout_engine.startswith("vllm") else 1)
-    sampler = SamplingParams(warm, args.top_k, args.top_p, args.min_p, longest)
-    trainer.sampler.engine.says = world.LISTED[longest] * len(world.PROMPTS)
-    base = learner.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
-    learner.agreement.begin()
-    drawn = world.all_log_probs(trainer.model, sampler).detach()
-    base = base.with_columns(sampler_logprobs=drawn)
-    chances = drawn.sum(1).exp().view(-1, n)
-
-    # Steps have one prompt where no statistic crosses groups, and otherwise two or three.
-    size, crossing = args.num_generations, args.advantage_estimator not in IN_GROUP
-    crossing &= args.advantage_estimator not in READ_REWARDS - IN_BATCH
-    crossing |= args.normalize_advantages or args.whiten_rewards or args.normalize_rewards
-    crossing |= args.reward_squash == "min_max" or getattr(args, "scale_rewards", "") == "batch"
-    places: Any = [(place,) for place in range(len(world.PROMPTS))]
-    if crossing or args.trainer:
-        size = min(size, 2)
-        places = [(0, 1, 2)] if size == 1 else [(1, 2)]
-    while math.comb(n + size - 1, size) > MOST_GROUPS:
-        size -= 1
-    rows, weights = list_steps(chances, places, size)
-
-    look = Lookup(trainer, base, foreign and partial(foreign, args))
-    shares = [1 / args.updates_per_step, 1 - 1 / args.updates_per_step]
-    tables, jacobians, truth = list[PolicyOutput](), list[Tensor](), torch.zeros(())
-    among = sorted({*sum(places, ())})
-    prompts = [[*world.PROMPTS][place] for place in among]
-    reference = None if learner.reference is None else world.model()
-    for share in filter(None, shares):
-        if tables:
-            move(trainer.model, policy)
-        table, jacobian = look.outputs()
-        tables.append(table)
-        jacobians.append(share * jacobian)
-        here = world.exact_gradient(trainer.model, prompts, reference, args.beta, policy)
+    scored = args.policy_loss != "none"
+    found, truth, first = torch.zeros(()), torch.zeros(()), 1 / args.updates_per_step
+    for share in filter(None, (first, 1 - first)):
+        found = found + share * torch.stack([gradient(step) for step in steps])
+        here = world.exact_gradient(model, [*world.PROMPTS], policy, pulls, scored)
         truth = truth + share * here
-    steps = [rows] if len(places) > 1 else rows[:, None]
-    estimated = [look.estimated(step, len(places[0])) for step in steps]
-    batch = estimated[0] if len(estimated) == 1 else Batch.concat(estimated, world.EOS)
-    joined = foreign or args.trainer or args.positive_nll_coef or args.policy_loss not in LOSSES
-    slopes = torch.cat([look.slopes(table, batch, rows, not joined) for table in tables], dim=1)
-    jacobian = torch.cat(jacobians)
-    expected = weights @ slopes @ jacobian
-    square = expected.square().sum()
-    second = weights @ ((slopes @ (jacobian @ jacobian.T)) * slopes).sum(1)
-    lengths = (base.completion_mask.sum(1).view(-1, n) * chances).sum(1)[among].mean()
-    length = longest if own.aggregation == "constant" else lengths
-    variance = ((second - square) / square).item()
-    return Measured(-length * expected, truth, variance, rows.shape[1], len(places[0]))
-
-
-def list_steps(chances: Tensor, places: Any, size: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of every step, (O,N) indices of completions, and their probabilities (O,)."""
-    groups = list(combinations_with_replacement(range(chances.shape[1]), size))
-    same = [math.prod(map(math.factorial, Counter(one).values())) for one in groups]
-    ways = float(math.factorial(size)) / chances.new_tensor(same)
-    of_prompt = (ways * chances[:, torch.tensor(groups)].prod(2)).tolist()
-    steps, weights = [], []
-    for prompts in places:
-        for picks in product(range(len(groups)), repeat=len(prompts)):
-            pairs = list(zip(prompts, picks, strict=True))
-            if chance := math.prod(of_prompt[prompt][i] for prompt, i in pairs):
-                steps.append([p * chances.shape[1] + one for p, i in pairs for one in groups[i]])
-                weights.append(chance / len(places))
-    return torch.tensor(steps), chances.new_tensor(weights)
-
-
-def move(model: Any, params: SamplingParams) -> None:
-    """Move the policy along the gradient of E[score], by `LATER_KL` per token."""
-    start, distance = parameters_to_vector(model.parameters()).detach(), 1.0
-    along = world.exact_gradient(model, [*world.PROMPTS], params=params)
-    old = world.all_log_probs(model, params).detach()
-    chances = old.sum(1, keepdim=True).exp()
-    tokens = (chances * (old != 0)).sum()
-    for _ in range(10):  # the KL is nearly quadratic
-        vector_to_parameters(start + distance * along, model.parameters())
-        now = world.all_log_probs(model, params).detach()
-        distance *= math.sqrt(LATER_KL * tokens / (chances * (old - now)).sum())
-
-
-class Lookup:
-    """Stands in for the models, and for the split into micro-batches, in a trainer's updates."""
-
-    def __init__(self, trainer: Any, base: Batch, foreign: Any) -> None:
-        self.trainer, self.base, self.foreign = trainer, base, foreign
-        self.models, trainer.learner.trained = trainer.learner.trained, self
-        trainer.learner.micro_batches = lambda batch: [(torch.arange(batch.num_rows), batch)]
-        self.running = {name: dict(vars(one)) for name, one in trainer.running.items()}
-        self.micro_batch, self.backward = lambda last: nullcontext(), Tensor.backward
-
-    def __call__(self, batch: Batch) -> PolicyOutput:
-        return self.new
-
-    def outputs(self) -> tuple[PolicyOutput, Tensor]:
-        """Return the outputs for all completions, and the Jacobian (n*2*T,P) of their
-        log-probabilities and, with a bonus, entropies.
-        """
-        with torch.no_grad():
-            table: PolicyOutput = self.models(self.base)
-        kinds = 1 + (self.trainer.args.entropy_coef > 0)
-        size = sum(parameter.numel() for parameter in self.trainer.model.parameters())
-        jacobian = table.logprobs.new_zeros(*table.logprobs.shape, 2, size)
-        for row, place in self.base.action_mask.nonzero().tolist():
-            for kind in range(kinds):
-                number = self.models(self.base.select(torch.tensor([row])))[kind][0, place]
-                jacobian[row, place, kind] = world.gradient(self.trainer.model, number)
-        return table, jacobian.transpose(1, 2).flatten(0, 2)
-
-    def estimated(self, step: Tensor, prompts: int) -> Batch:
-        """Return the rows of steps (O,N) with advantages, by the trainer's own `estimate`."""
-        for name, record in self.trainer.running.items():
-            vars(record).update(self.running[name])
-        rows, size = step.flatten(), step.shape[1] // prompts
-        groups = torch.arange(len(rows) // size).repeat_interleave(size)
-        batch = self.base.select(rows).with_columns(groups=groups)
-        if (greedy := self.base.greedy) is not None:  # one row for each prompt
-            each = rows[::size] // (self.base.num_rows // greedy.num_rows)
-            batch = batch.with_columns(greedy=greedy.select(each))
-        done: Batch = self.trainer.drop_truncated(self.trainer.estimate(batch, Meter())[0])
-        return done
-
-    def slopes(self, table: PolicyOutput, batch: Batch, step: Tensor, separate: bool) -> Tensor:
-        """Return d loss / d (log-probability, entropy) of each step, (O,n*2*T); all at once where
-        the losses of groups are `separate`.
-        """
-        (count, size), (n, width), rows = step.shape, table.logprobs.shape, step.flatten()
-        found = table.logprobs.new_zeros(count * n, 2, width)
-        every = torch.arange(count * size)
-        for part in [every] if separate else every.view(count, size):
-            chosen = batch if separate else batch.select(part)
-            place = (rows[part], slice(chosen.completion_ids.shape[1]))
-            both = torch.stack([table.logprobs[place], table.entropy[place]], 1).requires_grad_()
-            values = None if table.values is None else table.values[place]
-            self.new = PolicyOutput(both[:, 0], both[:, 1], values)
-            if self.foreign is None:
-                self.trainer.learner.accumulate(chosen, Meter())
-            else:
-                self.foreign(chosen, self.new).backward()
-            assert both.grad is not None
-            found[:, :, place[1]].index_add_(0, part // size * n + rows[part], both.grad)
-        if separate:  # the denominators counted all steps together
-            kind, mask = self.trainer.args.aggregation, batch.action_mask
-            each = [weight_count(own, kind) for own in mask.view(count, size, -1)]
-            factor = weight_count(mask, kind) / torch.stack(each).clamp(min=1)
-            return found.view(count, -1) * factor[:, None]
-        return found.view(count, -1)
+        moved = parameters_to_vector(own).detach() + RATE * here
+        vector_to_parameters(moved, own)
+    expected = weights @ found
+    variance = weights @ found.square().sum(1) / expected.square().sum() - 1
+    mean = (base.completion_mask.sum(1) * chances).sum() / len(world.PROMPTS)
+    length = longest if args.aggregation == "constant" else mean
+    shape = len(steps[0]) // size, size
+    return Measured(-length * expected, truth, variance.item(), shape)

@@ -4,15 +4,14 @@ The truth comes from plain forward passes of single rows, without padding or a t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
@@ -21,18 +20,14 @@ from rlhf_pg.trainers import PolicyGradientTrainer
 
 EOS, A, B = 0, 1, 2
 MAX_LENGTH = 2
-COMPLETIONS = [(EOS,), (A, EOS), (A, A), (A, B), (B, EOS), (B, A), (B, B)]
-SHORT = [(EOS,), (A,), (B,)]
-LISTED: dict[int, Any] = {1: SHORT, MAX_LENGTH: COMPLETIONS}  # by max_completion_length
+COMPLETIONS: list[Any] = [(EOS,), (A, EOS), (A, A), (A, B), (B, EOS), (B, A), (B, B)]
 PROMPTS = {"a": (A,), "ab": (A, B), "bba": (B, B, A)}
+PRIVILEGED = {"a": "bba", "ab": "a", "bba": "ab"}  # what a teacher sees that is the policy
 # Scores without symmetry, one per (prompt, completion).
 SCORES = {
-    prompt: dict(zip([*COMPLETIONS, *SHORT[1:]], scores, strict=True))
-    for prompt, scores in {
-        "a": (0.3, 1.0, -0.7, 0.1, 2.0, -1.5, 0.4, 1.0, 2.0),
-        "ab": (1.1, -0.2, 0.6, 0.0, -1.0, 0.9, 0.5, -0.2, -1.0),
-        "bba": (-0.4, 0.8, 1.7, -2.0, 0.2, 0.3, 1.2, 0.8, 0.2),
-    }.items()
+    "a": dict(zip(COMPLETIONS, (0.3, 1.0, -0.7, 0.1, 2.0, -1.5, 0.4), strict=True)),
+    "ab": dict(zip(COMPLETIONS, (1.1, -0.2, 0.6, 0.0, -1.0, 0.9, 0.5), strict=True)),
+    "bba": dict(zip(COMPLETIONS, (-0.4, 0.8, 1.7, -2.0, 0.2, 0.3, 1.2), strict=True)),
 }
 PLAIN = SamplingParams(max_tokens=MAX_LENGTH)
 
@@ -65,7 +60,7 @@ def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list
 class ListedEngine(RolloutEngine):
     """Says what it is told to, in place of sampling; asked for temperature 0, what is likeliest."""
 
-    def __init__(self, model: PreTrainedModel | None = None) -> None:
+    def __init__(self, model: Any = None) -> None:
         self.model = model
         self.says: Sequence[tuple[int, ...]] = ()
 
@@ -73,61 +68,44 @@ class ListedEngine(RolloutEngine):
         raise NotImplementedError
 
     def stream(self, prompts: Any, n: int, params: SamplingParams, *_: Any, **__: Any) -> Any:
-        says = self.says
+        says: Any = self.says
         if params.temperature == 0:
-            says = [likeliest(self.model, prompt, params) for prompt in prompts for _ in range(n)]
+            likeliest = partial(self.model.generate, max_new_tokens=MAX_LENGTH, do_sample=False)
+            said = [likeliest(torch.tensor([x]))[0, len(x) :].tolist() for x in prompts]
+            says = [one for one in said for _ in range(n)]
         assert len(says) == n * len(prompts)
         for place, said in enumerate(says):
             end: Any = "stop" if said[-1] == EOS else "length"
             yield place, Completion(list(said), [0.0] * len(said), end)
 
 
-@torch.no_grad()
-def likeliest(model: Any, prompt: Sequence[int], params: SamplingParams = PLAIN) -> tuple[int, ...]:
-    """Return the greedy completion of a prompt, token by token, from unpadded forward passes."""
-    said: list[int] = []
-    while len(said) < params.max_tokens and EOS not in said:
-        said.append(int(model(torch.tensor([[*prompt, *said]])).logits[0, -1].argmax()))
-    return tuple(said)
-
-
 def make_trainer(
     trainer_type: type[PolicyGradientTrainer],
     args: Any,
-    prompts: Sequence[str],
+    train_dataset: Any,
     reward: Callable[..., list[float]] = score,
     **inputs: Any,
 ) -> PolicyGradientTrainer:
-    """Return a trainer on listed completions, whose policy has moved off its reference, and whose
-    critic, if it has a head, off 0.
-    """
-    inputs = {"train_dataset": Dataset.from_dict({"prompt": list(prompts)}), **inputs}
-    trainer = trainer_type(model(), reward, args, processing_class=tokenizer(), **inputs)
+    """Return a trainer on listed completions, whose policy and critic have moved off the start."""
+    inputs |= {"processing_class": tokenizer()}
+    trainer = trainer_type(model(), reward, args, train_dataset, **inputs)
     trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
-    critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
-    generator = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in [*trainer.model.parameters(), *(critic.parameters() if critic else ())]:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.add_(0.1 * noise)
+        moves = trainer.critic is None or trainer.critic.head  # else it is a module of the caller's
+        for parameter in (trainer.learner.module if moves else trainer.model).parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype))
     return trainer
 
 
-def log_probs(
+def distributions(
     model: PreTrainedModel, prompt: str, said: Sequence[int], params: SamplingParams = PLAIN
 ) -> Tensor:
-    """Return log p of each token of one completion, (T,), as `params` would sample it."""
+    """Return log p of everything in place of each token of a completion, (T,V), under `params`."""
     ids = torch.tensor([[*PROMPTS[prompt], *said]])
     logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -len(said) - 1 : -1]
-    scores = truncate(logits / params.temperature, params).log_softmax(-1)
-    return scores[torch.arange(len(said)), torch.tensor(said)]
-
-
-def all_log_probs(model: PreTrainedModel, params: SamplingParams = PLAIN) -> Tensor:
-    """Return `log_probs` of every completion of every prompt, (prompts * completions, T)."""
-    pairs = product(PROMPTS, LISTED[params.max_tokens])
-    return pad_sequence([log_probs(model, *pair, params) for pair in pairs], batch_first=True)
+    return truncate(logits / params.temperature, params).log_softmax(-1)
 
 
 def gradient(model: PreTrainedModel, objective: Tensor) -> Tensor:
@@ -139,17 +117,25 @@ def gradient(model: PreTrainedModel, objective: Tensor) -> Tensor:
 def exact_gradient(
     model: PreTrainedModel,
     prompts: Sequence[str],
-    reference: PreTrainedModel | None = None,
-    beta: float = 0.0,
     params: SamplingParams = PLAIN,
+    pulls: Sequence[tuple[PreTrainedModel, dict[str, str], float, Any]] = (),
+    scored: bool = True,
 ) -> Tensor:
-    """Return grad J, J = mean over prompts of E[score] - beta KL(pi || ref), both summed."""
-    places = [[*PROMPTS].index(prompt) for prompt in prompts]
-    log_p = all_log_probs(model, params).sum(1).view(len(PROMPTS), -1)[places]
-    scores = [[SCORES[prompt][said] for said in LISTED[params.max_tokens]] for prompt in prompts]
-    paid = log_p.new_tensor(scores)
-    if reference is not None:
-        with torch.no_grad():
-            log_ref = all_log_probs(reference, params).sum(1).view(len(PROMPTS), -1)[places]
-            paid = paid - beta * (log_p - log_ref)
-    return gradient(model, (log_p.exp() * paid).sum() / len(prompts))
+    """Return grad J, J = mean over prompts of E[score] less the pulls, summed over everything.
+
+    A pull is another model, the prompts that it sees in place of others, a coefficient, and a
+    divergence of tokens at prefixes that are held fixed, or None for KL(policy || other) of whole
+    completions.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for prompt, said in product(prompts, COMPLETIONS):
+        own, tokens = distributions(model, prompt, said, params), (range(len(said)), list(said))
+        chance = own[tokens].sum().exp()
+        total = total + chance * SCORES[prompt][said] * scored
+        for other, seen, coef, compare in pulls:
+            theirs = distributions(other, seen.get(prompt, prompt), said, params).detach()
+            apart = chance * (own - theirs)[tokens]
+            if compare is not None:
+                apart = chance.detach() * compare(own, theirs)[0]
+            total = total - coef * apart.sum()
+    return gradient(model, total / len(prompts))

@@ -43,14 +43,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             known = f"{', '.join(GPUS)}, or memory in GiB; default: this machine's"
             add("--device", type=_device, metavar="GPU", help=known)
         case "audit":
-            add("--loss", metavar="FILE.py:FUNCTION", help="a policy loss of verl, TRL or yours")
-            add(
-                "--micro_batches",
-                type=count,
-                default=4,
-                metavar="N",
-                help="of verl's or TRL's loss",
-            )
+            add("--loss", metavar="FILE.py:FUNCTION", help="a policy loss of verl or TRL")
+            add("--micro_batches", type=count, default=4, metavar="N", help="of that loss")
         case "eval":
             add("--config", metavar="RECIPE", help="recipe file or preset with keys")
             add("--json", metavar="FILE", help="write the numbers to a file too")

@@ -51,7 +51,3 @@ def nemo_rl_3791(log_prob, response_mask, rewards):
 
 def unknown(log_prob, waves):
     raise AssertionError
-
-
-def ours(logprobs, old_logprobs, advantages, mask):
-    return -2 * advantages * (logprobs - old_logprobs).exp() * mask, {}
