@@ -70,8 +70,8 @@ def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]
 
 
 def adapt(function: Callable[..., Any], micro_batches: int) -> Callable[..., Tensor]:
-    """Return the sum over micro-batches of a loss with the parameters of verl's policy losses, or
-    with names of TRL's `GRPOTrainer._compute_loss`; TypeError if it needs others.
+    """Return the sum over an update's micro-batches of a loss with the parameters of verl's policy
+    losses, or with names of TRL's `GRPOTrainer._compute_loss`; TypeError if it needs others.
     """
     parameters = inspect.signature(function).parameters
 

@@ -88,9 +88,7 @@ def make_trainer(args: Any) -> Any:
 
 
 def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured:
-    """Return the expected gradient of a step of this config, or with a foreign loss of the config,
-    an update's batch and the policy's output, and the true one.
-    """
+    """Return a step's expected gradient by this config, or by a foreign loss, and the true one."""
     trainer, n, longest = make_trainer(args), len(world.COMPLETIONS), world.MAX_LENGTH
     learner, model, own = trainer.learner, trainer.model, [*trainer.model.parameters()]
     base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
@@ -108,8 +106,8 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     groups = chain(*(combinations_with_replacement(one, size) for one in rows))
     pairs = chain(*(product(*two) for two in combinations(rows, 2)))
     steps: list[tuple[int, ...]] = [*pairs] if size == 1 else [*groups]
-    same = [math.prod(map(math.factorial, Counter(step).values())) for step in steps]
-    weights = chances[torch.tensor(steps)].prod(1) / torch.tensor(same)
+    ways = [1 / math.prod(map(math.factorial, Counter(step).values())) for step in steps]
+    weights = chances[torch.tensor(steps)].prod(1) * chances.new_tensor(ways)
     weights = weights / weights.sum()
 
     def gradient(step: tuple[int, ...]) -> Tensor:

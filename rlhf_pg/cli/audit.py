@@ -22,13 +22,12 @@ def audit(flags: Sequence[str]) -> None:
         function = user_modules.load(locate_reward(options.loss, None))
         foreign = causes.adapt(function, options.micro_batches)
     logging.disable(logging.WARNING)  # of configs without one of the choices
-    table = Table("", "cosine", "scale", "bias", "variance", "", box=None, pad_edge=False)
+    table, effects = Table("", "cosine", "scale", "bias", "variance", box=None), list[str]()
     for name, found, effect in causes.audit(args, foreign):
-        numbers = (f"{found.cosine:.6f}", f"{found.scale:.4f}", f"{found.bias:.1e}")
-        table.add_row(name, *numbers, f"{found.variance:.3g}", effect)
-    prompts, size = found.step
-    print(
-        f"A step here has {prompts} prompts with {size} completions of {world.MAX_LENGTH} tokens; "
-        f"its updates after the first come after SGD with a rate of {expectation.RATE}"
-    )
+        numbers = found.cosine, found.scale, found.bias, found.variance
+        table.add_row(name, *(f"{number:.4g}" for number in numbers))
+        effects += [f"{name}: {effect}"] * bool(effect)
+    step = "prompts {}, completions {}, tokens {}; updates after the first: after SGD at rate {}"
+    print(step.format(*found.step, world.MAX_LENGTH, expectation.RATE))
     Console().print(table)
+    print(*effects, sep="\n")
