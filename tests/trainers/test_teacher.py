@@ -225,6 +225,11 @@ def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
     ("key", "options"),
     [
         ("teacher_model_name_or_path", {"teacher_model_name_or_path": "policy"}),
+        (
+            "teacher_model_name_or_path",
+            {"teacher_model_name_or_path": "policy", "teacher_mixup_alpha": 0.5}
+            | {"policy_loss": "none"},
+        ),
         ("privileged_prompt", {"privileged_prompt": "b{nothing}"}),
         ("privileged_prompt", {"privileged_prompt": "b{prompt}" + "a" * 8}),
         ("teacher_coef", {"teacher_coef": 0.5, "teacher_model_name_or_path": None}),
