@@ -53,7 +53,7 @@ TODAY = {
     "rollout": 2997,
     "rollout/multi_turn": 990,
     "rewards": 2038,
-    "trainers": 3668,
+    "trainers": 3669,
     "runtime": 1110,
     "checkpoint": 681,
     "report": 1704,

@@ -106,12 +106,13 @@ def check_privileged(
     for i, prompt in enumerate(prompts):
         if prompt is not None:
             encode(prompt, tokenizer, i, PRIVILEGED, most=room)
-    knows_no_more = args.teacher_mixup_alpha == 1 or args.policy_loss == "none"
-    if args.teacher_model_name_or_path == "policy" and knows_no_more:
-        if not prompts and not has_function:
-            raise ValueError(
-                f"{KEY}: the policy cannot teach itself what it knows: give a privileged_prompt"
-            )
+    teaches_itself = args.teacher_model_name_or_path == "policy" and (
+        args.teacher_mixup_alpha == 1 or args.policy_loss == "none"
+    )
+    if teaches_itself and not prompts and not has_function:
+        raise ValueError(
+            f"{KEY}: the policy cannot teach itself what it knows: give a privileged_prompt"
+        )
     return room
 
 
