@@ -71,6 +71,7 @@ GOOD = {
         "reward": [0.0] * 40,
         "frac_reward_zero_std": [1.0] * 40,
         "teacher/divergence": [0.1] * 40,
+        "approx_kl/after": [0.7] * 40,
     },
     "no updates skipped": {"skipped_updates": [0] * 30},
     "nothing computed": {"kl": [None] * 40, "entropy": [None] * 40},
