@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import yaml
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_pg import Callback
@@ -57,8 +58,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 FULL = {"use_peft": False, "learning_rate": 2e-6}
 SEEDS = {"yes_no": 3, "letters": 3, "arithmetic": 5, "happy": 5}
+# The student of the first run's model on the embedded task, with its exact loss at every token.
+TAUGHT = (
+    "grpo --name taught --set teacher_model_name_or_path=runs/arithmetic-grpo-1/final "
+    "policy_loss=none num_mini_batches=8 num_iterations=8 learning_rate=2e-4 max_steps=40"
+)
 # What docs/results.md shows: task, how, and seeds from 1 to the number.
 MATRIX = [(task, algorithm, n) for task, n in SEEDS.items() for algorithm in ALGORITHMS]
+MATRIX += [("arithmetic", TAUGHT, 5), ("shown", "grpo", 5)]  # after arithmetic grpo
 MATRIX += [("learned", "ppo", 1)]  # after two recipes: see recipes/smollm2_sft.yaml
 MATRIX += [("happy", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo")]
 MATRIX += [("happy", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
@@ -104,7 +111,8 @@ class HeldOut:
     def end(self, metrics: dict[str, Any]) -> None:
         self.seconds += clock() - self.start
         self.steps.append({key: metrics[key] for key in KEPT if key in metrics})
-        if len(self.steps) % max(5, self.trainer.args.max_steps // 10) == 0:
+        whole = self.trainer.args.max_steps
+        if len(self.steps) % max(5 if whole >= 10 else 1, whole // 10) == 0:
             self.score()
 
 
@@ -190,7 +198,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         own |= {"eval_steps": 0, "max_steps": 200}
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
-        own = {} if flags.task == "learned" else ALGORITHMS[algorithm] | own
+        own = {} if flags.task in ("learned", "shown") else ALGORITHMS[algorithm] | own
     pairs = (pair.split("=", 1) for pair in flags.set)
     settings = {key: yaml.safe_load(value) for key, value in pairs}
     own |= settings
@@ -202,6 +210,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     trainer: Any = kind(args=args, callbacks=[Ours()])
     trainer.held_out = held_out = HeldOut(trainer)
     held_out.score()
+    teacher = teacher_score(trainer) if trainer.privileged_prompt else None
     if flags.trl:
         batch = flags.batch or held_out.rows
         of_trl(algorithm, trainer, batch, Theirs(held_out)).train()
@@ -226,7 +235,17 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": torch.cuda.max_memory_allocated() if GPU else peak,
         "steps": held_out.steps,
         "held_out": held_out.curve,
-    }
+    } | ({} if teacher is None else {"teacher": teacher})
+
+
+def teacher_score(trainer: Any) -> dict[str, float]:
+    """Score what the untrained policy says to the teacher's prompts of the held-out rows."""
+    sets, [rows] = trainer.eval_sets, [one.rows for one in trainer.eval_sets.values()]
+    told = trainer.privileged_prompt(prompts=list(rows["prompt"]))
+    trainer.eval_sets = trainer.eval_prompts({"": Dataset.from_dict({"prompt": told})})
+    metrics = trainer.evaluate(temperature=trainer.args.temperature)
+    trainer.eval_sets = sets
+    return {"score": metrics["eval_reward"], "stderr": metrics["eval_reward_stderr"]}
 
 
 def name_of(flags: argparse.Namespace) -> str:
@@ -265,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
-    one.add_argument("task", choices=[*SEEDS, "learned"])
+    one.add_argument("task", choices=[*SEEDS, "learned", "shown"])
     one.add_argument("algorithm", choices=ALGORITHMS)
     one.add_argument("--seed", type=int, required=True)
     one.add_argument("--full", action="store_true", help="all weights, no adapter")

@@ -24,7 +24,7 @@ def runs() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs that are there, by task and method; those with other settings are left out."""
     tasks: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for run in files("*.json"):
-        if not run["name"] and run["task"] != "learned":
+        if not run["name"] and run["task"] not in ("learned", "shown"):
             *trl, algorithm = run["algorithm"].split()
             method = " ".join([*trl, NAMES[algorithm], f"({run['weights']})"])
             tasks[run["task"]][method].append(run)
@@ -96,6 +96,52 @@ def race(goal: float = 0.5) -> str:
     return "\n".join(rows)
 
 
+def students() -> str:
+    """A row for each student: the steps in which it comes to its teacher's score, to within the
+    error of that, and those in which rewards alone do.
+    """
+    rows = ["| Task | Teacher | Seeds | Steps of the student | Steps of GRPO |", "|---" * 5 + "|"]
+    pairs = (("arithmetic", "arithmetic-grpo-taught-*"), ("happy", "shown-grpo-*"))
+    for task, pattern in pairs:
+        taught, alone = files(f"{pattern}.json"), files(f"{task}-grpo-?.json")
+        if not (taught and alone):
+            continue
+        teacher = taught[0].get("teacher") or alone[0]["held_out"][-1]
+        goal = teacher["score"] - teacher["stderr"]
+        cells = [f"{task} | {teacher['score']:.2f} | {len(taught)}"]
+        for group in (taught, alone):
+            steps = []
+            for run in group:
+                each = run["recipe"]["prompts_per_step"] * run["recipe"]["num_generations"]
+                there = (p["samples"] // each for p in run["held_out"] if p["score"] >= goal)
+                steps.append(str(next(there, f"over {run['recipe']['max_steps']}")))
+            cells.append(", ".join(steps))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def draw_students(plt: Any) -> None:
+    """Draw the held-out scores of students and of rewards alone, by step."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    pairs = (("arithmetic", "arithmetic-grpo-taught-*"), ("happy", "shown-grpo-*"))
+    for axis, (task, pattern) in zip(axes, pairs, strict=True):
+        for color, glob, label in zip(
+            COLORS, (pattern, f"{task}-grpo-?"), ("a teacher alone", "rewards alone"), strict=False
+        ):
+            for i, run in enumerate(files(f"{glob}.json")):
+                each = run["recipe"]["prompts_per_step"] * run["recipe"]["num_generations"]
+                points = [(p["samples"] / each, p["score"]) for p in run["held_out"]]
+                name = None if i else label
+                axis.plot(*zip(*points, strict=True), color=color, alpha=0.7, label=name)
+        axis.set_title(task, loc="left")
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out score")
+    axes[0].legend(frameon=False)
+    figure.savefig(RESULTS / "students.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_rates(plt: Any) -> None:
     """Draw reward, entropy and KL of each step, for three learning rates each of three adapters."""
     kinds = ("rank-1", "rank-16", "full")
@@ -145,6 +191,8 @@ def draw() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "results"  # the same file for the same numbers
     from matplotlib import pyplot as plt
 
+    if files("shown-*.json"):
+        draw_students(plt)
     if files("*-rate-*.json"):
         draw_rates(plt)
     if files("learned-*.json"):

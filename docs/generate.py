@@ -545,7 +545,7 @@ def distillation() -> str:
 def results() -> str:
     """The text of results.md, with the tables of the runs that are there."""
     text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
-    return filled(text, "race", curves.race())
+    return filled(filled(text, "race", curves.race()), "students", curves.students())
 
 
 def filled(text: str, name: str, table: str) -> str:

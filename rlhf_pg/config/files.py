@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
-        elif key in ("trainer", "privileged_prompt") and value and ".py:" in value:
+        elif key in ("trainer", "privileged_prompt") and names_function(value or ""):
             keys[key] = locate_reward(value, beside)
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]
@@ -62,6 +63,11 @@ def locate_reward(name: str, beside: Path | None) -> str:
             if (path := absolute(file, beside)) != file:
                 return path.removesuffix(file) + name
     return name
+
+
+def names_function(text: str) -> bool:
+    """Return whether a text is FILE.py:NAME, and not a template."""
+    return re.fullmatch(r"[^\s{}]+\.py:\w+", text) is not None
 
 
 def is_file_name(rubric: str) -> bool:

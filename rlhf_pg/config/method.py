@@ -100,7 +100,7 @@ class MethodConfig:
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
         "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")
     epsilon: float = option(0.2, gt=0, le=1, help=
-        "Clip distance of the ratio (dppo: probability) below; above it is epsilon_high.")
+        "Clip distance of the ratio below 1 (dppo: of the probability); see epsilon_high.")
     epsilon_high: float | None = option(None, gt=0, help="Clip distance above. None: epsilon.")
     delta: float | None = option(None, gt=1, help=
         "Upper bound of the ratio for negative advantages (dual clip). None: no bound.")

@@ -125,6 +125,9 @@ def of_estimator(args: Any) -> Iterator[str]:
         yield f"{this} compares completions: raise num_generations"
     if args.whiten_rewards and name not in {"returns", "total_returns", *NEED_VALUES}:
         yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
+    pays = args.teacher_model_name_or_path is not None and args.teacher_placement == "reward"
+    if args.importance_sampling_level == "sequence" and pays:
+        yield "importance_sampling_level must be 'token': the teacher pays every token"
     if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
     # These normalise the scores of steps or sources instead of their sum.
@@ -144,6 +147,12 @@ def of_updates(args: Any) -> Iterator[str]:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
         yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
+    others = args.ptx_coef + args.positive_nll_coef + args.tool_output_nll_coef
+    taught = args.teacher_model_name_or_path is not None and args.teacher_placement == "loss"
+    if args.policy_loss == "none" and not (taught or others):
+        yield "policy_loss none needs another: teacher_model_name_or_path in the loss, or ptx_coef"
+    if args.policy_loss == "none" and args.target_kl is not None:
+        yield "target_kl is measured by a policy_loss with a ratio, not by none"
     if args.updates_per_step == 1:  # these measure how far earlier updates have moved the policy
         several = "needs several updates per step: raise num_iterations or num_mini_batches"
         if args.target_kl is not None:

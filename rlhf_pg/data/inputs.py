@@ -80,9 +80,11 @@ def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[st
 def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:
     """Load the texts of `ptx_dataset_name`, as token ids; ValueError without a column `text`."""
     assert args.ptx_dataset_name is not None  # the rules ask for it
-    rows = open_dataset(args.ptx_dataset_name, None, "train")
-    if "text" not in rows.column_names:
-        there = ", ".join(rows.column_names)
-        raise ValueError(f"ptx_dataset_name must have a column text, got {there}")
-    most = 1 + args.max_completion_length  # nothing predicts the first token
-    return [encode(text, tokenizer, i, "text")[:most] for i, text in enumerate(rows["text"])]
+    try:
+        rows = open_dataset(args.ptx_dataset_name, None, "train")
+        if "text" not in rows.column_names:
+            raise ValueError(f"there is no column text in {', '.join(rows.column_names)}")
+        texts = [encode(x, tokenizer, i, "text") for i, x in enumerate(rows["text"]) if x]
+    except ValueError as error:
+        raise ValueError(f"ptx_dataset_name: {error}") from error
+    return [ids[: 1 + args.max_completion_length] for ids in texts]  # nothing predicts the first

@@ -10,6 +10,7 @@ import datasets
 from datasets import Dataset, DatasetDict
 
 from rlhf_pg.boundary.quoted import tell
+from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.prompts import as_dataset, permutation
 
@@ -205,7 +206,11 @@ def _prompt(
             if row.get(name) is None:
                 raise ValueError(f"{key} names {{{name}}}, which row {number} lacks")
         try:
-            prompt = template.format(**row)
+            if key == PRIVILEGED and isinstance(prompt, list):  # a chat, with another last message
+                text = template.format(**{**row, "prompt": prompt[-1]["content"]})
+                prompt = [*prompt[:-1], {**prompt[-1], "content": text}]
+            else:
+                prompt = template.format(**row)
         except Exception as error:  # from a conversion or format after the name
             raise ValueError(
                 f"{key} cannot be filled with row {number}: {tell(error)}. Double the "
@@ -222,14 +227,17 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     """Make prompts by `with_prompts`, and those that a teacher alone sees; a ValueError begins with
     `what`.
     """
-    secret = getattr(args, PRIVILEGED, None)
+    template = getattr(args, PRIVILEGED, None) or ""
     try:
         made = with_prompts(given := as_dataset(data), args, of_texts)
-        if secret is None or ".py:" in secret or what != "train_dataset":
+        has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
+        if what != "train_dataset" or names_function(template) or not (template or has_column):
             return made
-        return made.add_column(
-            PRIVILEGED, with_prompts(given, args, of_texts, PRIVILEGED)["prompt"]
-        )
+        if not template:
+            given = given.select_columns([PRIVILEGED]).rename_column(PRIVILEGED, "prompt")
+        hidden = with_prompts(given, args, of_texts and bool(template), PRIVILEGED)["prompt"]
+        made = made.remove_columns(PRIVILEGED) if has_column else made
+        return made.add_column(PRIVILEGED, hidden)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
 

@@ -107,12 +107,12 @@ class TokenDistribution:
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
             z, bend = self.logits(output, rows)
-            if taught is not None:
+            if self.entropy_gradient or taught is not None:
                 everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
+            if taught is not None:
                 towards = taught.compare(everywhere, rows)[1]
                 towards *= to_divergences[0][rows, None] * self.slope
             if self.entropy_gradient:
-                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
                 p = everywhere.exp()
                 surprise = everywhere.add_(entropies[rows, None])
                 gradient = p.mul_(surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows]))

@@ -26,10 +26,10 @@ from rlhf_pg.trainers.token_budget import (
     Growth,
     Sharding,
     blueprint,
+    copy_bytes,
     memory_by_part,
     most,
     of_update,
-    reference_bytes,
 )
 
 META = torch.device("meta")
@@ -45,6 +45,7 @@ class MetaModels(NamedTuple):
     critic: Critic | None
     prompt: int  # tokens of the longest prompt
     update: Growth  # memory of a training micro-batch
+    teacher: PreTrainedModel | None = None  # unless it is the policy
 
 
 class Memory(NamedTuple):
@@ -104,11 +105,16 @@ def build_meta_models(
             own = (args.critic == "shared", value_model, adapter, args.critic_seed)
             critic = models.new_critic(model, tokenizer, dtype, *own)
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
+        chunk_size //= 3 if args.compares_distributions else 1
         _, module = assemble(model, args, critic, tokens, chunk_size)
     meta: Any = blueprint(module, device)
     policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
     update = of_update(meta, args, prompt, torch.device(device))
-    return MetaModels(args, policy, critic, prompt, update)
+    teacher, path = None, args.teacher_model_name_or_path
+    if path not in (None, "policy"):
+        with models.about("teacher_model_name_or_path"):
+            teacher = _without_data(str(path), dtype, AutoModelForCausalLM, remote)
+    return MetaModels(args, policy, critic, prompt, update, teacher)
 
 
 def _without_data(
@@ -144,6 +150,11 @@ def predict_memory(
         tokens = max(row, min(most(kind, row), meta.update.tokens_within(SHARE[kind] * left)))
     draws = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
     update["activations"] = meta.update.at(min(int(tokens), draws * meta.update.tokens))
+    if args.compares_distributions:  # its hidden states, at every token of the step
+        config = (meta.teacher or meta.policy.model).config.get_text_config()
+        rows = math.ceil(args.prompts_per_step / processes) * args.num_generations
+        wide = next(meta.policy.parameters()).element_size() * config.hidden_size
+        update["teacher"] += rows * args.max_completion_length * wide
 
     left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
     each = attention_support(meta.policy.model).bytes_per_token
@@ -160,7 +171,7 @@ def predict_memory(
 def _weight_bytes(
     meta: MetaModels, layout: Sharding, processes: int, sampling: bool
 ) -> dict[str, float]:
-    """Return the bytes of policy, critic and reference, without activations."""
+    """Return the bytes of policy, critic, reference and teacher, without activations."""
     policy = list(meta.policy.parameters())
     optim = meta.args.optim
     parts = memory_by_part(policy, layout, processes, sampling, optim)
@@ -177,5 +188,14 @@ def _weight_bytes(
         critic = memory_by_part(rest, layout, processes, sampling, optim)
         critic.pop("copy to sample from", None)  # the critic does not sample
         parts["critic"] = sum(critic.values())
-    parts["reference"] = reference_bytes(meta.args, meta.policy, layout, processes)
+    place = (layout, processes)
+    parts["reference"] = parts["teacher"] = 0.0
+    if meta.args.beta > 0:
+        parts["reference"] = copy_bytes(meta.args, meta.policy, meta.args.sync_ref_model, *place)
+    if meta.teacher is not None:
+        size = sum(p.nbytes for p in meta.teacher.parameters())
+        parts["teacher"] = size / (processes if layout.weights else 1)
+    elif meta.args.teacher_model_name_or_path is not None:  # the policy
+        moves = meta.args.teacher_mixup_alpha > 0
+        parts["teacher"] = copy_bytes(meta.args, meta.policy, moves, *place)
     return parts

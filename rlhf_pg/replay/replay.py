@@ -47,6 +47,10 @@ class Replay:
             raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
         self.last: int = self.run.metrics[-1]["step"]
         self.has_episodes = trainer.episode_runner is not None
+        if self.has_episodes and trainer.privileged_prompt is not None:
+            raise ValueError(
+                "privileged_prompt is a function of messages, which the record of an episode lacks"
+            )
         trainer.observers = ()  # do not write records
         trainer.sampler.episode_runner = None  # do not play episodes
         trainer.learner.agreement.refuses = False  # other hardware may round differently

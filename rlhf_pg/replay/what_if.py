@@ -26,6 +26,7 @@ OTHER_RUN = (
     *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
     *("critic", "value_model_name_or_path", "dynamic_sampling_rounds", "rollout_engine"),
+    *("teacher_model_name_or_path", "privileged_prompt"),
 )
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FIRST = 3.0  # seconds until the first page, which a short run does not need
 SHARE = 100  # updating the page takes at most 1 / SHARE of the time
-SHOWN = ("reward", "kl", "entropy")
+SHOWN = ("reward", "teacher/divergence", "kl", "entropy")
 
 
 class Journal:

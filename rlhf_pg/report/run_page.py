@@ -29,7 +29,7 @@ Groups with one score for all | frac_reward_zero_std | Nothing is learnt from th
 Failed rewards | rewards/*/failed | Share of calls of a reward function that failed.
 # Policy
 KL to the reference | kl | Distance from the initial model, in nats per token.
-Distance from the teacher | teacher/divergence | In nats per token; 0 where it says nothing.
+Distance from the teacher | teacher/divergence | Nats per token; 0 for a token without a teacher.
 KL of a completion | kl/completion | Summed over the tokens of a completion, in nats.
 KL of the update | approx_kl approx_kl/after | How far one step moves; above 0.1 is large.
 Entropy | entropy | In nats per token; at 0 the policy always says the same.

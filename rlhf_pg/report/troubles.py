@@ -12,6 +12,7 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple, TypeGuard
 
 WINDOW = 10  # steps
+ALIKE, FAR = "All groups equal", "Steps too large"
 
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]  # step, value
@@ -66,7 +67,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             "completions. Use a larger beta, a smaller learning rate, or an earlier checkpoint.",
         ),
         Rule(
-            *("approx_kl/after", None, lambda kl: kl > 0.35, "Steps too large"),
+            *("approx_kl/after", None, lambda kl: kl > 0.35, FAR),
             "They move the policy so far that the reward may not come back. Begin again, or from "
             "an earlier checkpoint, with a smaller learning_rate (for models of billions about "
             "1e-6, with LoRA 1e-5 to 2e-4), fewer num_iterations, or target_kl.",
@@ -86,7 +87,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             window=5,
         ),
         Rule(
-            *("frac_reward_zero_std", None, lambda mean: mean >= 0.9, "All groups equal"),
+            *("frac_reward_zero_std", None, lambda mean: mean >= 0.9, ALIKE),
             "Nearly every prompt has one score for all its completions, from which group baselines "
             "learn nothing: prompts are too easy or too hard, the reward has too few steps, or the "
             "policy has collapsed.",
@@ -114,6 +115,8 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             "value_learning_rate or vf_coef, or train the critic alone at first.",
         ),
     ]
+    if any("teacher/divergence" in line for line in lines):  # it needs no score, and leads far
+        rules = [rule for rule in rules if rule.title not in ("Reward is always 0", ALIKE, FAR)]
     found = []
     for rule in rules:
         points = values(lines, rule.key) if rule.points is None else rule.points

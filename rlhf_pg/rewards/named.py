@@ -41,9 +41,9 @@ def no_reward(completions: Sequence[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any]) -> None:
+def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any], *more: str) -> None:
     """Refuse a function with an argument that is neither the run's nor a column (ValueError)."""
-    known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state"}
+    known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state", *more}
     for what, data in datasets.items():
         if data is None or data.format["type"] == "custom":  # a transform may make other columns
             continue

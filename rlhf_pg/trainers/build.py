@@ -21,10 +21,11 @@ from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bind
-from rlhf_pg.config.files import absolute
+from rlhf_pg.config.files import absolute, names_function
 from rlhf_pg.data import PromptSampler
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.inputs import load_texts, settle_data
+from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
 from rlhf_pg.report.trackers import Trackers
@@ -100,8 +101,14 @@ def build(
     rewards, trainer.described, recorded = settle_rewards(
         reward_funcs, args, None if task is None else task.reward
     )
-    named = args.privileged_prompt or ""
-    trainer.privileged_prompt = user_modules.load(named) if ".py:" in named else privileged_prompt
+    hidden, trainer.privileged_prompt = args.privileged_prompt or "", privileged_prompt
+    if hidden and privileged_prompt is not None:
+        raise ValueError("privileged_prompt is given twice, as an argument and in args")
+    if trainer.trains and names_function(hidden):
+        trainer.privileged_prompt = user_modules.load(hidden)
+    if trainer.privileged_prompt is not None:
+        functions = [trainer.privileged_prompt]
+        check_arguments(functions, {"train_dataset": train_dataset}, "rewards")
     if not rewards and args.teacher_model_name_or_path and environment_factory is None:
         rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
@@ -236,8 +243,12 @@ def build(
         teacher = load_teacher(args, policy, tokenizer, runtime.loading_device, tokens)
         if teacher is not None:
             has_function = trainer.privileged_prompt is not None
+            has_prompts = not has_function and PRIVILEGED in prompts.rows.column_names
+            if environments and (has_prompts or (hidden and not has_function)):
+                raise ValueError("privileged_prompt must be a function for an environment")
+            tools = trainer.episode_runner.tools if trainer.episode_runner else ()
             trainer.longest_taught = check_privileged(
-                teacher, args, prompts.rows, tokenizer, has_function
+                teacher, args, prompts, tokenizer, tools, has_function
             )
         tokens = find_budget(args, module, runtime, prompts.longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None

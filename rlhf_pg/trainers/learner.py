@@ -166,7 +166,7 @@ class Learner:
             columns |= self._map_micro_batches(seen, teach)
             silent = batch.action_mask & ~seen.action_mask
             columns[names[0]] = columns[names[0]].masked_fill(silent, math.nan)
-            self.policy.teacher = teacher.head(full)
+            self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
 
     def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
@@ -292,6 +292,7 @@ class Learner:
             groups, apart = batch.groups.tolist(), 16 // prompts
             rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
             batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
+        batch = batch.with_columns(teacher_hidden=None)
         now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
         assert batch.old_logprobs is not None
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
@@ -415,6 +416,8 @@ class Learner:
         window = self.policy.window
         if self.critic is not None:  # a row that either model pads must fit
             window = min(window, self.critic.window)
+        if self.teacher is not None:
+            window = min(window, self.teacher.policy.window)
         batch = batch.with_counts()
         chunks = batch.micro_batches(self.token_budget, window)
         # Reduced before the first pass, which may itself wait for the other processes.

@@ -22,7 +22,7 @@ from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
 from rlhf_pg.data.prompts import fitting_prompts
-from rlhf_pg.kl import kl_estimate, kl_loss
+from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
 from rlhf_pg.losses import Loss, against_sampler, high_entropy
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
@@ -164,9 +164,10 @@ class PolicyGradientTrainer(TrainingLoop):
         if self.learner.teacher is not None:
             assert batch.scores is not None
             rewards = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1).tolist()
-            given = self.privileged_prompt, rewards, self.processing_class, self.longest_taught
+            tools = self.episode_runner.tools if self.episode_runner else ()
+            how = self.processing_class, tools, self.longest_taught
             with self.runtime.raise_together(ValueError):
-                taught = privileged_batch(batch, *given)
+                taught = privileged_batch(batch, self.privileged_prompt, rewards, *how)
         return self.learner.score(batch, taught)
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
@@ -196,14 +197,15 @@ class PolicyGradientTrainer(TrainingLoop):
 
         # A teacher in the reward pays every token coef (log q - log p): in the rewards that a
         # critic values, or else beside the baselines, which compare whole completions.
-        lessons = None
+        teacher_rewards = None
         if batch.teacher_logprobs is not None and args.teacher_placement == "reward":
             assert batch.old_logprobs is not None
-            ahead = (batch.teacher_logprobs - batch.old_logprobs).nan_to_num(0.0)
-            meter.add_masked("teacher/divergence", -ahead, mask)
-            lessons = args.teacher_coef * torch.where(mask, ahead, 0.0)
+            log_ratio = batch.teacher_logprobs.clamp(min=IMPOSSIBLE) - batch.old_logprobs
+            log_ratio = torch.where(mask & ~log_ratio.isnan(), log_ratio, 0.0)
+            meter.add_masked("teacher/divergence", -log_ratio, mask)
+            teacher_rewards = args.teacher_coef * log_ratio
             if self.critic is not None:
-                rewards, lessons = rewards + lessons, None
+                rewards, teacher_rewards = rewards + teacher_rewards, None
         if args.whiten_rewards:  # divide by their standard deviation over the step
             stats = runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
@@ -239,8 +241,9 @@ class PolicyGradientTrainer(TrainingLoop):
             moving_average=average.value if average else 0.0,
         )
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
-        if lessons is not None:
-            advantages = advantages + discounted_returns(lessons, mask, args.teacher_gamma)
+        if teacher_rewards is not None:
+            to_go = discounted_returns(teacher_rewards, mask, args.teacher_gamma)
+            advantages = advantages + to_go
         returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
         if args.normalize_advantages:
             stats = runtime.mean_and_var(advantages, mask)

@@ -6,17 +6,17 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.boundary.quoted import frames, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.prompts import Prompts, Tools
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.kl import divergence
-from rlhf_pg.models import Policy, Teacher, load_model, max_positions
+from rlhf_pg.models import Policy, Teacher, load_model, max_positions, settle_positions
 from rlhf_pg.models.adapters import share_frozen
 from rlhf_pg.models.loading import (
     ATTENTION,
@@ -63,17 +63,19 @@ def load_teacher(
             options = {k: v for k, v in given if k == ATTENTION or k not in PLACES}
             model = load_model(name, dtype, trust_remote_code=code, options=options)
         path = name if has_tokenizer(name) else base
-        if path and has_tokenizer(path):
-            theirs = tokenizer_from_pretrained(path, trust_remote_code=code)
-            if theirs.get_vocab() != tokenizer.get_vocab():
+        if known := bool(path and has_tokenizer(path)):
+            its = tokenizer_from_pretrained(str(path), trust_remote_code=code)
+            if its.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(
                     f"{name} has another vocabulary than the policy, whose tokens it must read: "
                     "choose a teacher with the same tokenizer"
                 )
     # Models of one family may have rows without a token, and not equally many.
-    rows = own.get_output_embeddings().weight.shape[0]
-    if model.get_output_embeddings().weight.shape[0] != rows:
-        model.resize_token_embeddings(rows, mean_resizing=False)
+    rows, theirs = (one.get_output_embeddings().weight.shape[0] for one in (own, model))
+    if theirs < rows or (theirs > rows and not known):
+        raise ValueError(f"{KEY}: {name} has {theirs} rows of embeddings, the policy {rows}")
+    if theirs > rows:
+        model.resize_token_embeddings(rows)
     model.to(device).requires_grad_(False)
     whole = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
     return _readable(Teacher(whole, False, compare), policy)
@@ -92,8 +94,9 @@ def _readable(teacher: Teacher, policy: Policy) -> Teacher:
 def check_privileged(
     teacher: Teacher,
     args: PolicyGradientConfig,
-    rows: Dataset,
+    prompts: Prompts,
     tokenizer: PreTrainedTokenizerBase,
+    tools: Tools,
     has_function: bool,
 ) -> int | None:
     """Return the most tokens of a prompt that leaves the teacher room for a completion, None for no
@@ -102,15 +105,22 @@ def check_privileged(
     """
     positions = max_positions(teacher.policy.model)
     room = None if positions is None else positions - args.max_completion_length
-    prompts: list[Any] = list(rows[PRIVILEGED]) if PRIVILEGED in rows.column_names else []
-    for i, prompt in enumerate(prompts):
+    rows, longest = prompts.rows, prompts.longest
+    hidden: list[Any] = list(rows[PRIVILEGED]) if PRIVILEGED in rows.column_names else []
+    if room is not None and longest > room and not (hidden or has_function):
+        raise ValueError(f"{KEY}: the teacher has room for prompts of {room} tokens, not {longest}")
+    for i, prompt in enumerate(hidden):
         if prompt is not None:
-            encode(prompt, tokenizer, i, PRIVILEGED, most=room)
-    is_policy = args.teacher_model_name_or_path == "policy" and args.teacher_mixup_alpha == 1
-    if is_policy and not prompts and not has_function:
+            schemas = tools(dict(rows[i])) if callable(tools) else tools
+            ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=room)
+            longest = max(longest, len(ids))
+    settle_positions(teacher.policy.model, longest + args.max_completion_length)
+    teaches_itself = args.teacher_model_name_or_path == "policy" and (
+        args.teacher_mixup_alpha == 1 or args.policy_loss == "none"
+    )
+    if teaches_itself and not hidden and not has_function:
         raise ValueError(
-            f"{KEY}: the policy cannot teach itself what it knows: give a privileged_prompt, or a "
-            "teacher_mixup_alpha below 1"
+            f"{KEY}: the policy cannot teach itself what it knows: give a privileged_prompt"
         )
     return room
 
@@ -120,17 +130,19 @@ def privileged_batch(
     function: Callable[..., Any] | None,
     rewards: Sequence[float],
     tokenizer: PreTrainedTokenizerBase,
+    tools: Tools,
     most: int | None,
 ) -> Batch | None:
     """Return the batch with the prompts that the teacher sees; None if they are the policy's.
 
     These are in the column `privileged_prompt`, or what a function returns for the completions of
-    one prompt: a list with a prompt for each, or None where the teacher has nothing to say. Such
-    rows have no action tokens.
+    one prompt: a list with a prompt for each, or None for a row without a teacher. Such rows have
+    no action tokens.
 
     Args:
         function: called as a reward function is, with `rewards` too.
         rewards: the total score of each completion.
+        tools: as in `rlhf_pg.data.prompts.load_prompts`.
         most: tokens of the longest prompt.
 
     Raises:
@@ -144,19 +156,25 @@ def privileged_batch(
         prompts = []
         for _, run in groupby(range(len(groups)), key=lambda i: groups[i]):
             rows = list(run)
-            with foreign(PRIVILEGED):
-                told = function(**inputs.select(rows).arguments(source, Answer(len(rows))))
-            if not isinstance(told, list) or len(told) != len(rows):
+            try:
+                of_group = function(**inputs.select(rows).arguments(source, Answer(len(rows))))
+            except (Exception, SystemExit) as error:
+                raise ValueError(f"{PRIVILEGED} raised {tell(error)}{frames(error)}") from error
+            if not isinstance(of_group, list) or len(of_group) != len(rows):
                 raise ValueError(f"{PRIVILEGED} must return a list with one prompt per completion")
-            prompts += told
+            prompts += of_group
     if not prompts:
         return None
-    tokens = [
-        [0] if prompt is None else encode(prompt, tokenizer, i, PRIVILEGED, most=most)
-        for i, prompt in enumerate(prompts)
-    ]
-    ids, mask = (x.to(batch.groups.device) for x in pad_rows(tokens, 0, left=True))
+    tokens = []
+    for i, prompt in enumerate(prompts):
+        row = {name: column[i] for name, column in batch.columns.items()}
+        schemas = tools({**row, "prompt": batch.prompts[i]}) if callable(tools) else tools
+        ids = [0]
+        if prompt is not None:
+            ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=most)
+        tokens.append(ids)
+    padded, mask = (x.to(batch.groups.device) for x in pad_rows(tokens, 0, left=True))
     taught = torch.tensor([x is not None for x in prompts], device=batch.groups.device)
     return batch.with_columns(
-        prompt_ids=ids, prompt_mask=mask, action_mask=batch.action_mask & taught[:, None]
+        prompt_ids=padded, prompt_mask=mask, action_mask=batch.action_mask & taught[:, None]
     )

@@ -131,14 +131,12 @@ def memory_by_part(
     return total
 
 
-def reference_bytes(
-    args: PolicyGradientConfig, policy: Policy, layout: Sharding, processes: int
+def copy_bytes(
+    args: PolicyGradientConfig, policy: Policy, moves: bool, layout: Sharding, processes: int
 ) -> float:
-    """Return the bytes on one process of a reference that it does not share with the policy."""
-    if args.beta == 0:
-        return 0.0
+    """Return the bytes on one process that a frozen copy does not share with the policy."""
     parameters = list(policy.parameters())
-    fresh = args.use_peft and not args.sync_ref_model  # an adapter that adds nothing yet
+    fresh = args.use_peft and not moves  # an adapter that adds nothing yet
     copied = 0 if fresh else sum(p.nbytes for p in parameters if p.requires_grad)
     frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
     return (copied + frozen) / processes if layout.weights else float(copied)
@@ -158,8 +156,11 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
     due = memory_by_part(module.parameters(), layout, runtime.world, optim=args.optim)
     if not runtime.splits:
         del due["weights"]  # they are on the device already
-    reference = reference_bytes(args, _policy_of(module), layout, runtime.world)
-    return SHARE["cuda"] * (free + unused - engine - sum(due.values()) - reference)
+    left = free + unused - engine - sum(due.values())
+    if args.beta > 0:
+        moves = args.sync_ref_model
+        left -= copy_bytes(args, _policy_of(module), moves, layout, runtime.world)
+    return SHARE["cuda"] * left
 
 
 # ---------------------------------------------------------------- what a micro-batch takes

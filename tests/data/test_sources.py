@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
 
+from rlhf_pg.config import GRPOConfig
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.sources import load_datasets, with_prompts
+from rlhf_pg.data.sources import load_datasets, make_prompts, with_prompts
 
 ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]
 
@@ -182,3 +184,21 @@ def test_lines_of_text_are_prompts(tmp_path):
 def test_prompt_that_cannot_be_made_raises(rows, keys, message):
     with pytest.raises(ValueError, match=message):
         made(rows, **keys)
+
+
+def test_prompts_of_a_teacher_are_made_like_the_policys() -> None:
+    """By a template that wins over a column, in a chat around its last message, or of a column."""
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2?"}]
+    keys: dict = {"teacher_model_name_or_path": "policy"}
+
+    def made(row: dict, **more: Any) -> Any:
+        args = GRPOConfig(**keys | more)
+        return make_prompts([row], args, "train_dataset")["privileged_prompt"][0]
+
+    told = made({"prompt": chat, "answer": 4}, privileged_prompt="{prompt} It is {answer}.")
+    assert told == [chat[0], {"role": "user", "content": "2+2? It is 4."}]
+    row = {"prompt": "2+2?", "privileged_prompt": "4!"}
+    assert made(row) == "4!"
+    assert made(row, privileged_prompt="5!") == "5!"
+    told = made(row, system_prompt="s")
+    assert told == [chat[0], {"role": "user", "content": "4!"}]

@@ -36,6 +36,11 @@ CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
     "a large vocabulary": (GRPOTrainer, 32768, {"beta": 0.05}),
     "LoRA, a critic and a reference": (PPOTrainer, 256, {"use_peft": True}),
     "a separate critic": (PPOTrainer, 256, {}),
+    "a teacher": (
+        GRPOTrainer,
+        256,
+        {"teacher_model_name_or_path": "policy", "teacher_mixup_alpha": 0.5},
+    ),
     "a shared critic": (PPOTrainer, 256, {"critic": "shared"}),
     "checkpointing": (GRPOTrainer, 32768, {"gradient_checkpointing": True}),
     "bfloat16": (GRPOTrainer, 32768, {"dtype": "bfloat16"}),
@@ -118,12 +123,15 @@ class Seen:
         states += [p for p in updated if id(p) not in weights]
         everything = [*learner.module.parameters()]
         shared = {id(p) for p in everything}
-        reference = learner.reference.parameters() if learner.reference else ()
+        copies = {name: getattr(learner, name) for name in ("reference", "teacher")}
         self.sizes |= {
             "weights": taken(policy),
             "all weights": taken(everything),
             "optimizer": taken(x for x in states if x.numel() > 1),
-            "reference": taken(p for p in reference if id(p) not in shared),
+            **{
+                name: taken(p for p in copy.parameters() if id(p) not in shared) if copy else 0
+                for name, copy in copies.items()
+            },
             "keys and values": taken(
                 t for store in self.stores for pair in store._layers.values() for t in pair
             ),
@@ -148,6 +156,8 @@ def test_predicted_parts_match_real_step(case) -> None:
     critic = update.get("critic", 0.0)
     assert close(update["weights"], sizes["weights"])
     assert close(update["reference"], sizes["reference"])
+    hidden = experience.teacher_hidden
+    assert close(update["teacher"], sizes["teacher"] + (0 if hidden is None else hidden.nbytes))
     # A critic has weights, gradients and moments of its own.
     kept = update["weights"] + update["gradients"] + update["optimizer"] + critic
     assert close(kept, sizes["all weights"] + sizes["gradients"] + sizes["optimizer"])

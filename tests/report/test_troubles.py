@@ -67,6 +67,12 @@ GOOD = {
     },
     "a single large gradient": {"grad_norm": [1.0] * 60 + [90.0] + [1.0] * 10},
     "a critic that has yet to learn": {"explained_variance": [-0.5] * 15 + [0.3] * 30},
+    "a teacher without rewards": {
+        "reward": [0.0] * 40,
+        "frac_reward_zero_std": [1.0] * 40,
+        "teacher/divergence": [0.1] * 40,
+        "approx_kl/after": [0.7] * 40,
+    },
     "no updates skipped": {"skipped_updates": [0] * 30},
     "nothing computed": {"kl": [None] * 40, "entropy": [None] * 40},
     "too few steps to say": {"frac_reward_zero_std": [1.0] * 9},

@@ -26,6 +26,7 @@ from tests.enumeration import (
 )
 
 COEF = 0.7
+SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +202,7 @@ def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
     wide = enumeration.model(seed=3)
     wide.resize_token_embeddings(5)
     wide.save_pretrained(tmp_path / "wide")
+    tokenizer().save_pretrained(tmp_path / "wide")
     says = [COMPLETIONS[1], COMPLETIONS[5]]
     found = [
         gradient_of(
@@ -225,11 +227,20 @@ def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
     ("key", "options"),
     [
         ("teacher_model_name_or_path", {"teacher_model_name_or_path": "policy"}),
+        (
+            "teacher_model_name_or_path",
+            {"teacher_model_name_or_path": "policy", "teacher_mixup_alpha": 0.5}
+            | {"policy_loss": "none"},
+        ),
         ("privileged_prompt", {"privileged_prompt": "b{nothing}"}),
         ("privileged_prompt", {"privileged_prompt": "b{prompt}" + "a" * 8}),
         ("teacher_coef", {"teacher_coef": 0.5, "teacher_model_name_or_path": None}),
         ("teacher_gamma", {"teacher_gamma": 0.5}),
         ("teacher_mixture", {"teacher_mixture": 0.4}),
+        ("policy_loss", {"policy_loss": "none", "teacher_placement": "reward"}),
+        ("target_kl", {"policy_loss": "none", "target_kl": 0.1, "num_iterations": 2}),
+        ("importance_sampling_level", SEQUENCE | {"teacher_placement": "reward"}),
+        ("wrongly", {"inputs": {"privileged_prompt": lambda wrongly: wrongly}}),
     ],
 )
 def test_wrong_keys_are_named(
@@ -270,3 +281,17 @@ def test_price_of_comparing_less(teacher: Path, tmp_path: Path) -> None:
     assert variances["`sampled`"] > 2 * variances["all tokens"]
     if "TEACHER" in os.environ:
         Path(os.environ["TEACHER"]).write_text(json.dumps(table, indent=1) + "\n")
+
+
+def test_error_of_a_function_names_the_key(tmp_path: Path) -> None:
+    def hint(completions, **_: Any) -> list[str]:
+        raise KeyError("nothing")
+
+    trainer = make_trainer(
+        *(GRPOTrainer, tmp_path),
+        inputs={"privileged_prompt": hint},
+        num_generations=2,
+        teacher_model_name_or_path="policy",
+    )
+    with pytest.raises(ValueError, match="privileged_prompt"):
+        gradient_of(trainer, [COMPLETIONS[1], COMPLETIONS[5]])
