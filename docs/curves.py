@@ -106,12 +106,13 @@ def students() -> str:
         taught, alone = files(f"{pattern}.json"), files(f"{task}-grpo-?.json")
         if not (taught and alone):
             continue
-        teacher = taught[0].get("teacher") or alone[0]["held_out"][-1]
-        goal = teacher["score"] - teacher["stderr"]
-        cells = [f"{task} | {teacher['score']:.2f} | {len(taught)}"]
+        teachers = {run["seed"]: run.get("teacher", alone[0]["held_out"][-1]) for run in taught}
+        named = dict.fromkeys(f"{one['score']:.2f}" for one in teachers.values())
+        cells = [f"{task} | {', '.join(named)} | {len(taught)}"]
         for group in (taught, alone):
             steps = []
-            for run in group:
+            for run in (one for one in group if one["seed"] in teachers):
+                goal = teachers[run["seed"]]["score"] - teachers[run["seed"]]["stderr"]
                 each = run["recipe"]["prompts_per_step"] * run["recipe"]["num_generations"]
                 there = (p["samples"] // each for p in run["held_out"] if p["score"] >= goal)
                 steps.append(str(next(there, f"over {run['recipe']['max_steps']}")))

@@ -47,7 +47,7 @@ BUDGETS = {
 #   in chunks 105, loading it and prompts that it alone sees 190, keys 38.
 TODAY = {
     "advantages": 1824,
-    "config": 2441,
+    "config": 2445,
     "data": 1311,
     "models": 2395,
     "rollout": 2997,

@@ -21,9 +21,13 @@ def audit(flags: Sequence[str]) -> None:
     if options.loss is not None:
         function = user_modules.load(locate_reward(options.loss, None))
         foreign = causes.adapt(function, options.micro_batches)
-    logging.disable(logging.WARNING)  # of configs without one of the choices
     table, effects = Table("", "cosine", "scale", "bias", "variance", box=None), list[str]()
-    for name, found, effect in causes.audit(args, foreign):
+    logging.disable(logging.WARNING)  # of configs without one of the choices
+    try:
+        rows = list(causes.audit(args, foreign))
+    finally:
+        logging.disable(logging.NOTSET)
+    for name, found, effect in rows:
         numbers = found.cosine, found.scale, found.bias, found.variance
         table.add_row(name, *(f"{number:.4g}" for number in numbers))
         effects += [f"{name}: {effect}"] * bool(effect)
