@@ -474,3 +474,8 @@ def test_divergence_is_finite_for_impossible_tokens(kind: str, top_k: int | None
         found, slope = divergence(*pair, kind, 0.5, top_k)
         assert found.isfinite().all()
         assert slope.isfinite().all()
+
+
+def test_unknown_divergence_is_refused() -> None:
+    with pytest.raises(ValueError, match="backward_kl"):
+        divergence(LOGITS, LOGITS, "backward_kl")

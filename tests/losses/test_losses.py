@@ -444,3 +444,12 @@ def test_high_entropy_by_hand(share, kept):
     found = high_entropy(own, f64([3, 8, 1, 9, 0, 2, 7, 4, 6, 5]), share)
     assert own[0][found[0]].tolist() == [x for x in (8, 2, 4, 0, 6) if x in kept]
     assert not high_entropy(own, f64([]), share).any()
+
+
+def test_none_is_zero_and_has_no_gradient() -> None:
+    mask, logprobs = torch.tensor([[True, False]]), torch.tensor([[-1.0, torch.nan]])
+    per_token, metrics = POLICY_LOSSES["none"](logprobs, logprobs, logprobs, mask)
+    assert per_token.tolist() == [[0, 0]]
+    assert metrics == {}
+    grad = gradient(POLICY_LOSSES["none"], logprobs, logprobs, logprobs, mask=mask)
+    equal(grad, torch.zeros_like(grad))
