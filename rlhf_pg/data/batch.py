@@ -61,7 +61,7 @@ class Batch:
     old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
     entropies: Tensor | None = None  # (B,T) see `top_entropy_quantile`
     ref_logprobs: Tensor | None = None  # (B,T)
-    teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows that nobody teaches
+    teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows without a teacher
     teacher_hidden: Tensor | None = None  # (B,T,H) the teacher's last hidden states
     values: Tensor | None = None  # (B,T) in the critic's own units
     end_values: Tensor | None = None  # (B,) value of the state after the last action token

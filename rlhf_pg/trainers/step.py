@@ -392,14 +392,14 @@ class PolicyGradientTrainer(TrainingLoop):
         assert batch.old_logprobs is not None
         metrics = {}
         if batch.teacher_logprobs is not None and self.args.teacher_placement == "loss":
-            told = batch.action_mask & ~batch.teacher_logprobs.isnan()
-            apart = new.divergence
-            if apart is None:  # from the sampled token
-                seen = new.logprobs, batch.old_logprobs, batch.teacher_logprobs, told
-                apart = kl_loss(*seen, "k3_ratio")
-            apart = torch.where(told, apart, 0.0)
-            per_token = per_token + self.args.teacher_coef * apart
-            metrics["teacher/divergence"] = apart.detach()
+            taught = batch.action_mask & ~batch.teacher_logprobs.isnan()
+            divergence = new.divergence
+            if divergence is None:  # from the sampled token
+                logprobs = new.logprobs, batch.old_logprobs, batch.teacher_logprobs
+                divergence = kl_loss(*logprobs, taught, "k3_ratio")
+            divergence = torch.where(taught, divergence, 0.0)
+            per_token = per_token + self.args.teacher_coef * divergence
+            metrics["teacher/divergence"] = divergence.detach()
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
             return per_token, metrics
         kl = kl_loss(
