@@ -48,7 +48,7 @@ BUDGETS = {
 TODAY = {
     "advantages": 1824,
     "config": 2445,
-    "data": 1311,
+    "data": 1313,
     "models": 2395,
     "rollout": 2997,
     "rollout/multi_turn": 990,

@@ -233,6 +233,8 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
         has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):
             return made
+        if template and "{" not in template:
+            raise ValueError(f"{PRIVILEGED} must be FILE.py:FUNCTION, or have columns in braces")
         if not template:
             given = given.select_columns([PRIVILEGED]).rename_column(PRIVILEGED, "prompt")
         hidden = with_prompts(given, args, of_texts and bool(template), PRIVILEGED)["prompt"]

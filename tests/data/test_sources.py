@@ -199,6 +199,6 @@ def test_prompts_of_a_teacher_are_made_like_the_policys() -> None:
     assert told == [chat[0], {"role": "user", "content": "2+2? It is 4."}]
     row = {"prompt": "2+2?", "privileged_prompt": "4!"}
     assert made(row) == "4!"
-    assert made(row, privileged_prompt="5!") == "5!"
+    assert made(row, privileged_prompt="{prompt}!") == "2+2?!"
     told = made(row, system_prompt="s")
     assert told == [chat[0], {"role": "user", "content": "4!"}]

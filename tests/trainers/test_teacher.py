@@ -233,6 +233,7 @@ def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
             | {"policy_loss": "none"},
         ),
         ("privileged_prompt", {"privileged_prompt": "b{nothing}"}),
+        ("privileged_prompt", {"privileged_prompt": "hints.sibling"}),
         ("privileged_prompt", {"privileged_prompt": "b{prompt}" + "a" * 8}),
         ("teacher_coef", {"teacher_coef": 0.5, "teacher_model_name_or_path": None}),
         ("teacher_gamma", {"teacher_gamma": 0.5}),
