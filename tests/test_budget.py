@@ -35,7 +35,8 @@ BUDGETS = {
 # - episodes: tools, templates that parse calls themselves, three libraries' environments.
 # - rewards: nine ready-made rewards, the sandbox of `code` and killable workers take 800.
 # - boundary: users' modules with tracebacks of their own, one HTTP client for two users.
-# - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process.
+# - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process,
+#   forks that signals end.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes are counted in it too.
@@ -49,12 +50,12 @@ TODAY = {
     "advantages": 1824,
     "config": 2445,
     "data": 1313,
-    "models": 2395,
+    "models": 2390,
     "rollout": 2997,
     "rollout/multi_turn": 990,
     "rewards": 2038,
-    "trainers": 3703,
-    "runtime": 1110,
+    "trainers": 3698,
+    "runtime": 1117,
     "checkpoint": 681,
     "report": 1704,
     "tasks": 773,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -52,7 +52,10 @@ class LogitTransform:
 
 NOTHING = LogitTransform()
 Scores = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribution.scores`
-Lesson = tuple["TeacherHead", Tensor]  # a teacher's head, and its hidden states (N,H)
+Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
+# Of log-probabilities (n,V) of these rows: divergences from a teacher, gradients by their logits.
+Compare = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+HeadInput = tuple["TeacherHead", Tensor]  # the head, and the hidden states (N,H) it reads
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,17 @@ class TokenDistribution:
             z = z * self.slope
         return z, bend
 
-    def scores(self, output: Tensor, tokens: Tensor, taught: "Taught | None" = None) -> Scores:
-        """Return log-probabilities, entropies and, if one teaches, divergences from it; (N,)."""
+    def scores(self, output: Tensor, tokens: Tensor, compare: Compare | None = None) -> Scores:
+        """Return log-probabilities, entropies and, if asked, divergences from a teacher; (N,)."""
         logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
         entropies = torch.empty_like(logprobs)
-        divergences = [] if taught is None else [torch.empty_like(logprobs)]
+        divergences = [] if compare is None else [torch.empty_like(logprobs)]
         for rows in _blocks(output):
             everywhere = self.logits(output, rows)[0].log_softmax(-1)
             logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
             everywhere.clamp_(min=IMPOSSIBLE)
-            if taught is not None:
-                divergences[0][rows] = taught.compare(everywhere, rows)[0]
+            if compare is not None:
+                divergences[0][rows] = compare(everywhere, rows)[0]
             entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
         return logprobs, entropies, *divergences
 
@@ -100,17 +103,17 @@ class TokenDistribution:
         to_logprobs: Tensor,
         to_entropies: Tensor,
         *to_divergences: Tensor,
-        taught: "Taught | None" = None,
+        compare: Compare | None = None,
     ) -> None:
         """Overwrite the output with its gradient, given those of the scores."""
         to_logprobs = to_logprobs[:, None] * self.slope
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
             z, bend = self.logits(output, rows)
-            if self.entropy_gradient or taught is not None:
+            if self.entropy_gradient or compare is not None:
                 everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
-            if taught is not None:
-                towards = taught.compare(everywhere, rows)[1]
+            if compare is not None:
+                towards = compare(everywhere, rows)[1]
                 towards *= to_divergences[0][rows, None] * self.slope
             if self.entropy_gradient:
                 p = everywhere.exp()
@@ -119,7 +122,7 @@ class TokenDistribution:
             else:
                 gradient = z.softmax(-1).mul_(-to_logprobs[rows])
             gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
-            if taught is not None:
+            if compare is not None:
                 gradient += towards
             output[rows] = gradient if bend is None else gradient.mul_(bend)
 
@@ -131,23 +134,17 @@ class TeacherHead:
     weight: Tensor  # (V,H)
     bias: Tensor | None
     distribution: TokenDistribution
-    compare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
+    divergence: Divergence
 
-    def of(self, hidden: Tensor) -> "Taught":
-        """Return what the teacher says after its hidden states (N,H)."""
-        return Taught(self, nn.functional.linear(hidden, self.weight, self.bias))
+    def after(self, hidden: Tensor) -> Compare:
+        """Return the comparison with the teacher's distributions after its hidden states (N,H)."""
+        output = nn.functional.linear(hidden, self.weight, self.bias)
 
+        def compare(logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            own = self.distribution.logits(output, rows)[0].log_softmax(-1)
+            return self.divergence(logprobs, own.clamp_(min=IMPOSSIBLE))
 
-class Taught(NamedTuple):
-    """The output of a teacher's head, (N,V), for the tokens that the policy's head reads."""
-
-    head: TeacherHead
-    output: Tensor
-
-    def compare(self, logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the divergence of log-probabilities (n,V), and its gradient by their logits."""
-        own = self.head.distribution.logits(self.output, rows)[0].log_softmax(-1)
-        return self.head.compare(logprobs, own.clamp_(min=IMPOSSIBLE))
+        return compare
 
 
 @dataclass(frozen=True)
@@ -167,9 +164,9 @@ class ChunkedLMHead:
     chunks: int
     transform: LogitTransform = NOTHING  # the model's transform
 
-    def __call__(self, hidden: Tensor, tokens: Tensor, lesson: Lesson | None = None) -> Scores:
+    def __call__(self, hidden: Tensor, tokens: Tensor, teacher: HeadInput | None = None) -> Scores:
         """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution;
-        with a lesson also its divergence from the teacher's.
+        with a teacher also its divergence from the teacher's.
 
         All are (N,), in at least float32.
         """
@@ -178,7 +175,7 @@ class ChunkedLMHead:
         linear: Any = plain(layer)
         if linear is not None and self.chunks > 1:
             settings = self.temperature, self.transform, self.entropy_gradient
-            after: Any = (tokens, TokenDistribution(*settings), self.chunks, lesson)
+            after: Any = (tokens, TokenDistribution(*settings), self.chunks, teacher)
             # The layer's hooks run as usual, but its forward computes scores.
             linear.forward = lambda x: _ChunkedScores.apply(x, linear.weight, linear.bias, *after)  # type: ignore[no-untyped-call]
             try:
@@ -187,14 +184,14 @@ class ChunkedLMHead:
                 del linear.forward
             return scores
 
-        def score(x: Tensor, y: Tensor, teacher: Tensor | None = None) -> Any:
+        def score(x: Tensor, y: Tensor, states: Tensor | None = None) -> Any:
             options = self.temperature, self.entropy_gradient, self.transform
-            taught = None if lesson is None or teacher is None else lesson[0].of(teacher)
-            return token_scores(layer(x), y, *options, taught)
+            compare = None if teacher is None or states is None else teacher[0].after(states)
+            return token_scores(layer(x), y, *options, compare)
 
         if self.chunks > 1:
             score = partial(checkpoint, score, use_reentrant=False)
-        read = (hidden, tokens) if lesson is None else (hidden, tokens, lesson[1])
+        read = (hidden, tokens) if teacher is None else (hidden, tokens, teacher[1])
         pieces = (x.tensor_split(self.chunks) for x in read)
         return tuple(map(torch.cat, zip(*map(score, *pieces), strict=True)))
 
@@ -215,19 +212,19 @@ class _ChunkedScores(torch.autograd.Function):
         tokens: Tensor,
         distribution: TokenDistribution,
         chunks: int,
-        lesson: Lesson | None,
+        teacher: HeadInput | None,
     ) -> Scores:
-        count = 2 + (lesson is not None)
+        count = 2 + (teacher is not None)
         scores = tuple(hidden.new_empty(len(tokens), dtype=_wide(hidden)) for _ in range(count))
         for rows in _split(len(tokens), chunks):
             output = nn.functional.linear(hidden[rows], weight, bias)
-            taught = lesson and lesson[0].of(lesson[1][rows])
-            own = distribution.scores(output, tokens[rows], taught)
+            compare = teacher and teacher[0].after(teacher[1][rows])
+            own = distribution.scores(output, tokens[rows], compare)
             for whole, part in zip(scores, own, strict=True):
                 whole[rows] = part
-            del output, taught, own  # before the next ones are made
+            del output, compare, own  # before the next ones are made
         ctx.save_for_backward(hidden, weight, bias, tokens, scores[1])
-        ctx.distribution, ctx.chunks, ctx.lesson = distribution, chunks, lesson
+        ctx.distribution, ctx.chunks, ctx.teacher = distribution, chunks, teacher
         if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(scores[1])
         return scores
@@ -244,15 +241,15 @@ class _ChunkedScores(torch.autograd.Function):
         # From the last chunk to the first, in autograd's order.
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
-            taught = ctx.lesson and ctx.lesson[0].of(ctx.lesson[1][rows])
+            compare = ctx.teacher and ctx.teacher[0].after(ctx.teacher[1][rows])
             own = (x[rows] for x in (*numbers, *to_scores))
-            ctx.distribution.to_gradient(gradient, *own, taught=taught)
+            ctx.distribution.to_gradient(gradient, *own, compare=compare)
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
                 to_weight += _product(gradient.T, hidden[rows])
             if to_bias is not None:
                 to_bias += gradient.sum(0, dtype=to_bias.dtype)
-            del gradient, taught  # before the next ones are made
+            del gradient, compare  # before the next ones are made
         rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
         return to_hidden, *rounded, None, None, None, None
 
@@ -312,7 +309,7 @@ def token_scores(
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     transform: LogitTransform = NOTHING,
-    taught: Taught | None = None,
+    compare: Compare | None = None,
 ) -> Scores:
     """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,),
     and p's divergence from a teacher's distribution, if there is one.
@@ -328,7 +325,7 @@ def token_scores(
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
     """
     distribution = TokenDistribution(temperature, transform, entropy_gradient)
-    scores: Scores = _Scores.apply(logits, tokens, distribution, taught)  # type: ignore[no-untyped-call]
+    scores: Scores = _Scores.apply(logits, tokens, distribution, compare)  # type: ignore[no-untyped-call]
     return scores
 
 
@@ -341,11 +338,11 @@ class _Scores(torch.autograd.Function):
         output: Tensor,
         tokens: Tensor,
         distribution: TokenDistribution,
-        taught: Taught | None,
+        compare: Compare | None,
     ) -> Scores:
-        scores = distribution.scores(output, tokens, taught)
+        scores = distribution.scores(output, tokens, compare)
         ctx.save_for_backward(output, tokens, scores[1])
-        ctx.distribution, ctx.taught = distribution, taught
+        ctx.distribution, ctx.compare = distribution, compare
         if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(scores[1])
         return scores
@@ -354,7 +351,7 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
         output, tokens, entropies = ctx.saved_tensors
-        ctx.distribution.to_gradient(output, tokens, entropies, *to_scores, taught=ctx.taught)
+        ctx.distribution.to_gradient(output, tokens, entropies, *to_scores, compare=ctx.compare)
         return output, None, None, None
 
 

@@ -16,6 +16,7 @@ from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.lm_head import (
     CHUNK_SIZE,
     ChunkedLMHead,
+    Divergence,
     TeacherHead,
     TokenDistribution,
     logit_transform_of,
@@ -27,8 +28,6 @@ from rlhf_pg.models.lm_head import (
 )
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-
-Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Routed(NamedTuple):
@@ -174,11 +173,11 @@ class Policy(nn.Module):
         slots = batch.action_slots()
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
-        lesson = None
+        teacher = None
         if self.teacher is not None and batch.teacher_hidden is not None:
-            lesson = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
+            teacher = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        scored = _spread(batch, slots, *self.head(before, tokens, lesson))
+        scored = _spread(batch, slots, *self.head(before, tokens, teacher))
         return scored._replace(routed=self._route(trunk))
 
     def _route(self, trunk: Hidden) -> Routed | None:
@@ -281,13 +280,12 @@ class Reference(nn.Module):
 class Teacher(Reference):
     """A frozen policy whose distribution the trained policy is pulled towards.
 
-    `compare` is `rlhf_pg.kl.divergence` with its options, or None if only sampled tokens are
-    compared.
+    `divergence` is of whole distributions; None if only sampled tokens are compared.
     """
 
-    def __init__(self, policy: Policy, moves: bool, compare: Compare | None) -> None:
+    def __init__(self, policy: Policy, moves: bool, divergence: Divergence | None) -> None:
         super().__init__(policy, moves)
-        self.compare = compare
+        self.divergence = divergence
         layer = output_layer(self.policy.model)
         # Looked up before sharding, and in a list, so that it is not a second child.
         self.layer = [None if self.policy.head is None or layer is None else plain(layer)]
@@ -297,7 +295,7 @@ class Teacher(Reference):
         """Return log-probabilities of the action tokens, (B,T), and the hidden states before them,
         (B,T,H), if whole distributions are compared.
         """
-        if self.compare is None:
+        if self.divergence is None:
             return super().forward(batch), None
         trunk, slots = self.policy.hidden_states(batch), batch.action_slots()
         before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
@@ -308,11 +306,11 @@ class Teacher(Reference):
     def head(self, whole: Callable[[Tensor], Tensor]) -> TeacherHead | None:
         """Return the head for a policy to compare with; `whole` gathers a sharded weight."""
         (layer,), head = self.layer, self.policy.head
-        if self.compare is None or layer is None or head is None:
+        if self.divergence is None or layer is None or head is None:
             return None
         bias = None if layer.bias is None else whole(layer.bias)
         distribution = TokenDistribution(head.temperature, head.transform, False)
-        return TeacherHead(whole(layer.weight), bias, distribution, self.compare)
+        return TeacherHead(whole(layer.weight), bias, distribution, self.divergence)
 
 
 def fingerprint(module: nn.Module) -> str:

@@ -71,7 +71,7 @@ class Termination:
         handlers = {number: signal.getsignal(number) for number in numbers}
         # None: a handler outside Python, which could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
-        self._process, ended = os.getpid(), threading.Event()
+        ended = threading.Event()
         self._launched = any(name in os.environ for name in LAUNCHED)
         try:
             for number in theirs:
@@ -93,9 +93,6 @@ class Termination:
                 return
 
     def _note(self, number: int, _: Any) -> None:
-        if os.getpid() != self._process:  # a fork (of a reward function, say) ends
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         # Only note it, since the main thread is interrupted at any point, for example in a write.
         now = time.monotonic()
         if self.asked is None:
@@ -124,6 +121,16 @@ class Termination:
         numbers, stops = zip(*self._runtime.gather_objects(own), strict=True)
         self.stopping = any(numbers) or any(stops)
         return int(max(numbers))
+
+
+def _restore_signals() -> None:
+    """Let signals end a fork (of a reward function, say), even one that never returns to Python."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if getattr(signal.getsignal(number), "__func__", None) is Termination._note:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_restore_signals)
 
 
 class Failure(NamedTuple):

@@ -247,7 +247,7 @@ def build(
             if environments and (has_prompts or (hidden and not has_function)):
                 raise ValueError("privileged_prompt must be a function for an environment")
             tools = trainer.episode_runner.tools if trainer.episode_runner else ()
-            trainer.longest_taught = check_privileged(
+            trainer.teacher_prompt_limit = check_privileged(
                 teacher, args, prompts, tokenizer, tools, has_function
             )
         tokens = find_budget(args, module, runtime, prompts.longest)

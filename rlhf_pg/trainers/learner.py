@@ -128,12 +128,12 @@ class Learner:
             text += " with the critic"
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-    def score(self, batch: Batch, taught: Batch | None = None) -> Batch:
+    def score(self, batch: Batch, teacher_batch: Batch | None = None) -> Batch:
         """Add what the algorithm needs from the models before the update.
 
         The policy's log-probabilities are left out where nothing needs them
-        (`needs_old_logprobs`), the reference's without a KL. `taught` is the batch as the teacher
-        sees it, with other prompts; rows without action tokens are not taught.
+        (`needs_old_logprobs`), the reference's without a KL. `teacher_batch` is the batch with
+        the prompts that the teacher sees; it does not teach rows without action tokens.
         """
         columns, needs_old = Columns(), self.needs_old_logprobs
 
@@ -159,13 +159,13 @@ class Learner:
             names = "teacher_logprobs", "teacher_hidden"
 
             def teach(part: Batch) -> Columns:
-                said = zip(names, self.runtime.output(teacher, part), strict=True)
-                return {name: column for name, column in said if column is not None}
+                found = zip(names, self.runtime.output(teacher, part), strict=True)
+                return {name: column for name, column in found if column is not None}
 
-            seen = batch if taught is None else taught
+            seen = batch if teacher_batch is None else teacher_batch
             columns |= self._map_micro_batches(seen, teach)
-            silent = batch.action_mask & ~seen.action_mask
-            columns[names[0]] = columns[names[0]].masked_fill(silent, math.nan)
+            untaught = batch.action_mask & ~seen.action_mask
+            columns[names[0]] = columns[names[0]].masked_fill(untaught, math.nan)
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
 

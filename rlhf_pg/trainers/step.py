@@ -101,7 +101,7 @@ class PolicyGradientTrainer(TrainingLoop):
     running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
     critic: Critic | None
     privileged_prompt: Callable[..., Any] | None
-    longest_taught: int | None  # tokens of a prompt that leaves the teacher room for a completion
+    teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         said = [
@@ -160,15 +160,15 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def score(self, batch: Batch) -> Batch:
         """Add what the models say about completions, the teacher by its own prompts; collective."""
-        taught = None
+        teacher_batch = None
         if self.learner.teacher is not None:
             assert batch.scores is not None
             rewards = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1).tolist()
             tools = self.episode_runner.tools if self.episode_runner else ()
-            how = self.processing_class, tools, self.longest_taught
+            how = self.processing_class, tools, self.teacher_prompt_limit
             with self.runtime.raise_together(ValueError):
-                taught = privileged_batch(batch, self.privileged_prompt, rewards, *how)
-        return self.learner.score(batch, taught)
+                teacher_batch = privileged_batch(batch, self.privileged_prompt, rewards, *how)
+        return self.learner.score(batch, teacher_batch)
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
         """Turn scores into per-token rewards, and these into advantages; collective.

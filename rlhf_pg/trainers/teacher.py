@@ -47,43 +47,38 @@ def load_teacher(
     name = args.teacher_model_name_or_path
     if name is None:
         return None
-    compare = None
-    if args.compares_distributions:
-        kind, mixture, top_k = args.teacher_divergence, args.teacher_mixture, args.teacher_top_k
-        compare = partial(divergence, kind=kind, mixture=mixture, top_k=top_k)
-    if name == "policy":
-        return _readable(Teacher(policy, args.teacher_mixup_alpha > 0, compare), policy)
-    own, dtype, code = policy.model, getattr(torch, args.dtype), args.trust_remote_code
-    with about(KEY):
-        base = PeftConfig.from_pretrained(name).base_model_name_or_path if is_adapter(name) else ""
-        if base and isinstance(own, PeftModel) and base == own.get_base_model().name_or_path:
-            model = PeftModel.from_pretrained(share_frozen(own).unload(), name)
-        else:
-            given = init_options(args).items()
-            options = {k: v for k, v in given if k == ATTENTION or k not in PLACES}
-            model = load_model(name, dtype, trust_remote_code=code, options=options)
-        path = name if has_tokenizer(name) else base
-        if known := bool(path and has_tokenizer(path)):
-            its = tokenizer_from_pretrained(str(path), trust_remote_code=code)
-            if its.get_vocab() != tokenizer.get_vocab():
-                raise ValueError(
-                    f"{name} has another vocabulary than the policy, whose tokens it must read: "
-                    "choose a teacher with the same tokenizer"
-                )
-    # Models of one family may have rows without a token, and not equally many.
-    rows, theirs = (one.get_output_embeddings().weight.shape[0] for one in (own, model))
-    if theirs < rows or (theirs > rows and not known):
-        raise ValueError(f"{KEY}: {name} has {theirs} rows of embeddings, the policy {rows}")
-    if theirs > rows:
-        model.resize_token_embeddings(rows)
-    model.to(device).requires_grad_(False)
-    whole = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
-    return _readable(Teacher(whole, False, compare), policy)
-
-
-def _readable(teacher: Teacher, policy: Policy) -> Teacher:
-    """Return the teacher; ValueError if distributions cannot be read that it has to compare."""
-    if teacher.compare is not None and (policy.head is None or teacher.layer == [None]):
+    own, kind, top_k = policy.model, args.teacher_divergence, args.teacher_top_k
+    compare = partial(divergence, kind=kind, mixture=args.teacher_mixture, top_k=top_k)
+    whole, moves = policy, args.teacher_mixup_alpha > 0
+    if name != "policy":
+        dtype, code = getattr(torch, args.dtype), args.trust_remote_code
+        with about(KEY):
+            adapts = PeftConfig.from_pretrained(name) if is_adapter(name) else None
+            base = adapts.base_model_name_or_path if adapts else ""
+            if base and isinstance(own, PeftModel) and base == own.get_base_model().name_or_path:
+                model = PeftModel.from_pretrained(share_frozen(own).unload(), name)
+            else:
+                given = init_options(args).items()
+                options = {k: v for k, v in given if k == ATTENTION or k not in PLACES}
+                model = load_model(name, dtype, trust_remote_code=code, options=options)
+            path = name if has_tokenizer(name) else base
+            if known := bool(path and has_tokenizer(path)):
+                its = tokenizer_from_pretrained(str(path), trust_remote_code=code)
+                if its.get_vocab() != tokenizer.get_vocab():
+                    raise ValueError(
+                        f"{name} has another vocabulary than the policy, whose tokens it must "
+                        "read: choose a teacher with the same tokenizer"
+                    )
+        # Models of one family may have rows without a token, and not equally many.
+        rows, theirs = (x.get_output_embeddings().weight.shape[0] for x in (own, model))
+        if theirs < rows or (theirs > rows and not known):
+            raise ValueError(f"{KEY}: {name} has {theirs} rows of embeddings, the policy {rows}")
+        if theirs > rows:
+            model.resize_token_embeddings(rows)
+        model.to(device).requires_grad_(False)
+        whole, moves = Policy(model, args.temperature, False, most_tokens, policy.chunk_size), False
+    teacher = Teacher(whole, moves, compare if args.compares_distributions else None)
+    if teacher.divergence is not None and (policy.head is None or teacher.layer == [None]):
         raise ValueError(
             "teacher_divergence: the head of policy or teacher is not a linear layer after the "
             "hidden states, so only log-probabilities of tokens can be compared: set sampled"
