@@ -96,19 +96,26 @@ def race(goal: float = 0.5) -> str:
     return "\n".join(rows)
 
 
+# Tasks that rewards alone learn too, the student's loss, and its runs.
+STUDENTS = (
+    ("arithmetic", "teacher and rewards", "arithmetic-grpo-rewarded-*"),
+    ("arithmetic", "teacher alone", "arithmetic-grpo-taught-*"),
+    ("happy", "teacher alone", "shown-grpo-*"),
+)
+
+
 def students() -> str:
     """A row for each student: the steps in which it comes to its teacher's score, to within the
     error of that, and those in which rewards alone do.
     """
     rows = ["| Task | Teacher | Seeds | Steps of the student | Steps of GRPO |", "|---" * 5 + "|"]
-    pairs = (("arithmetic", "arithmetic-grpo-taught-*"), ("happy", "shown-grpo-*"))
-    for task, pattern in pairs:
+    for task, how, pattern in STUDENTS:
         taught, alone = files(f"{pattern}.json"), files(f"{task}-grpo-?.json")
         if not (taught and alone):
             continue
         teachers = {run["seed"]: run.get("teacher", alone[0]["held_out"][-1]) for run in taught}
         named = dict.fromkeys(f"{one['score']:.2f}" for one in teachers.values())
-        cells = [f"{task} | {', '.join(named)} | {len(taught)}"]
+        cells = [f"{task}, {how} | {', '.join(named)} | {len(taught)}"]
         for group in (taught, alone):
             steps = []
             for run in (one for one in group if one["seed"] in teachers):
@@ -124,12 +131,11 @@ def students() -> str:
 def draw_students(plt: Any) -> None:
     """Draw the held-out scores of students and of rewards alone, by step."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    pairs = (("arithmetic", "arithmetic-grpo-taught-*"), ("happy", "shown-grpo-*"))
-    for axis, (task, pattern) in zip(axes, pairs, strict=True):
-        for color, glob, label in zip(
-            COLORS, (pattern, f"{task}-grpo-?"), ("a teacher alone", "rewards alone"), strict=False
-        ):
-            for i, run in enumerate(files(f"{glob}.json")):
+    for axis, task in zip(axes, ("arithmetic", "happy"), strict=True):
+        runs_of = {how: pattern for of, how, pattern in STUDENTS if of == task}
+        runs_of["rewards alone"] = f"{task}-grpo-?"
+        for color, (label, pattern) in zip(COLORS, runs_of.items(), strict=False):
+            for i, run in enumerate(files(f"{pattern}.json")):
                 each = run["recipe"]["prompts_per_step"] * run["recipe"]["num_generations"]
                 points = [(p["samples"] / each, p["score"]) for p in run["held_out"]]
                 name = None if i else label
@@ -137,8 +143,8 @@ def draw_students(plt: Any) -> None:
         axis.set_title(task, loc="left")
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
     axes[0].set_ylabel("held-out score")
-    axes[0].legend(frameon=False)
     figure.savefig(RESULTS / "students.svg", metadata={"Date": None})
     plt.close(figure)
 
