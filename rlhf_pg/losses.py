@@ -328,14 +328,7 @@ def dppo(
 
 
 def none(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
-    """Compute a loss of 0, for a policy that learns from a teacher alone.
-
-    Args:
-        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
-
-    Returns:
-        per_token (B,T), and no metrics.
-    """
+    """Return a loss of 0, (B,T), for a policy that learns from a teacher alone; no metrics."""
     return torch.where(mask, logprobs, 0.0) * 0.0, {}
 
 
