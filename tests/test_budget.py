@@ -15,6 +15,7 @@ BUDGETS = {
     ("models",): 2200,
     ("rollout",): 2900,
     ("rollout/multi_turn",): 800,
+    ("rollout/agents",): 1000,
     ("rewards",): 1800,
     ("trainers",): 2500,
     ("supervised",): 1000,
@@ -39,25 +40,28 @@ BUDGETS = {
 #   forks that signals end.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
-# - rollout: two engines of vLLM take 750, and episodes are counted in it too.
+# - rollout: two engines of vLLM take 750, and episodes and agents are counted in it too.
+# - agents (docs/agents.md): the endpoint, ids of histories and programs take 960, trees of tokens
+#   140 in data and models, credit by line and keys 60.
 # - report: twelve rules find trouble in curves, collapses within three steps too, and say what to
 #   try: 230.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 # - A teacher (docs/distillation.md) takes 470 in all: divergences and their gradients 26, its head
 #   in chunks 105, loading it and prompts that it alone sees 190, keys 38.
+# - Rows that are trees take 140: their columns and sizes 50, layouts and attention 85, records 5.
 TODAY = {
     "advantages": 1824,
-    "config": 2445,
-    "data": 1313,
-    "models": 2390,
-    "rollout": 2997,
-    "rollout/multi_turn": 990,
+    "config": 2457,
+    "data": 1365,
+    "models": 2476,
+    "rollout": 3980,
+    "rollout/multi_turn": 1000,
     "rewards": 2038,
-    "trainers": 3698,
+    "trainers": 3737,
     "runtime": 1117,
     "checkpoint": 681,
-    "report": 1704,
+    "report": 1705,
     "tasks": 773,
     "boundary": 388,
 }

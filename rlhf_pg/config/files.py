@@ -26,7 +26,9 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
-        elif key in ("trainer", "privileged_prompt") and names_function(value or ""):
+        elif key in ("trainer", "privileged_prompt", "agent_program") and names_function(
+            value or ""
+        ):
             keys[key] = locate_reward(value, beside)
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]

@@ -43,8 +43,17 @@ class SamplingConfig:
         "Directory for new weights that the server sees too. None: sync/ in output_dir.")
     max_completion_length: int = option(512, ge=1, help="Most tokens per completion, EOS included.")
     max_turns: int | None = option(None, ge=1, help=
-        "Most turns in an episode. None: as many as max_completion_length allows.")
+        "Most turns in an episode, or calls of agent_program. None: as many as "
+        "max_completion_length allows.")
     environment_timeout: float = option(60.0, gt=0, help="Seconds for an answer of an environment.")
+    agent_program: Text | None = option(None, help=
+        "Program of an agent, which asks the policy over HTTP: FILE.py:FUNCTION, or a command.")
+    agent_timeout: float = option(600.0, gt=0, help="Seconds for an episode of agent_program.")
+    agent_call_timeout: float = option(300.0, gt=0, help="Seconds for an answer to agent_program.")
+    agent_host: Text = option("127.0.0.1", help=
+        "Address at which agent_program finds the policy; beyond loopback, others may find it too.")
+    agent_credit: Literal["episode", "branch"] = option("episode", help=
+        "A reward is for all earlier turns, or those of its own endpoint (endpoint.fork()) alone.")
     temperature: float = option(1.0, gt=0, help="Temperature of sampling, scoring and training.")
     top_k: int = option(0, ge=0, help="Sample from this many likeliest tokens; 0: all.")
     top_p: float = option(1.0, gt=0, le=1, help=

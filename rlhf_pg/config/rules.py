@@ -209,6 +209,7 @@ def of_use(args: Any) -> Iterator[str]:
         ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
         ("entropy_target", args.entropy_target is not None, entropy_keys),
         ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
+        ("agent_credit episode", args.agent_credit == "episode", "value_lam"),
         ("teacher_model_name_or_path", teacher is not None, of_teacher),
         ("teacher_placement loss", args.teacher_placement == "loss", in_loss),
         ("teacher_divergence js", args.teacher_divergence == "js", "teacher_mixture"),

@@ -2,7 +2,8 @@
 
 Shapes: B rows on this rank, P prompt width, T completion width, K sources of reward. A row is one
 completion. Prompts are left-padded and completions right-padded, so every completion starts in the
-same column.
+same column. The completion of an agent that rewrites its history is a tree: its columns are the
+distinct tokens in order of creation, and `parent_offsets` says which token each of them follows.
 """
 
 import dataclasses
@@ -29,6 +30,15 @@ class RowLengths(NamedTuple):
     prompt: int  # tokens
     completion: int
     actions: int = 0  # tokens of the completion that the policy chose
+    end: int = 0  # columns of the completion through its last action token
+    jumps: tuple[tuple[int, int], ...] = ()  # (column, offset) of a tree's branches; see `Batch`
+    deepest: int = 0  # tokens of a tree's longest path; 0 for a sequence
+    paths: int = 1  # from a root to a leaf
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest path, prompt included."""
+        return self.deepest or self.prompt + self.completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +57,11 @@ class Batch:
     groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) from the engine
+    # (B,T) int64; how many columns before a token the one is that it follows, 1 in a sequence, 0 if
+    # it follows none, as the first token of another context does (which is never an action). None
+    # if every row is a sequence.
+    parent_offsets: Tensor | None = None
+    lines: Tensor | None = None  # (B,T) int64; which endpoint of an agent asked for each token
     prompts: Sequence[Any] = ()  # as in the dataset: strings or messages
     completions: Sequence[Any] = ()  # likewise
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the dataset's columns
@@ -91,15 +106,17 @@ class Batch:
         groups: Sequence[int],
         pad_token_id: int,
         actions: Sequence[Sequence[bool]] | None = None,
+        offsets: Sequence[Sequence[int]] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Pad lists, one entry per row, into a batch; `actions` mark the tokens that the policy
-        chose, by default all. ValueError if a row does not have one number per token.
+        chose, by default all; `offsets` are `parent_offsets`. ValueError if a row does not have
+        one number per token.
         """
-        for rows in (logprobs, actions or completions):
+        for rows in (logprobs, actions or completions, offsets or completions):
             if list(map(len, rows)) != list(map(len, completions)):
-                raise ValueError("a completion needs one log-probability, and action, per token")
+                raise ValueError("a completion needs a log-probability, action, offset per token")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = pad_rows(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
@@ -120,6 +137,9 @@ class Batch:
             "truncated": torch.tensor(truncated, dtype=torch.bool),
             "sampler_logprobs": sampler_logprobs,
         }
+        if set(flat_offsets := [offset for row in offsets or () for offset in row]) - {1}:
+            fields["parent_offsets"] = torch.ones_like(completion_ids)
+            fields["parent_offsets"][completion_mask] = torch.tensor(flat_offsets)
         there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
         return cls(**there)
 
@@ -162,10 +182,21 @@ class Batch:
             return self
         if not self.num_rows:
             return dataclasses.replace(self, host_rows=())
-        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
-        columns = torch.stack([self.shared_prefixes(), *lengths])
-        rows = tuple(RowLengths(*row) for row in columns.T.tolist())
+        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1), self.ends]
+        columns = torch.stack([self.shared_prefixes(), *lengths], dim=1)
+        if self.parent_offsets is not None:
+            columns = torch.cat([columns, self.parent_offsets], dim=1)
+        rows = tuple(
+            RowLengths._make([*row[:5], *_measure(row[1], row[5 : 5 + row[2]])])
+            for row in columns.tolist()
+        )
         return dataclasses.replace(self, host_rows=rows)
+
+    @property
+    def ends(self) -> Tensor:
+        """(B,) int64: the columns of each completion through its last action token, 0 without."""
+        columns = torch.arange(1, self.action_mask.shape[1] + 1, device=self.action_mask.device)
+        return torch.where(self.action_mask, columns, 0).amax(1)
 
     def action_slots(self) -> Tensor:
         """Return (M,) int64: the indices of the action tokens in flattened (B,T)."""
@@ -213,18 +244,20 @@ class Batch:
 
         A column that a part lacks is None in its rows.
         """
+        if any(part.parent_offsets is not None for part in parts):
+            parts = [part.with_columns(parent_offsets=part.all_offsets()) for part in parts]
+        fills = {"scores": math.nan, "parent_offsets": 1, **dict.fromkeys(_ID_FIELDS, pad_token_id)}
 
         def join(name: str) -> Tensor:
             values = [getattr(part, name) for part in parts]
             if name in _ROW_FIELDS:
                 return torch.cat(values)
             width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
-            fill = pad_token_id if name in _ID_FIELDS else math.nan if name == "scores" else 0
             padded = []
             for value in values:
                 missing = width - value.shape[1]
                 sides = (0, 0) * (value.ndim - 2) + ((missing, 0) if left else (0, missing))
-                padded.append(nn.functional.pad(value, sides, value=fill))
+                padded.append(nn.functional.pad(value, sides, value=fills.get(name, 0)))
             return torch.cat(padded)
 
         def table(name: str) -> dict[str, list[Any]]:
@@ -244,7 +277,7 @@ class Batch:
 
         def blank(name: str, value: Tensor) -> Tensor:
             shape = (1,) if name in _ROW_FIELDS else (1, 1, *value.shape[2:])
-            filled = {"prompt_mask": 1, "completion_mask": 1}
+            filled = {"prompt_mask": 1, "completion_mask": 1, "parent_offsets": 1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
         row = RowLengths(family=0, prompt=1, completion=1, actions=0)
@@ -253,8 +286,13 @@ class Batch:
 
     @property
     def longest(self) -> int:
-        """The real tokens of the longest row, prompt and completion together."""
-        return max(row.prompt + row.completion for row in self.with_counts().host_rows or ())
+        """The real tokens of the longest path of a row, prompt and completion together."""
+        return max(row.longest for row in self.with_counts().host_rows or ())
+
+    def all_offsets(self) -> Tensor:
+        """Return `parent_offsets`, also where every row is a sequence."""
+        offsets = self.parent_offsets
+        return torch.ones_like(self.completion_ids) if offsets is None else offsets
 
     def shared_prefixes(self) -> Tensor:
         """Number the shared prefixes, (B,) int64 from 0: neighbours with the same group and prompt
@@ -275,7 +313,7 @@ class Batch:
                 longer row has its whole micro-batch padded, so it is kept apart.
         """
         rows = self.with_counts().host_rows or ()
-        long = [row.prompt + row.completion > window for row in rows]
+        long = [row.longest > window for row in rows]
         batches: list[Tensor] = []
         both = ((split_packed, False), (split_padded, True))
         for split, kind in both:
@@ -288,6 +326,18 @@ class Batch:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 yield name, value
+
+
+def _measure(prompt: int, offsets: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int, int]:
+    """Return `jumps`, `deepest` and `paths` of a row, given its prompt's length and offsets."""
+    jumps = tuple((t, offset) for t, offset in enumerate(offsets) if offset != 1)
+    if not jumps:
+        return (), 0, 1
+    followed = {t - offset for t, offset in enumerate(offsets, prompt) if offset}
+    depths = list(range(1, prompt + 1))
+    for offset in offsets:
+        depths.append(depths[-offset] + 1 if offset else 1)
+    return jumps, max(depths), len(depths) - len(followed.union(range(prompt - 1)))
 
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:
@@ -345,12 +395,14 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
 def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
     """Split rows into batches that are padded to the longest prompt and completion."""
     batches: list[list[int]] = []
-    prompt = completion = 0  # the longest of the last batch
-    for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
-        prompt, completion = max(prompt, rows[i].prompt), max(completion, rows[i].completion)
-        if not batches or (len(batches[-1]) + 1) * (prompt + completion) > max_tokens:
+    prompt = completion = paths = 0  # the longest of the last batch, and its number of paths
+    for i in sorted(range(len(rows)), key=lambda i: -rows[i].longest):
+        own = rows[i].prompt, rows[i].longest - rows[i].prompt
+        prompt, completion = max(prompt, own[0]), max(completion, own[1])
+        paths += rows[i].paths
+        if not batches or paths * (prompt + completion) > max_tokens:
             batches.append([])
-            prompt, completion = rows[i].prompt, rows[i].completion
+            (prompt, completion), paths = own, rows[i].paths
         batches[-1].append(i)
     return batches
 

@@ -71,7 +71,7 @@ def encode(
             chat = _around_mark(render(tokenizer, quoted, where, False, tools))[0]
         else:
             chat = render(tokenizer, quoted, where, open_turn, tools)
-        ids = _tokenize_chat(tokenizer, chat, where)
+        ids = tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {show(text)}")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
@@ -112,7 +112,7 @@ def encode_answer(
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
         if stop and not blank.strip():  # some templates have whitespace before it
             text = rest
-    return _tokenize_chat(tokenizer, text, where)
+    return tokenize_chat(tokenizer, text, where)
 
 
 def continues(prompt: Any) -> bool:
@@ -172,7 +172,7 @@ def render(
     open_turn: bool = False,
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """Render quoted chat messages with the chat template, for `_tokenize_chat`."""
+    """Render quoted chat messages with the chat template, for `tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
     try:
@@ -224,7 +224,7 @@ def _quote(value: Any, special: _Vocabulary) -> Any:
     return value
 
 
-def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
+def tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
     """Tokenize a rendered chat; a `QUOTE` becomes the letters of the name."""
     first, *rest = QUOTE.split(chat)
     ids = tokenize(tokenizer, first, where, add_special_tokens=False)["input_ids"]

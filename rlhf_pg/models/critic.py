@@ -91,7 +91,7 @@ class Critic(nn.Module):
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Batch, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
-        """Return the values before each token (B,T), and of the state after the last one (B,); a
+        """Return the values before each token (B,T), and of the state after the last action (B,); a
         critic that shares the policy's trunk needs the policy's `hidden_states`.
         """
         if self.head is None:  # the module computes the values itself
@@ -109,11 +109,9 @@ class Critic(nn.Module):
             read = of_policy or hidden_states(trunk(self.model), batch, self.window)
             values, states = self.head(read.hidden), read.states
         mask = batch.action_mask
-        columns = torch.arange(1, states.shape[1], device=mask.device)
-        end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
-        ends = values.index_select(0, states.gather(1, end).squeeze(1))
+        ends = values.index_select(0, states[:, -1])
         return torch.where(mask, before, 0.0), ends
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:

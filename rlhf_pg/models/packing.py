@@ -1,13 +1,14 @@
 """Layouts of a batch for a model, packed or padded, and the attention of packed rows.
 
-A packed row has no padding. It holds families: a prompt followed by its completions, each of which
-continues the prompt and does not see its siblings. So the keys of a token are in two places, and
-its softmax has two parts, over its own row and over its prompt, which are weighted by their sums
-(online softmax; Milakov and Gimelshein 2018). With outputs o and log-sums of exponentials l:
+A packed row has no padding. It holds trees of segments, each of which continues its parent and does
+not see its siblings: a prompt with its completions, or with the branches of an agent's histories.
+Depth-first, all that continues a segment is one slice after it. So the softmax of a token has a
+part for each segment on its way to the root, and the parts are weighted by their sums (online
+softmax; Milakov and Gimelshein 2018). With outputs o and log-sums of exponentials l:
 
-    l = log(e^l_own + e^l_prompt),    o = e^(l_own - l) o_own + e^(l_prompt - l) o_prompt
+    l = log(e^l_own + e^l_parent),    o = e^(l_own - l) o_own + e^(l_parent - l) o_parent
 
-With the combined o and l, the backward pass of either part is the ordinary one (FlashAttention-2;
+With the combined o and l, the backward pass of each part is the ordinary one (FlashAttention-2;
 Dao 2023, section 3.1): e^(scores - l) and D = rowsum(dO * O) belong to the whole softmax. A GPU
 uses one FlexAttention kernel, or SDPA with a mask where that fails.
 
@@ -17,6 +18,7 @@ heads, D their width.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property
@@ -30,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.batch import Batch, to_device
+from rlhf_pg.data.batch import Batch, RowLengths, pad_rows, to_device
 from rlhf_pg.models.attention import (
     attention_support,
     configs_of,
@@ -54,7 +56,7 @@ class DecoderInput(NamedTuple):
     """The input of a `transformers` decoder for a batch, and where its states are in the output."""
 
     inputs: dict[str, Any]  # (rows, columns) each
-    states: Tensor  # (B,T+1) indices into the N tokens: the state before each token, and the last
+    states: Tensor  # (B,T+1) of the N tokens: the one that each follows, and the last action
     rows: Tensor  # (N,) the number of rows with actions that share each token
 
 
@@ -93,64 +95,139 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
 
 
 def lay_out_padded(batch: Batch) -> DecoderInput:
-    """Lay prompts and completions side by side, (B,P+T)."""
+    """Lay prompts and completions side by side, (B,P+T), or each path of the trees in a row."""
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
+    shares = (mask * batch.action_mask.any(1, keepdim=True)).flatten()
+    places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+    if batch.parent_offsets is not None:
+        sources, mask, places = (to_device(x, mask.device) for x in _paths(batch))
+        ids = ids.flatten()[sources]
+        shares = shares.new_zeros(ids.numel()).scatter_add(0, places.flatten(), shares)
     inputs = {
-        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        "input_ids": ids,
         "attention_mask": mask,
         # Positions count real tokens, not columns, which matters for absolute positions.
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
     }
-    rows, width = mask.shape
-    columns = torch.arange(batch.prompt_ids.shape[1] - 1, width, device=mask.device)
-    states = torch.arange(rows, device=mask.device)[:, None] * width + columns
-    return DecoderInput(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
+    before = (torch.arange(mask.numel(), device=mask.device) - 1).clamp(min=0)
+    states = _states(places, before, batch.ends, batch.prompt_ids.shape[1])
+    return DecoderInput(inputs, states, shares)
+
+
+def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the paths of all trees as indices into flattened (B,P+T), right-padded, their mask,
+    and the first place of each token on them, (B,P+T); on the host.
+    """
+    rows = batch.with_counts().host_rows or ()
+    segments = _segments(batch, [row._replace(family=i) for i, row in enumerate(rows)])
+    ways, paths = list[list[int]](), list[list[int]]()
+    inner = {segment.parent for segment in segments}
+    for number, (parent, length, source, *_) in enumerate(segments):
+        ways.append([*(ways[parent] if parent >= 0 else ()), *range(source, source + length)])
+        paths += [] if number in inner else [ways[-1]]
+    sources, mask = pad_rows(paths, pad=paths[0][0])  # the first place of this token is 0 anyway
+    places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
+    own = torch.arange(sources.numel())
+    places = places.scatter_reduce(0, sources.flatten(), own, "amin", include_self=False)
+    return sources, mask.long(), places.view(len(rows), -1)
 
 
 def lay_out_packed(batch: Batch) -> DecoderInput:
-    """Lay all real tokens one after another, (1,N), in the families of `SharedPrefix`.
+    """Lay all real tokens one after another, (1,N), in the order of `PrefixTree`.
 
     Indices are computed on the host and moved to the device in one piece.
     """
     rows = batch.with_counts().host_rows or ()
-    device, width = batch.completion_ids.device, batch.prompt_ids.shape[1]
-    prompt, completion = torch.tensor([(row.prompt, row.completion) for row in rows]).T
-    family = torch.tensor([row.family for row in rows])
-    first = torch.ones(len(rows), dtype=torch.bool)
-    first[1:] = family[1:] != family[:-1]
-    run = first.cumsum(0) - 1  # number of the row's family
-    columns = torch.arange(batch.width)
-    there = (columns >= (width - prompt)[:, None]) & (columns < (width + completion)[:, None])
-    kept = there & (first[:, None] | (columns >= width))
-    # Padding gets the index of the last real token before it; any state would do.
-    places = (kept.flatten().cumsum(0) - 1).view_as(kept)
-    prompt_end = places[first, width - 1][run]
-    states = torch.cat([prompt_end[:, None], places[:, width:]], dim=1)
-    positions = (there.cumsum(dim=1) - 1)[kept]
-    sources = kept.flatten().nonzero().squeeze(1)
-    acts = torch.tensor([int(row.actions > 0) for row in rows])
-    shared = torch.zeros_like(run).scatter_add(0, run, acts)[run]
-    shares = torch.where(columns < width, shared[:, None], acts[:, None])[kept]
-    count = len(sources)
+    device, prompt = batch.completion_ids.device, batch.prompt_ids.shape[1]
+    segments = _segments(batch, rows)
+    tree = PrefixTree([segment[:2] for segment in segments], device)
+    facts = [  # without a parent, any place would do as the one before
+        (span.start, tree.spans[segment.parent].stop - 1, *segment[1:])
+        for span, segment in zip(tree.spans, segments, strict=True)
+    ]
+    of_segments = torch.tensor(sorted(facts))
+    of_tokens = of_segments.repeat_interleave(of_segments[:, 2], dim=0)
+    starts, ends, _, sources, positions, shares = of_tokens.T
+    place = torch.arange(len(starts))
+    sources, positions = sources + place - starts, positions + place - starts
+    places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
+    places = places.scatter(0, sources, place).view(len(rows), -1)
+    firsts = dict[int, int]()
+    shared = [firsts.setdefault(row.family, i) for i, row in enumerate(rows)]
+    places[:, prompt - 1] = places[shared, prompt - 1]
+    before = torch.where(place == starts, ends, place - 1)
+    states = _states(places, before, torch.tensor([row.end for row in rows]), prompt)
     together = to_device(torch.cat([sources, positions, shares, states.flatten()]), device)
-    sources, positions, shares, flat = together.tensor_split([count, 2 * count, 3 * count])
+    sources, positions, shares, flat = together.tensor_split([len(place) * i for i in (1, 2, 3)])
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
-    runs = [list(run) for _, run in groupby(rows, key=lambda row: row.family)]
-    families = [Family(run[0].prompt, [row.completion for row in run]) for run in runs]
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids[None]),  # without it some models infer padding
         "position_ids": positions[None],
-        "layout": SharedPrefix(families, device),
+        "layout": tree,
     }
     return DecoderInput(inputs, flat.view_as(states), shares)
 
 
-class Family(NamedTuple):
-    """Lengths of a prompt and its completions, in their order in the packed row."""
+def _states(places: Tensor, before: Tensor, ends: Tensor, prompt: int) -> Tensor:
+    """Return `DecoderInput.states`, given the place of each token (B,P+T), the place that each of
+    the N computed tokens follows, `Batch.ends`, and P.
+    """
+    last = places.gather(1, ends[:, None] + (prompt - 1))
+    return torch.cat([before[places[:, prompt:]], last], dim=1)
 
-    prompt: int
-    completions: list[int]
+
+class Segment(NamedTuple):
+    """Neighbouring tokens of a row, each of which follows the one before."""
+
+    parent: int  # number of the segment whose end it follows, lower than its own; -1 for none
+    length: int
+    source: int  # index of its first token in flattened (B,P+T)
+    position: int  # of its first token, on the path from the root
+    shares: int  # as in `DecoderInput.rows`
+
+
+def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
+    """Cut rows at every branch, in order of creation; the prompt of a family is in its first."""
+    firsts = dict[int, int]()
+    # Row and column of the first token of each segment, and of the token that it follows.
+    follows: dict[tuple[int, int], tuple[int, int] | None] = {}
+    for i, row in enumerate(rows):
+        first = firsts.setdefault(row.family, i)
+        if first == i:
+            follows[i, -row.prompt] = None
+        jumps = {0: 1, **dict(row.jumps)} if row.completion else {}
+        for column, offset in jumps.items():
+            follows[i, column] = None
+            if offset:
+                before, end = i if offset <= column else first, column - offset
+                follows[i, column] = before, end
+                if end + 1 < rows[before].completion:
+                    follows.setdefault((before, end + 1), (before, end))
+    segments, numbers = list[Segment](), dict[tuple[int, int], int]()
+    sharing = Counter(row.family for row in rows if row.actions)
+    starts, prompt = sorted(follows), batch.prompt_ids.shape[1]
+    for (i, column), (row_after, after) in zip(starts, [*starts[1:], (-1, 0)], strict=True):
+        stop = after if row_after == i else rows[i].completion
+        numbers[i, stop - 1] = len(segments)
+        parent, position = -1, 0
+        if (followed := follows[i, column]) is not None:
+            parent = numbers[followed]
+            position = segments[parent].position + segments[parent].length
+        shares = sharing[rows[i].family] if column < 0 else int(rows[i].actions > 0)
+        source = i * batch.width + prompt + column
+        segments.append(Segment(parent, stop - column, source, position, shares))
+    return segments
+
+
+class Span(NamedTuple):
+    """The place of a segment in a packed row, with all that continues it right behind."""
+
+    start: int
+    stop: int
+    leave: int  # where all that continues it stops
+    parent: int
 
 
 class _Block(NamedTuple):
@@ -162,12 +239,22 @@ class _Block(NamedTuple):
     causal: bool  # queries and keys are the same tokens; otherwise every query sees every key
 
 
-class SharedPrefix:
-    """A `Layout` for a packed row of families, in their order."""
+class PrefixTree:
+    """A `Layout` for a packed row of trees, given the parent of each segment, which is before it or
+    -1, and its length. The row is in depth-first order; `spans` are in the order given.
+    """
 
-    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self.families, self.device = families, device
-        self._blocks = list(_blocks(families))
+    def __init__(self, segments: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.device, self.spans = device, list[Span]()
+        sizes = [*(length for _, length in segments), 0]  # with all that continues them
+        for i in reversed(range(len(segments))):
+            sizes[segments[i][0]] += sizes[i]
+        free = [0] * len(sizes)  # the next place behind each; the last is that of roots
+        for i, (parent, length) in enumerate(segments):
+            start = free[parent]
+            free[i], free[parent] = start + length, start + sizes[i]
+            self.spans.append(Span(start, free[i], free[parent], parent))
+        self._blocks = list(_blocks(sorted(self.spans)))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         width, attend = query.shape[2], self.by_blocks
@@ -205,32 +292,34 @@ class SharedPrefix:
         return out[0].transpose(0, 1)
 
     def by_families(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attend family by family, with a mask that hides siblings."""
-        parts, start = list[Tensor](), 0
-        for prompt, completions in self.families:
-            lengths = torch.tensor([prompt, *completions])
-            row = to_device(torch.arange(len(lengths)).repeat_interleave(lengths), query.device)
-            own = slice(start, start + len(row))
-            q, k, v = (x[None, :, own] for x in (query, key, value))
-            sees = ((row[:, None] == row) | (row == 0)).tril()
+        """Attend tree by tree, with a mask that hides siblings."""
+        parts = list[Tensor]()
+        for start, _, stop, _ in sorted(span for span in self.spans if span.parent < 0):
+            place, leave = torch.arange(start, stop, device=query.device), self.leave[start:stop]
+            sees = (place[:, None] >= place) & (place[:, None] < leave)
+            q, k, v = (x[None, :, start:stop] for x in (query, key, value))
             shares = query.shape[0] != key.shape[0]
             out = nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=sees, scale=scale, enable_gqa=shares
             )
             parts.append(out[0])
-            start += len(row)
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     @cached_property
+    def leave(self) -> Tensor:
+        """(N,) the end of all that continues each token: what sees it."""
+        lengths, leave = zip(
+            *((x.stop - x.start, x.leave) for x in sorted(self.spans)), strict=True
+        )
+        return to_device(torch.tensor(leave).repeat_interleave(torch.tensor(lengths)), self.device)
+
+    @cached_property
     def mask(self) -> BlockMask:
-        """The block mask: a token sees itself and earlier tokens of its own row or its prompt."""
-        lengths = [[prompt, *completions] for prompt, completions in self.families]
-        families = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
-        places = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
-        family, row = to_device(torch.tensor([families, places]), self.device).unbind()
+        """The block mask: a token sees itself and what it continues."""
+        leave, total = self.leave, len(self.leave)
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
+            return (q >= k) & (q < leave[k])
 
         def strip(start: int) -> Any:
             def sees_after(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -240,27 +329,23 @@ class SharedPrefix:
             return create_block_mask(sees_after, None, None, *sizes, str(self.device))
 
         # All queries at once would take several times N * N bytes.
-        total = len(families)
         strips = [strip(start) for start in range(0, total, STRIP)]
         parts: Any = {k: torch.cat([getattr(s, k) for s in strips], 2) for k in KV_BLOCKS}
         return BlockMask.from_kv_blocks(**parts, mask_mod=sees, seq_lengths=(total, total))
 
 
-def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
-    """Yield the blocks: a causal one for each sequence, and one from completions to prompts."""
-    start = 0
-    for prompt, completions in families:
-        keys = slice(start, start + prompt)
-        yield _Block(keys, keys, 1, causal=True)
-        start = first = keys.stop
-        for length, run in groupby(completions):
-            count = len(list(run))
-            own = slice(start, start + count * length)
-            if length:
-                yield _Block(own, own, count, causal=True)
-            start = own.stop
-        if start > first:
-            yield _Block(slice(first, start), keys, 1, causal=False)
+def _blocks(spans: Sequence[Span]) -> Iterator[_Block]:
+    """Yield the blocks: a causal one for each segment, then one to it from all that continues it.
+
+    Neighbours of equal length that follow the same are together in one.
+    """
+    for _, run in groupby(spans, key=lambda span: (span.parent, span.stop - span.start)):
+        siblings = list(run)
+        own = slice(siblings[0].start, siblings[-1].stop)
+        yield _Block(own, own, len(siblings), causal=True)
+    for start, stop, leave, _ in spans:
+        if leave > stop:
+            yield _Block(slice(stop, leave), slice(start, stop), 1, causal=False)
 
 
 class _Attention(torch.autograd.Function):
@@ -351,7 +436,7 @@ def _add(out: Tensor, logsum: Tensor, part: Tensor, own: Tensor) -> None:
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
     """Return whether FlexAttention compiles for these heads (query, key, width); log if not."""
     query, key = (torch.ones(h, 160, heads[2], dtype=dtype, device=device) for h in heads[:2])
-    layout = SharedPrefix([Family(150, [10])], device)
+    layout = PrefixTree([(-1, 150), (0, 10)], device)
     try:
         if dtype == torch.float64:
             raise TypeError("it has no float64")

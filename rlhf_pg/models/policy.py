@@ -186,7 +186,10 @@ class Policy(nn.Module):
         return self.balance.count_choices(trunk.router_logits, trunk.rows)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the model's logits for all tokens of the completions, (B,T,V)."""
+        """Return the model's logits for all tokens of the completions, (B,T,V), not of trees."""
+        if batch.parent_offsets is not None:
+            name = type(self.model).__name__
+            raise ValueError(f"{name} has no linear head, which branches need: use another model")
         columns = batch.completion_ids.shape[1] + 1
         inputs = lay_out_padded(batch).inputs
         output = self.model(**inputs, use_cache=False, logits_to_keep=columns)

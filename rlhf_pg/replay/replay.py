@@ -153,6 +153,7 @@ class Replay:
         starts, prompts = record.starts, record.prompts()
         spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
         ids = [record.ids[span].tolist() for span in spans]
+        parents = None if record.offsets is None else record.offsets.tolist()
         logprobs = np.nan_to_num(record.numbers["sampler_logprob"])
         batch = Batch.from_tokens(
             prompts=[prompts[i] for i in mine],
@@ -162,6 +163,7 @@ class Replay:
             groups=[int(record.prompt_index[i]) for i in mine],
             pad_token_id=tokenizer.pad_token_id,
             actions=[record.action[span].tolist() for span in spans],
+            offsets=parents and [parents[span] for span in spans],
             device=runtime.device,
             dtype=torch.promote_types(trainer.dtype, torch.float32),
         )

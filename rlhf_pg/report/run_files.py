@@ -92,6 +92,7 @@ class StepTokens:
     scores: NDArray[Any]  # (S,K); NaN where a source has none
     numbers: Mapping[str, NDArray[Any]]  # (M,) each, by name
     texts: Sequence[str] | None = None  # M
+    offsets: NDArray[np.int32] | None = None  # (M,) as in `Batch`; None if all are sequences
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -116,8 +117,8 @@ class StepTokens:
 
     def save(self, path: Path) -> None:
         """Write the file, which gets its name when it is complete."""
-        tensors = dict(vars(self))
-        numbers, texts = tensors.pop("numbers"), tensors.pop("texts")
+        tensors = {name: x for name, x in vars(self).items() if x is not None}
+        numbers, texts = tensors.pop("numbers"), tensors.pop("texts", None)
         for name, x in numbers.items():
             tensors[f"numbers.{name}"] = _exact(x) if name in EXACT else half(x)
         tensors["scores"] = _exact(self.scores)

@@ -67,6 +67,7 @@ class Request:
     samples: Sequence[int] = (0,)  # sample numbers, one per continuation; seed the noise too
     position: int = 0  # of the first new token, counted from the end of the prompt
     max_tokens: int | None = None  # a limit below that of the `SamplingParams`
+    stop: Sequence[str] = ()  # strings that end it, beside those of the `SamplingParams`
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

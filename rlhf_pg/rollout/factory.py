@@ -169,14 +169,42 @@ def new_episode_runner(
     environments: "EnvironmentSource | None",
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    program: Any = None,
 ) -> "EpisodeRunner | None":
-    """Create the runner of episodes, for a run with tools or an environment; ValueError if these
-    do not fit together, or if a run without episodes sets keys of episodes.
+    """Create the runner of episodes, for a run with tools, an environment or an agent's program;
+    ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
     """
-    has_episodes = bool(tools) or environments is not None
-    keys = "max_turns environment_timeout tool_output_nll_coef"
-    rules.refuse(rules.idle(args, ("tools or environment_factory", has_episodes, keys)))
-    if not has_episodes:
+    has_turns, has_agent = bool(tools) or environments is not None, program is not None
+    rules.refuse(
+        rules.idle(
+            args,
+            ("tools or environment_factory", has_turns, "environment_timeout"),
+            (
+                "agent_program",
+                has_agent,
+                "agent_timeout agent_call_timeout agent_host agent_credit",
+            ),
+            ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
+        )
+    )
+    stops = models.stop_token_ids(model, tokenizer)
+    if has_agent:
+        if has_turns:
+            raise ValueError("agent_program brings its own tools: leave out tools and environments")
+        try:
+            from rlhf_pg.rollout.agents.runner import AgentRunner, program_of
+        except ImportError as error:
+            raise ValueError('agent_program needs pip install "rlhf-pg[agents]"') from error
+        return AgentRunner(
+            program=program_of(program),
+            tokenizer=tokenizer,
+            stop_token_ids=stops,
+            max_turns=args.max_turns,
+            timeout=args.agent_timeout,
+            call_timeout=args.agent_call_timeout,
+            host=args.agent_host,
+        )
+    if not has_turns:
         return None
     from rlhf_pg.rollout import EpisodeRunner, Toolbox, ToolEnvironment
 
@@ -191,7 +219,7 @@ def new_episode_runner(
         options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
     return EpisodeRunner(
         tokenizer=tokenizer,
-        stop_token_ids=models.stop_token_ids(model, tokenizer),
+        stop_token_ids=stops,
         max_turns=args.max_turns,
         **options,
     )

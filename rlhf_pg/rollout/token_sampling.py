@@ -132,11 +132,14 @@ class Stopping:
         if self.strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give NativeEngine one")
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether a completion ends with its last token, if it has not ended before."""
+    def ends(self, tokens: Sequence[int], more: Sequence[str] = ()) -> bool:
+        """Return whether a completion ends with its last token, if it has not ended before; `more`
+        are further strings.
+        """
         if tokens[-1] in self.eos_token_ids:
             return True
-        if self.tokenizer is None or not self.strings:
+        strings = (*self.strings, *more)
+        if self.tokenizer is None or not strings:
             return False
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return any(string in text for string in self.strings)
+        return any(string in text for string in strings)

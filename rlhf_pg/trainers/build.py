@@ -72,6 +72,7 @@ def build(
     tools: "Sequence[Tool] | None",
     environment_factory: "EnvironmentFactory | EnvironmentSource | None",
     privileged_prompt: Callable[..., Any] | None,
+    agent_program: Callable[..., Any] | str | None,
 ) -> None:
     """Give a `PolicyGradientTrainer` its parts; it documents the arguments."""
     kind = trainer.config_type
@@ -87,6 +88,7 @@ def build(
     for callback in callbacks or ():
         trainer.add_callback(callback)
     arguments: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
+    arguments["agent_program"] = agent_program
     arguments["quantization_config"] = quantization_config
     if trainer.trains:
         arguments |= {"peft_config": peft_config, "optimizers": optimizers}
@@ -106,10 +108,15 @@ def build(
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
         trainer.privileged_prompt = user_modules.load(hidden)
+    if args.agent_program is not None:
+        if agent_program is not None:
+            raise ValueError("agent_program is given twice, as an argument and in args")
+        agent_program = args.agent_program
     if trainer.privileged_prompt is not None:
         functions = [trainer.privileged_prompt]
         check_arguments(functions, {"train_dataset": train_dataset}, "rewards")
-    if not rewards and args.teacher_model_name_or_path and environment_factory is None:
+    alone = environment_factory is None and agent_program is None
+    if not rewards and args.teacher_model_name_or_path and alone:
         rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
     check_arguments(rewards, {"train_dataset": train_dataset, **held_out})
@@ -149,7 +156,7 @@ def build(
         args.reward_weights,
         reward_processing_classes,
         runtime.device,
-        environments is not None and environments.pays,
+        agent_program is not None or (environments is not None and environments.pays),
         args.reward_model_sees_eos,
         args.trust_remote_code,
         args.reward_workers,
@@ -181,10 +188,11 @@ def build(
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     trainer.episode_runner = new_episode_runner(
-        args, tools or (), environments, trainer.model, tokenizer
+        args, tools or (), environments, trainer.model, tokenizer, agent_program
     )
 
     # Prompts.
+    trainer.has_agent = agent_program is not None
     if environments is not None:
         own, rows = train_dataset is None, args.prompts_per_step
         train_dataset = environments.add_prompts(train_dataset, rows)
@@ -226,6 +234,8 @@ def build(
     if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
         limits.append(args.token_budget)
     limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
+    if trainer.has_agent and limit is not None:
+        longest_row = limit
     longest = max(longest_row, limit or 0) if environments else longest_row
     for module in filter(None, (trainer.model, trainer.critic)):
         models.settle_positions(module, longest)  # the same for rows of all lengths
@@ -244,7 +254,7 @@ def build(
         if teacher is not None:
             has_function = trainer.privileged_prompt is not None
             has_prompts = not has_function and PRIVILEGED in prompts.rows.column_names
-            if environments and (has_prompts or (hidden and not has_function)):
+            if (environments or agent_program) and (has_prompts or (hidden and not has_function)):
                 raise ValueError("privileged_prompt must be a function for an environment")
             tools = trainer.episode_runner.tools if trainer.episode_runner else ()
             trainer.teacher_prompt_limit = check_privileged(
@@ -270,7 +280,8 @@ def build(
     # The sampler and its engine; a prompt from an environment must leave room for a completion.
     runner = trainer.episode_runner
     if runner is not None:
-        room = None if limit is None else limit - args.max_completion_length
+        least = 1 if trainer.has_agent else args.max_completion_length
+        room = None if limit is None else limit - least
         runner = dataclasses.replace(runner, longest_prompt=room)
     stops = models.stop_token_ids(trainer.model, tokenizer)
     weights = trainer.learner.full_policy.module

@@ -387,9 +387,9 @@ class Learner:
         args, own = self.args, batch.action_mask
         if batch.positive is not None:
             yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
-        if args.tool_output_nll_coef:  # of rows that are trained on
-            answers = batch.completion_mask & ~own & own.any(1, keepdim=True)
-            yield "tool_output_nll", args.tool_output_nll_coef, answers
+        if args.tool_output_nll_coef:  # of rows that are trained on; nothing predicts a root
+            answers = batch.completion_mask & ~own & (batch.all_offsets() > 0)
+            yield "tool_output_nll", args.tool_output_nll_coef, answers & own.any(1, keepdim=True)
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:

@@ -123,7 +123,8 @@ class Recorder:
         assert batch.scores is not None
         mask, device = batch.completion_mask, batch.groups.device
         chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
-        columns = [batch.completion_ids, batch.action_mask, *chosen, *batch.scores.unbind(2)]
+        tree = [batch.completion_ids, batch.action_mask, batch.all_offsets()]
+        columns = [*tree, *chosen, *batch.scores.unbind(2)]
         flat = torch.stack([column.double()[mask] for column in columns], dim=1)
         tokens = self.runtime.gather(flat)[0].cpu().numpy()
         prompt_ids = self.runtime.gather(batch.prompt_ids[batch.prompt_mask])[0].cpu().numpy()
@@ -149,7 +150,7 @@ class Recorder:
             new = i == 0 or not np.array_equal(prompts[place], prompts[order[i - 1]])
             lengths.append(len(prompts[place]) if new else -1)
             own += [prompts[place]] * new
-        paid = tokens[:, 2 + len(numbers) :]
+        paid = tokens[:, 3 + len(numbers) :]
         score_at = (~np.isnan(paid)).any(1).nonzero()[0]
         texts = None
         if with_texts:
@@ -168,7 +169,8 @@ class Recorder:
             action=tokens[:, 1].astype(np.bool_),
             score_at=score_at,
             scores=paid[score_at],
-            numbers={name: tokens[:, 2 + i] for i, name in enumerate(numbers)},
+            numbers={name: tokens[:, 3 + i] for i, name in enumerate(numbers)},
+            offsets=tokens[:, 2].astype(np.int32) if (tokens[:, 2] != 1).any() else None,
             texts=texts,
         )
 

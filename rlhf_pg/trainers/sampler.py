@@ -16,6 +16,7 @@ from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
@@ -196,6 +197,7 @@ class Sampler:
         if has_episodes:
             fields["actions"] = [episode.trained for episode in said]
             fields["truncated"] = [episode.truncated for episode in said]
+            fields["offsets"] = [one.offsets or [1] * len(one.tokens) for one in said]
             tokens = [episode.prompt_ids for episode in said]
             opened = [episode.prompt for episode in said]
         else:
@@ -215,6 +217,9 @@ class Sampler:
             device=device,
             **fields,
         )
+        if self.args.agent_credit == "branch":
+            lines = pad_rows([one.lines for one in said], 0)[0]
+            batch = batch.with_columns(lines=lines.to(device))
         return batch.with_columns(
             prompts=[prompt for prompt, _ in texts],
             completions=[completion for _, completion in texts],
@@ -262,7 +267,7 @@ class Sampler:
         if batch.episodes:
             from rlhf_pg.rollout import ToolEnvironment
 
-            if all(type(one) is ToolEnvironment for one in environments):
+            if all(one is None or type(one) is ToolEnvironment for one in environments):
                 environments = []
         return RewardInputs(
             batch.prompts,

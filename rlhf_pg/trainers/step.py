@@ -80,6 +80,11 @@ class PolicyGradientTrainer(TrainingLoop):
             `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
         privileged_prompt: a function that returns the prompts that the teacher alone sees, for the
             completions of one prompt (`rlhf_pg.trainers.teacher.privileged_batch`).
+        agent_program: called for each episode, in place of turns that the trainer plays, as
+            `agent_program(row, endpoint)`, plain or async. It asks `endpoint.base_url` with
+            `endpoint.api_key` for `endpoint.model`, as it would ask OpenAI, and returns a reward, a
+            list with one for each call, or None if reward functions judge the episode. Or a command
+            (docs/agents.md).
 
     Raises:
         ValueError: an input is wrong; the message names it. Nothing has been computed yet.
@@ -100,6 +105,7 @@ class PolicyGradientTrainer(TrainingLoop):
     moving_average: MovingAverage | None
     running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
     critic: Critic | None
+    has_agent: bool  # whose histories may be shorter than its row
     privileged_prompt: Callable[..., Any] | None
     teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
 
@@ -128,11 +134,12 @@ class PolicyGradientTrainer(TrainingLoop):
         tools: "Sequence[Tool] | None" = None,
         environment_factory: "EnvironmentFactory | EnvironmentSource | None" = None,
         privileged_prompt: Callable[..., Any] | None = None,
+        agent_program: Callable[..., Any] | str | None = None,
     ) -> None:
         build(
             *(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
             *(reward_processing_classes, peft_config, callbacks, optimizers, quantization_config),
-            *(tools, environment_factory, privileged_prompt),
+            *(tools, environment_factory, privileged_prompt, agent_program),
         )
 
     # ------------------------------------------------------------------------------ the one step
@@ -210,13 +217,8 @@ class PolicyGradientTrainer(TrainingLoop):
             stats = runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
 
-        # Baselines compare the completions of all ranks.
-        # A row without policy tokens has neither a score nor a KL.
-        kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
-        per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
-        everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
-        raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
-        groups, _ = runtime.gather(batch.groups)
+        # Baselines compare the completions of all ranks, or their lines (`agent_credit`).
+        groups, rows = runtime.gather(batch.groups)
         greedy_scores = None
         if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
             assert batch.greedy.scores is not None
@@ -225,22 +227,39 @@ class PolicyGradientTrainer(TrainingLoop):
             greedy_scores = nn.functional.pad(paid[place], (0, 1))
         values, bootstrap_value = self.values_of(batch)
         average = self.moving_average
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            mask=mask,
-            scores=trained,
-            groups=groups,
-            rows=rows,
-            action_tokens=runtime.gather(mask.sum(1))[0],
-            weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
-            step_scores=step_scores,
-            step_mask=step_mask,
-            values=values,
-            bootstrap_value=bootstrap_value,
-            greedy_scores=greedy_scores,
-            moving_average=average.value if average else 0.0,
-        )
-        advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
+
+        def inputs_of(own: Tensor) -> AdvantageInputs:
+            """Return the inputs for these action tokens (B,T), all or those of a line."""
+            parts, end = shaped.where(own[:, :, None] | (own is mask), torch.nan), bootstrap_value
+            if end is not None and own is not mask:
+                end = end * own.gather(1, (batch.ends[:, None] - 1).clamp(min=0)).squeeze(1)
+            # A row without policy tokens has neither a score nor a KL.
+            kl_of_row = (minus_kl * own).sum(1).masked_fill(~own.any(1), torch.nan)
+            everyone = torch.cat([sum_step_scores(parts), kl_of_row[:, None]], dim=1)
+            return AdvantageInputs(
+                rewards=rewards,
+                mask=own,
+                scores=runtime.gather(everyone)[0],
+                groups=groups,
+                rows=rows,
+                action_tokens=runtime.gather(own.sum(1))[0],
+                weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
+                step_scores=step_scores,
+                step_mask=step_mask if own is mask else step_mask & own,
+                values=values,
+                bootstrap_value=end,
+                greedy_scores=greedy_scores,
+                moving_average=average.value if average else 0.0,
+            )
+
+        inputs, raw = inputs_of(mask), runtime.gather(sum_step_scores(scores))[0]
+        trained = inputs.scores
+        if batch.lines is None:
+            advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
+        else:
+            count = max(runtime.gather_objects(int(batch.lines.max()) + 1))
+            lines = (mask & (batch.lines == line) for line in range(count))
+            advantages = torch.stack([self.advantages(inputs_of(own)) for own in lines]).sum(0)
         if teacher_rewards is not None:
             to_go = discounted_returns(teacher_rewards, mask, args.teacher_gamma)
             advantages = advantages + to_go
@@ -426,7 +445,7 @@ class PolicyGradientTrainer(TrainingLoop):
             max_prompt_length=self.args.max_prompt_length,
             long_prompts=self.args.long_prompts,
             max_completion_length=self.args.max_completion_length,
-            positions=models.max_positions(self.model),
+            positions=None if self.has_agent else models.max_positions(self.model),
             micro_batch_tokens=self.args.micro_batch_tokens,
             tools=self.episode_runner.tools if self.episode_runner else (),
         )

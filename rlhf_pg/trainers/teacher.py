@@ -141,7 +141,7 @@ def privileged_batch(
         most: tokens of the longest prompt.
 
     Raises:
-        ValueError: the function failed, or a prompt cannot be used.
+        ValueError: the function failed, a prompt cannot be used, or rows are trees.
     """
     prompts: Sequence[Any] = batch.columns.get(PRIVILEGED, ())
     if function is not None:
@@ -160,6 +160,8 @@ def privileged_batch(
             prompts += of_group
     if not prompts:
         return None
+    if batch.parent_offsets is not None:
+        raise ValueError(f"{PRIVILEGED} cannot be the prompt of branches: leave it out")
     tokens = []
     for i, prompt in enumerate(prompts):
         row = {name: column[i] for name, column in batch.columns.items()}

@@ -64,14 +64,18 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "actions"),
-    [([[-0.5], [-0.6, -0.7]], None), ([[-0.5, -0.6], [-0.7]], [[True], [True] * 2])],
+    "numbers",
+    [
+        ([[-0.5], [-0.6, -0.7]],),
+        ([[-0.5, -0.6], [-0.7]], [[True], [True] * 2]),
+        ([[-0.5, -0.6], [-0.7]], None, [[1], [1, 1]]),
+    ],
 )
-def test_numbers_of_other_tokens_raise(logprobs, actions):
+def test_numbers_of_other_tokens_raise(numbers):
     """Together they are as many as the tokens."""
     tokens = [[1], [1]], [[2, 3], [4]]
     with pytest.raises(ValueError, match="per token"):
-        Batch.from_tokens(*tokens, logprobs, [False] * 2, [0, 0], PAD, actions)
+        Batch.from_tokens(*tokens, numbers[0], [False] * 2, [0, 0], PAD, *numbers[1:])
 
 
 def test_rows_of_another_mask_are_counted_anew():
@@ -159,6 +163,19 @@ def test_concat_pads_experience_tensors():
     assert e.prompt_mask.int().tolist()[:2] == [[1, 1, 1], [0, 0, 1]]
     assert e.completion_ids.tolist()[:2] == [[1, PAD, PAD], [7, 8, PAD]]
     assert e.old_logprobs is None
+
+
+def test_offsets_are_padded_as_sequences():
+    tree = rollout(offsets=((1, 2), (4,), (1, 1, 0)))
+    assert tree.parent_offsets.tolist() == [[1, 2, 1], [4, 1, 1], [1, 1, 0]]
+    short, plain = tree.select(torch.tensor([1, 0])), rollout(offsets=((1, 1), (1,), (1, 1, 1)))
+    assert plain.parent_offsets is None
+    for parts in ([short, plain], [plain, short]):
+        together, offsets = Batch.concat(parts, PAD), [[4, 1, 1], [1, 2, 1]]
+        own = slice(2) if parts[0] is short else slice(3, 5)
+        assert together.parent_offsets[own].tolist() == offsets
+        assert int((together.parent_offsets != 1).sum()) == 2
+    assert tree.blank_row().parent_offsets.tolist() == [[1]]
 
 
 def test_blank_row_has_attended_tokens_but_no_actions():

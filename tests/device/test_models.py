@@ -13,8 +13,8 @@ PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
 LENGTHS = [3, 9, 1, 6, 2, 5, 8, 7, 4, 9, 9, 3]
 
 
-def rollout(device: str) -> Batch:
-    """Three completions of each prompt."""
+def rollout(device: str, branches: bool) -> Batch:
+    """Three completions of each prompt; the third token of each may follow the first."""
     return Batch.from_tokens(
         [prompt for prompt in PROMPTS for _ in range(3)],
         [[5 + i % 7] * n for i, n in enumerate(LENGTHS)],
@@ -22,6 +22,7 @@ def rollout(device: str) -> Batch:
         [False] * 12,
         [i for i in range(4) for _ in range(3)],
         pad_token_id=0,
+        offsets=[[1, 1, 2, *[1] * 6][:n] for n in LENGTHS] if branches else None,
         device=device,
     )
 
@@ -33,11 +34,12 @@ def rollout(device: str) -> Batch:
         ("mistral", {"sliding_window": 4}),  # padded
     ],
 )
-def test_scores_and_gradients_match_cpu(arch: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("branches", [False, True])
+def test_scores_and_gradients_match_cpu(arch: str, options: dict[str, Any], branches: bool) -> None:
     made = {}
     for device in ("cpu", "cuda"):
         model = tiny_model(arch, **options).to(device)
-        out = Policy(model, most_tokens=64)(rollout(device)).logprobs
+        out = Policy(model, most_tokens=64)(rollout(device, branches)).logprobs
         out.sum().backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         made[device] = [x.detach().cpu() for x in (out, *grads)]

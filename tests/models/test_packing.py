@@ -16,7 +16,7 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.attention import attention_support, replace_attention
 from rlhf_pg.models.critic import ValueHead
-from rlhf_pg.models.packing import Family, SharedPrefix, lay_out_packed, lay_out_padded
+from rlhf_pg.models.packing import PrefixTree, lay_out_packed, lay_out_padded
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
@@ -122,7 +122,8 @@ def test_packed_layout_computes_every_real_token_once():
         for t in [*range(len(p)), *(len(p) + t for c in completions for t in range(len(c)))]
     ]
     assert inputs["position_ids"].tolist() == [positions]
-    assert states[:2, :3].tolist() == [[3, 4, 5], [3, 6, 7]]  # the prompt ends at 3
+    # The prompt ends at 3; the last column is the end.
+    assert states[:2, [0, 1, -1]].tolist() == [[3, 4, 5], [3, 6, 10]]
     assert states.shape == (9, 12)
     assert lay_out_padded(batch_of()).inputs["input_ids"].numel() == 9 * 18
 
@@ -163,36 +164,41 @@ def test_packed_critic_matches_padded(shared):
     torch.testing.assert_close((values, end), critic(batch, states), rtol=0, atol=1e-10)
 
 
-FAMILIES = [Family(4, [2, 5, 0, 2, 2]), Family(1, []), Family(3, [1]), Family(2, [3, 3])]
+# Parent and length of each segment: families of a prompt and its completions, then branches of
+# branches, in an order in which they are not laid out.
+FAMILIES = [(-1, 4), (0, 2), (0, 5), (0, 2), (0, 2), (-1, 1), (-1, 3), (6, 1), (-1, 2), (8, 3)]
+TREES = [*FAMILIES, (8, 3), (9, 4), (2, 3), (11, 1), (9, 4), (2, 2), (-1, 2), (12, 6), (0, 1)]
 
 
-def visible(families):
-    """Which token sees which: (N,N)."""
-    places = [
-        (f, row, t)
-        for f, (prompt, completions) in enumerate(families)
-        for row, length in enumerate([prompt, *completions])
-        for t in range(length)
-    ]
+def layout(segments):
+    return PrefixTree(segments, torch.device("cpu"))
 
-    def sees(q, k):
-        in_prompt, in_row = k[1] == 0 < q[1], k[1] == q[1] and k[2] <= q[2]
-        return k[0] == q[0] and (in_prompt or in_row)
 
-    return torch.tensor([[sees(q, k) for k in places] for q in places])
+def visible(segments):
+    """Which token sees which, (N,N): a walk from each token to its root."""
+    spans, count = layout(segments).spans, sum(length for _, length in segments)
+    sees = torch.zeros(count, count, dtype=torch.bool)
+    for number, (_, length) in enumerate(segments):
+        for t in range(length):
+            q, at, seen = spans[number].start + t, number, t + 1
+            while at >= 0:
+                sees[q, spans[at].start : spans[at].start + seen] = True
+                at = segments[at][0]
+                seen = segments[at][1]
+    return sees
 
 
 def explicit(query, key, value, scale):
     copies = len(query) // len(key)
     key, value = (x.repeat_interleave(copies, 0) for x in (key, value))
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~visible(FAMILIES), -torch.inf)
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~visible(TREES), -torch.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
 @pytest.mark.parametrize("way", ["by_blocks", "by_families", "by_flex"])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
 def test_attention_matches_softmax_over_visible_tokens(way):
-    count = len(visible(FAMILIES))
+    count = len(visible(TREES))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if way == "by_flex" else torch.float64
     shapes = [(4, count, 8), (2, count, 8), (2, count, 8)]
@@ -200,7 +206,7 @@ def test_attention_matches_softmax_over_visible_tokens(way):
         torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way != "by_flex")
         for shape in shapes
     ]
-    out = getattr(SharedPrefix(FAMILIES, torch.device("cpu")), way)(*operands, 0.7)
+    out = getattr(layout(TREES), way)(*operands, 0.7)
     expected = explicit(*operands, 0.7)
     tolerance = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 1e-5}
     torch.testing.assert_close(out, expected, **tolerance)
@@ -214,22 +220,22 @@ def test_attention_matches_softmax_over_visible_tokens(way):
 
 
 def test_attention_takes_values_narrower_than_keys():
-    count = len(visible(FAMILIES))
+    count = len(visible(TREES))
     query, key, value = (torch.randn(2, count, width).double() for width in (8, 8, 5))
-    out = SharedPrefix(FAMILIES, torch.device("cpu")).attend(0, query, key, value, 0.3)
+    out = layout(TREES).attend(0, query, key, value, 0.3)
     torch.testing.assert_close(out, explicit(query, key, value, 0.3))
 
 
 def test_bf16_attention_gradient_is_rounded_once():
     """It is off by 0.2 % of its norm; that of the bfloat16 kernel by 0.3 %."""
     torch.manual_seed(0)
-    layout = SharedPrefix([Family(40, [30, 30, 17]), Family(9, [50])], torch.device("cpu"))
+    tree = layout([(-1, 40), (0, 30), (0, 30), (0, 17), (-1, 9), (4, 50)])
     shapes = [(heads, 176, 32) for heads in (4, 2, 2)] + [(176, 4, 32)]
     *operands, grad = (torch.randn(shape).bfloat16() for shape in shapes)
 
     def gradients(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in operands]
-        return torch.autograd.grad(layout.by_blocks(*inputs, 32**-0.5), inputs, grad.to(dtype))
+        return torch.autograd.grad(tree.by_blocks(*inputs, 32**-0.5), inputs, grad.to(dtype))
 
     for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
         assert (found.double() - exact).norm() <= 0.0025 * exact.norm()
@@ -282,21 +288,14 @@ def test_saved_activations_keep_shared_prompt_once():
 
 
 def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
-    """A block counts if a token of it sees one of the other: itself, its row and its prompt."""
+    """A block counts if a token of it sees one of the other: itself or what it continues."""
     monkeypatch.setattr(packing, "STRIP", 256)
-    families = [Family(150, [130, 20]), Family(7, [90]), Family(3, [128, 1])]
-    rows = [
-        (i, j)
-        for i, (p, cs) in enumerate(families)
-        for j, n in enumerate([p, *cs])
-        for _ in range(n)
-    ]
-    size = -(-len(rows) // 128)
-    expected = torch.zeros(size, size, dtype=torch.int)
-    for q, (family, row) in enumerate(rows):
-        for k, other in enumerate(rows[: q + 1]):
-            if other in {(family, row), (family, 0)}:
-                expected[q // 128, k // 128] = 1
-    mask = SharedPrefix(families, torch.device("cpu")).mask
+    segments = [(-1, 150), (0, 130), (0, 20), (-1, 7), (3, 90), (-1, 3), (5, 128), (6, 1), (5, 9)]
+    sees = visible(segments)
+    mask = layout(segments).mask
+    dense = torch.stack([part.any(1) for part in sees.split(128, 1)], dim=1)
+    expected = torch.stack([part.any(0) for part in dense.split(128)]).int()
     assert mask.to_dense()[0, 0].equal(expected)
-    assert mask.shape[-2:] == (len(rows), len(rows))
+    assert mask.shape[-2:] == sees.shape
+    places = torch.arange(len(sees))
+    assert mask.mask_mod(0, 0, places[:, None], places).equal(sees)

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.replay.replay import Replay
 from rlhf_pg.report.run_files import RunFiles, tokens_file
 from rlhf_pg.rollout import Observation
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.sampler import Sampler
 from tests.trainers.conftest import digits
 
 EVERY = {"max_steps": 4, "save_steps": 2, "log_completions_steps": 2}
@@ -113,6 +115,24 @@ def test_steps_are_as_they_were(make, name: str) -> None:
         assert one.metrics["reward"] == line["reward"]
     if name not in ASKS:
         assert replay.make(3, resample=True).differs == []
+
+
+def test_trees_are_as_they_were(make, monkeypatch) -> None:
+    """The second token of each completion follows the prompt, as the first one does."""
+    sample = Sampler._batch
+
+    def branching(*inputs: Any) -> Batch:
+        batch = sample(*inputs)
+        offsets = torch.ones_like(batch.completion_ids)
+        offsets[:, 1:2] = 2
+        return batch.with_columns(parent_offsets=offsets)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sampler, "_batch", branching)
+        first = make(GRPOTrainer, **EVERY)
+        first.learner.agreement.refuses = False
+        first.train()
+    assert Replay(make(GRPOTrainer, **EVERY)).make(2).differs == []
 
 
 def test_other_reward_is_found_by_sampling_again(make) -> None:

@@ -249,6 +249,10 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
     assert means.pop("tool_output_nll") == pytest.approx(-seen.mean().item())
     assert without.pop("loss") != means.pop("loss")
     assert means == pytest.approx(without, nan_ok=True)
+    offsets = torch.ones_like(batch.completion_ids)
+    offsets[0, 1] = 0  # nothing predicts the first token of a context
+    ((_, _, answers),) = trainer.learner.likely(batch.with_columns(parent_offsets=offsets))
+    assert answers.nonzero().tolist() == [[2, 2]]
 
 
 # ------------------------------------------------------------------------------- what has failed

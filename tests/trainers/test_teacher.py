@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.report.metrics import Meter
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,
@@ -282,6 +283,19 @@ def test_price_of_comparing_less(teacher: Path, tmp_path: Path) -> None:
     assert variances["`sampled`"] > 2 * variances["all tokens"]
     if "TEACHER" in os.environ:
         Path(os.environ["TEACHER"]).write_text(json.dumps(table, indent=1) + "\n")
+
+
+def test_privileged_prompt_of_trees_raises(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        *(GRPOTrainer, tmp_path),
+        inputs={"privileged_prompt": lambda completions, **_: ["bba"] * len(completions)},
+        num_generations=2,
+        teacher_model_name_or_path="policy",
+    )
+    gradient_of(trainer, [COMPLETIONS[1], COMPLETIONS[5]])
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    with pytest.raises(ValueError, match="privileged_prompt"):
+        trainer.score(batch.with_columns(parent_offsets=2 * torch.ones_like(batch.completion_ids)))
 
 
 def test_error_of_a_function_names_the_key(tmp_path: Path) -> None:

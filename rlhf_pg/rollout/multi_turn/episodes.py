@@ -51,6 +51,11 @@ class Episode:
     truncated: bool = False  # by a limit on tokens or turns
     error: str | None = None  # the environment's error that ended the episode
     environment: Environment | None = None
+    # Of an agent's program (`rlhf_pg.rollout.agents`).
+    offsets: list[int] = field(default_factory=list)  # as in `Batch.parent_offsets`
+    lines: list[int] = field(default_factory=list)  # as in `Batch.lines`
+    encoded_again: int = 0  # tokens of the policy
+    overlaps: bool = False  # it made calls side by side at one endpoint
 
     @property
     def trained(self) -> list[bool]:
@@ -113,10 +118,7 @@ class EpisodeRunner:
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
                     episode.environment.close()
-        errors = [episode.error for episode in episodes if episode.error is not None]
-        if errors:
-            message = "%d of %d episodes failed; the first: %s"
-            logger.warning(message, len(errors), len(episodes), errors[0])
+        warn_of_failures(episodes)
         return episodes
 
     def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
@@ -254,3 +256,11 @@ class EpisodeRunner:
             metrics["tools/call_frequency"] = calls / count  # calls per episode
             metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
         return metrics
+
+
+def warn_of_failures(episodes: Sequence[Episode]) -> None:
+    """Log how many episodes failed, and the first error."""
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if errors:
+        message = "%d of %d episodes failed; the first: %s"
+        logger.warning(message, len(errors), len(episodes), errors[0])

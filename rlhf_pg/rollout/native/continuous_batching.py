@@ -55,7 +55,7 @@ class Row:
     def append(self, token: int, logprob: float, stopping: Stopping) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.stopped = stopping.ends(self.tokens)
+        self.stopped = stopping.ends(self.tokens, self.prompt.request.stop)
 
     def finished(self) -> Finished:
         completion = Completion(self.tokens, self.logprobs, "stop" if self.stopped else "length")

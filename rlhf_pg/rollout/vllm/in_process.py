@@ -192,13 +192,14 @@ class _InProcessSession:
         from vllm.sampling_params import RequestOutputKind
 
         max_tokens = room(request, self._params, self._engine.max_model_length)
+        stop = [*self._params.stop_strings, *request.stop]
         for sample in request.samples:
             name = str(next(self._engine.numbers))
             wanted = VllmSamplingParams(
-                **self._options,
+                **self._options | {"stop": stop},
                 max_tokens=max_tokens,
                 seed=request_seed(self._seed, request.prompt_index, sample, request.position),
-                detokenize=bool(self._params.stop_strings),
+                detokenize=bool(stop),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"prompt_token_ids": list(request.tokens)}

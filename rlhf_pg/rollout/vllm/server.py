@@ -246,16 +246,17 @@ class _ServerSession:
 
     def add(self, request: Request) -> None:
         max_tokens = room(request, self._params, self._engine.max_model_length)
-        by_string = bool(self._params.stop_strings)
+        stop = [*self._params.stop_strings, *request.stop]
 
         def read(sample: int, answer: Any) -> Finished:
-            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, by_string)
+            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, bool(stop))
             return Finished(request, sample, completion)
 
         for sample in request.samples:
             body = self._options | {
                 "prompt": list(request.tokens),
                 "max_tokens": max_tokens,
+                "stop": stop,
                 "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
             }
             future = self._engine.begin("/v1/completions", body, partial(read, sample))

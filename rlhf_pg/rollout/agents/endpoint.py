@@ -1,0 +1,353 @@
+"""The policy behind an HTTP endpoint with OpenAI's interface, on loopback.
+
+Every episode has a key of its own. What an agent may not do, or asks wrongly, is answered with a
+status and a message; nothing that arrives ends the run.
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.rollout.agents import formats
+from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
+from rlhf_pg.rollout.engine import Completion
+from rlhf_pg.rollout.multi_turn.tools import Toolbox
+
+MOST_BYTES = 2**23  # of a body
+MOST_CHOICES = 16
+MOST_CONNECTIONS = 4096
+
+
+class Refused(Exception):
+    """An answer to a call that is not sampled. Clients try some statuses again, but not 400."""
+
+    def __init__(self, text: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
+
+
+class Asked(BaseModel):
+    """What of a request is heeded; the run decides on the temperature and the like."""
+
+    messages: list[dict[str, Any]] = []
+    prompt: str | list[int] = ""
+    input: str | list[dict[str, Any]] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stop: str | list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | int | None = None
+    stream: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_output_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(filter(None, self.stop or ()))
+
+
+@dataclass(eq=False)
+class Agent:
+    """The calls of one episode."""
+
+    episode: Any
+    history: History
+    calls: SimpleQueue[Any]  # to the thread that samples
+    max_tokens: int  # of the row after its first prompt
+    max_calls: int | None
+    longest: int | None  # tokens of a prompt and its answer
+    timeout: float | None  # seconds for a call
+    tree: TokenTree = field(default_factory=TokenTree)  # in the order of arrival
+    begun: int = 0
+    truncated: bool = False  # by a limit of the run
+    overlaps: bool = False  # calls of one line ran side by side
+    said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages of responses
+    lines: list[str] = field(default_factory=list)  # keys
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens may be sampled after a prompt; Refused if there is no room."""
+        first = self.history.answers[0].prompt if self.history.answers else prompt
+        new = len(prompt) - (self.tree.find(prompt)[0] if self.history.answers else len(prompt))
+        rooms = [self.max_tokens + len(first) - len(self.tree.tokens or first) - new]
+        rooms += [] if self.longest is None else [self.longest - len(prompt)]
+        if min(rooms) < 1:
+            self.truncated = True
+            told = "no tokens of the context length are left"  # words that clients look for
+            raise Refused(told, code="context_length_exceeded")
+        return min(rooms)
+
+
+@dataclass(eq=False)
+class Line:
+    """Calls that follow one another: an agent's own, or those of a part that runs beside it."""
+
+    agent: Agent
+    path: tuple[int, ...] = ()
+    index: int = 0
+    count: int = 0
+    open: int = 0
+
+    def next(self) -> tuple[int, ...]:
+        self.count += 1
+        return (*self.path, self.count - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One completion that an agent waits for."""
+
+    agent: Agent
+    number: tuple[int, ...]
+    prompt: list[int]
+    max_tokens: int
+    stop: tuple[str, ...]
+    done: Future[Completion] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """What an agent's program is given to ask the policy with."""
+
+    base_url: str
+    api_key: str
+    model: str = formats.MODEL
+    line: Line = field(repr=False)
+    server: "Server" = field(repr=False)
+
+    def fork(self) -> "Endpoint":
+        """Return an endpoint for a part of the program that runs beside others.
+
+        Calls side by side at one endpoint are numbered as they arrive, which depends on the clock;
+        those at forks are numbered by the order of the forks.
+        """
+        agent = self.line.agent
+        return self.server.open(Line(agent, self.line.next(), len(agent.lines)))
+
+
+@cache
+def serve(host: str) -> "Server":
+    """Return the server of this process on a host, started at the first call."""
+    return Server(host)
+
+
+class Server:
+    """Answers the agents of a process, in a thread of its own."""
+
+    def __init__(self, host: str) -> None:
+        self.lines: dict[str, Line] = {}
+        answers = {"chat/completions": self._chat, "completions": self._text}
+        answers |= {"responses": self._response}
+        routes = [Route("/v1/models", self._models)]
+        routes += [
+            Route(f"/v1/{path}", partial(self._answer, answer), methods=["POST"])
+            for path, answer in answers.items()
+        ]
+        listening = socket.create_server((host, 0), backlog=1024)
+        config = uvicorn.Config(
+            Starlette(routes=routes),
+            log_level="critical",
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=600,
+            lifespan="off",
+        )
+        self.url = f"http://{host}:{listening.getsockname()[1]}/v1"
+        run = partial(uvicorn.Server(config).run, sockets=[listening])
+        threading.Thread(target=run, name="endpoint", daemon=True).start()
+
+    def open(self, line: Line) -> Endpoint:
+        """Return an endpoint with a new key."""
+        key = secrets.token_urlsafe(24)
+        self.lines[key] = line
+        line.agent.lines.append(key)
+        return Endpoint(base_url=self.url, api_key=key, line=line, server=self)
+
+    def close(self, agent: Agent) -> None:
+        """Refuse whatever else the agent asks."""
+        for key in agent.lines:
+            self.lines.pop(key, None)
+
+    # ------------------------------------------------------------------------------ the calls
+
+    async def _answer(
+        self, answer: Callable[[Request, Line, Asked], Awaitable[Response]], request: Request
+    ) -> Response:
+        """Answer a request, or say what is wrong with it."""
+        try:
+            line = self._line(request)
+            body = bytearray()
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise Refused(f"the body has more than {MOST_BYTES} bytes", 413)
+            return await answer(request, line, Asked.model_validate_json(bytes(body)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            refused = Refused(f"{quote(place)}: {first['msg']}")
+        except Refused as error:
+            refused = error
+        except ClientDisconnect:
+            refused = Refused("the client has left")
+        except Exception as error:  # a template, or a message of a strange shape
+            refused = Refused(tell(error))
+        said = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
+        return JSONResponse({"error": said | {"param": None}}, refused.status)
+
+    def _line(self, request: Request) -> Line:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key not in self.lines:
+            raise Refused("this key belongs to no running episode", 401, "invalid_api_key")
+        return self.lines[key]
+
+    async def _sample(
+        self,
+        request: Request,
+        line: Line,
+        asked: Asked,
+        prompt: list[int],
+        chat: Any,
+        box: Toolbox | None = None,
+    ) -> list[Answer]:
+        """Wait for the answers to a call, and keep them unless the client has left."""
+        agent, number = line.agent, line.next()
+        if agent.max_calls is not None and agent.begun >= agent.max_calls:
+            agent.truncated = True
+            raise Refused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
+        agent.begun, agent.overlaps = agent.begun + 1, agent.overlaps or line.open > 0
+        room, stops = agent.room(prompt), tuple(asked.stops)
+        most = min(room, asked.limit or room)
+        calls = [
+            Call(agent=agent, number=(*number, i), prompt=prompt, max_tokens=most, stop=stops)
+            for i in range(asked.n or 1)
+        ]
+        line.open += 1
+        try:
+            for call in calls:
+                agent.calls.put(call)
+            waiting = {asyncio.wrap_future(call.done) for call in calls}
+            async with asyncio.timeout(agent.timeout):
+                while waiting:
+                    _, waiting = await asyncio.wait(waiting, timeout=1.0)
+                    if await request.is_disconnected():
+                        raise ClientDisconnect
+        except TimeoutError:
+            raise Refused(f"no answer within {agent.timeout:g} s", 504, "timeout") from None
+        finally:
+            line.open -= 1
+            for call in calls:
+                call.done.cancel()
+        answers = [self._read(line, call, stops, box, chat) for call in calls]
+        if most == room and any(x.completion.finish_reason == "length" for x in answers):
+            agent.truncated = True  # by the run's limits, not by the program's own
+        self._line(request)  # the episode may have ended
+        for answer in answers:
+            agent.history.answers.append(answer)
+            agent.tree.add(answer)
+        return answers
+
+    def _read(
+        self, line: Line, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any
+    ) -> Answer:
+        """Turn a completion into an answer, with its calls of tools."""
+        history, episode = call.agent.history, call.agent.episode
+        words = call.done.result().tokens
+        if words[-1] in history.stop_token_ids:
+            words = words[:-1]
+        content = history.tokenizer.decode(words, skip_special_tokens=True)
+        ends = [place for stop in stops if (place := content.find(stop)) >= 0]
+        raw = history.tokenizer.decode(words)
+        found = box.parse(raw, chat) if box is not None and not ends else []
+        tools = tuple(one for one in found if one.error is None)
+        return Answer(
+            number=call.number,
+            line=line.index,
+            name="-".join(map(str, (episode.prompt_index, episode.sample, *call.number))),
+            prompt=call.prompt,
+            completion=call.done.result(),
+            words=words,
+            content=raw if tools else content[: min(ends, default=None)],
+            tools=tools,
+            chat=chat,
+        )
+
+    def _encode(self, line: Line, asked: Asked, messages: Any) -> tuple[list[int], Toolbox | None]:
+        """Return the ids of messages, and what reads calls of the tools that they may use."""
+        history, schemas = line.agent.history, list(asked.tools or ())
+        schemas = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        if asked.tool_choice == "none" or not schemas:
+            return history.encode_chat(messages), None
+        box = Toolbox(schemas=schemas, tokenizer=history.tokenizer)
+        return history.encode_chat(messages, schemas), box
+
+    # ------------------------------------------------------------------------- the three interfaces
+
+    async def _models(self, request: Request) -> Response:
+        models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _chat(self, request: Request, line: Line, asked: Asked) -> Response:
+        messages = formats.plain(asked.messages)
+        prompt, box = self._encode(line, asked, messages)
+        answers = await self._sample(request, line, asked, prompt, messages, box)
+        body = formats.of_chat(answers, bool(asked.logprobs), line.agent.history.tokenizer)
+        return events(formats.chat_chunks(body)) if asked.stream else JSONResponse(body)
+
+    async def _text(self, request: Request, line: Line, asked: Asked) -> Response:
+        history, prompt = line.agent.history, asked.prompt
+        if not prompt:
+            raise Refused("prompt: a text or a list of token ids is needed")
+        ids = history.encode_text(prompt) if isinstance(prompt, str) else prompt
+        if not all(0 <= i < len(history.tokenizer) for i in ids):
+            raise Refused("prompt: an id is not in the vocabulary")
+        answers = await self._sample(request, line, asked, ids, prompt)
+        if isinstance(prompt, str):
+            history.texts += [(prompt + x.content, [*ids, *x.words]) for x in answers]
+        body = formats.of_text(answers, asked.logprobs is not None, history.tokenizer)
+        return events([body, None]) if asked.stream else JSONResponse(body)
+
+    async def _response(self, request: Request, line: Line, asked: Asked) -> Response:
+        said, before = line.agent.said, asked.previous_response_id
+        if before is not None and before not in said:
+            raise Refused("previous_response_id: there is no such response in this episode", 404)
+        first = [] if asked.instructions is None else formats.message("system", asked.instructions)
+        messages = [*first, *said.get(before or "", ()), *formats.of_items(asked.input)]
+        prompt, box = self._encode(line, asked, messages)
+        asked.n = 1
+        (answer,) = await self._sample(request, line, asked, prompt, messages, box)
+        body = formats.of_response(answer)
+        said[body["id"]] = [*messages[len(first) :], formats.as_message(answer)]
+        return events(formats.response_events(body)) if asked.stream else JSONResponse(body)
+
+
+def events(bodies: Iterable[dict[str, Any] | None]) -> Response:
+    """Return server-sent events; None is the last, of the older interfaces."""
+
+    def lines() -> Iterator[str]:
+        for body in bodies:
+            kind = "" if body is None or "type" not in body else f"event: {body['type']}\n"
+            yield f"{kind}data: {'[DONE]' if body is None else json.dumps(body)}\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")

@@ -1,0 +1,189 @@
+"""OpenAI's formats: chat completions, completions and responses."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.rollout.agents.history import Answer
+from rlhf_pg.rollout.multi_turn.tools import TAGGED
+
+MODEL = "policy"
+
+
+def message(role: str, content: Any, **more: Any) -> list[dict[str, Any]]:
+    """Return one message whose content is text; ValueError if a part of it is not text."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the content of a message of {role} must be text")
+    return [{"role": role, "content": "".join(map(str, texts)), **more}]
+
+
+def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with text as content and arguments of calls as objects."""
+    chat = []
+    for one in messages:
+        more = {key: one[key] for key in ("name", "tool_call_id") if one.get(key)}
+        if one.get("tool_calls"):
+            more["tool_calls"] = [
+                {**call, "function": {**own, "arguments": json.loads(own.get("arguments") or "{}")}}
+                for call in one["tool_calls"]
+                for own in [call["function"]]
+            ]
+        chat += message(one["role"], one.get("content"), **more)
+    if not chat:
+        raise ValueError("messages: at least one is needed")
+    return chat
+
+
+def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of the input of a response."""
+    if isinstance(items, str):
+        return message("user", items)
+    chat: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            chat += message(item["role"], item["content"])
+        elif kind == "function_call":
+            own = {"name": item["name"], "arguments": json.loads(item["arguments"] or "{}")}
+            call = {"id": item["call_id"], "type": "function", "function": own}
+            if not (chat and chat[-1]["role"] == "assistant"):
+                chat += message("assistant", None)
+            chat[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            chat += message("tool", item["output"], tool_call_id=item["call_id"])
+        elif kind != "reasoning":
+            raise ValueError(f"input: items of type {kind} are not supported")
+    return chat
+
+
+def as_message(answer: Answer) -> dict[str, Any]:
+    """Return an answer as the message of a chat."""
+    if not answer.tools:
+        return {"role": "assistant", "content": answer.content}
+    calls = [
+        {
+            "id": name,
+            "type": "function",
+            "function": {"name": tool.name, "arguments": json.dumps(tool.arguments)},
+        }
+        for name, tool in zip(answer.calls, answer.tools, strict=True)
+    ]
+    said = TAGGED.sub("", answer.content).strip() if TAGGED.search(answer.content) else None
+    return {"role": "assistant", "content": said or None, "tool_calls": calls}
+
+
+def finish(answer: Answer) -> str:
+    return "tool_calls" if answer.tools else answer.completion.finish_reason
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    read = len(answers[0].prompt)
+    written = sum(len(answer.completion.tokens) for answer in answers)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def of_chat(
+    answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return a chat completion."""
+    choices = []
+    for i, answer in enumerate(answers):
+        pieces = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
+        content = [
+            {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
+            for token, x in pieces
+            for text in [tokenizer.decode([token])]
+        ]
+        choice = {"index": i, "message": as_message(answer), "finish_reason": finish(answer)}
+        choices.append(choice | {"logprobs": {"content": content} if logprobs else None})
+    body = {"id": f"chatcmpl-{answers[0].name}", "object": "chat.completion", "created": 0}
+    return body | {"model": MODEL, "choices": choices, "usage": usage(answers)}
+
+
+def chat_chunks(body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """Yield a chat completion as the chunks of a stream."""
+    for choice in body["choices"]:
+        calls = choice["message"].get("tool_calls", ())
+        calls = [{"index": i, **call} for i, call in enumerate(calls)]
+        delta = choice["message"] | ({"tool_calls": calls} if calls else {})
+        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+            one = {"index": choice["index"], "delta": part, "finish_reason": reason}
+            one["logprobs"] = choice["logprobs"] if part else None
+            yield body | {"object": "chat.completion.chunk", "choices": [one], "usage": None}
+    yield body | {"object": "chat.completion.chunk", "choices": []}
+    yield None
+
+
+def of_text(
+    answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return a completion."""
+    choices = []
+    for i, answer in enumerate(answers):
+        tokens = [tokenizer.decode([token]) for token in answer.completion.tokens]
+        known: dict[str, Any] = {"tokens": tokens, "top_logprobs": None, "text_offset": None}
+        known["token_logprobs"] = answer.completion.logprobs
+        choice = {"index": i, "text": answer.content, "finish_reason": finish(answer)}
+        choices.append(choice | {"logprobs": known if logprobs else None})
+    body = {"id": f"cmpl-{answers[0].name}", "object": "text_completion", "created": 0}
+    return body | {"model": MODEL, "choices": choices, "usage": usage(answers)}
+
+
+def of_response(answer: Answer) -> dict[str, Any]:
+    """Return a response."""
+    said, output = as_message(answer), list[dict[str, Any]]()
+    if said["content"] is not None:
+        text = {"type": "output_text", "text": said["content"], "annotations": []}
+        item = {"type": "message", "id": f"msg_{answer.name}", "role": "assistant"}
+        output.append(item | {"status": "completed", "content": [text]})
+    for call in said.get("tool_calls", ()):
+        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
+        output.append(item | {"status": "completed", **call["function"]})
+    count = usage([answer])
+    cut = answer.completion.finish_reason == "length"
+    return {
+        "id": f"resp_{answer.name}",
+        "object": "response",
+        "created_at": 0,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": MODEL,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": count["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": count["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": count["total_tokens"],
+        },
+    }
+
+
+def response_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a response as the events of a stream."""
+    found: list[dict[str, Any]] = []
+    begun = body | {"status": "in_progress", "output": [], "usage": None}
+    found.append({"type": "response.created", "response": begun})
+    for i, item in enumerate(body["output"]):
+        place = {"item_id": item["id"], "output_index": i}
+        found.append({"type": "response.output_item.added", "output_index": i, "item": item})
+        if item["type"] == "message":
+            text = place | {"content_index": 0, "logprobs": []}
+            words = item["content"][0]["text"]
+            found.append({"type": "response.output_text.delta", **text, "delta": words})
+            found.append({"type": "response.output_text.done", **text, "text": words})
+        else:
+            call = place | {"arguments": item["arguments"], "name": item["name"]}
+            found.append({"type": "response.function_call_arguments.done", **call})
+        found.append({"type": "response.output_item.done", "output_index": i, "item": item})
+    found.append({"type": f"response.{body['status']}", "response": body})
+    for number, event in enumerate(found):
+        yield event | {"sequence_number": number}

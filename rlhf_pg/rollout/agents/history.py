@@ -1,0 +1,186 @@
+"""The tokens of an agent's episode: sampled ids are kept, and none is encoded a second time.
+
+An agent sends its history as text: all of it, a part, or another version. What the policy has said
+is found in it and becomes the ids that were sampled; the rest is encoded. Calls that begin alike
+then have the same ids there, and an episode is a tree of tokens.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile, zip_longest
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.data.chat import MARK, encode, quote_chat, render, tokenize, tokenize_chat
+from rlhf_pg.rollout.engine import Completion
+from rlhf_pg.rollout.multi_turn.tools import ToolCall
+
+END = re.compile(f"{MARK[0]}([0-9]+){MARK[1]}")  # marks the end of a message, with its place
+WHERE = "the history of a call"
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the tokens of a character
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The policy's answer to a call."""
+
+    number: tuple[int, ...]  # orders the calls of an episode by their creation
+    line: int  # the number of the endpoint that asked, in their order
+    name: str  # the number with that of the episode
+    chat: Any  # the messages or the text of the call
+    prompt: Sequence[int]
+    completion: Completion
+    words: Sequence[int]  # the sampled ids without the one that ended them
+    content: str  # the words as the agent gets them, up to a stop string, or with calls of tools
+    tools: tuple[ToolCall, ...] = ()
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The ids of the calls of tools, by which an agent names them."""
+        return tuple(f"call_{self.name}-{i}" for i in range(len(self.tools)))
+
+
+@dataclass
+class History:
+    """What the policy has said in an episode so far."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Sequence[int]
+    answers: list[Answer] = field(default_factory=list)
+    texts: list[tuple[str, list[int]]] = field(default_factory=list)  # prompts with their answers
+    encoded_again: int = 0  # tokens of what the policy has said
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text, which may begin with an earlier prompt and its answer."""
+        known = [pair for pair in self.texts if text.startswith(pair[0])]
+        if not known:
+            return encode(text, self.tokenizer, what=WHERE)
+        begun, ids = max(known, key=lambda pair: len(pair[0]))
+        rest = text.removeprefix(begun)
+        return ids + tokenize(self.tokenizer, rest, WHERE, add_special_tokens=False)["input_ids"]
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Return the ids of messages, through the opening of the assistant's next turn.
+
+        What the template leaves out of earlier turns, such as reasoning, is left out here too.
+        ValueError if the messages do not fit the template.
+        """
+        chat, known = [dict(message) for message in messages], dict[int, list[Answer]]()
+        for place, message in enumerate(chat):
+            if message.get("role") == "assistant":
+                calls = tuple(call.get("id") for call in message.get("tool_calls") or ())
+                same = [x for x in self.answers if x.calls == calls]
+                if calls and same:
+                    chat[place] = {"role": "assistant", "content": same[0].content}
+                content = chat[place].get("content")
+                known[place] = [x for x in same if content and x.content == content]
+        quoted = quote_chat(chat, self.tokenizer, WHERE)
+        whole = render(self.tokenizer, quoted, WHERE, True, tools)
+        for strips in (False, True):  # many templates strip what was said
+            marked = list(quoted)
+            for place in filter(known.get, known):
+                content = quoted[place]["content"]
+                content = content.strip() if strips else content
+                marked[place] = quoted[place] | {"content": f"{content}{MARK[0]}{place}{MARK[1]}"}
+            text = render(self.tokenizer, marked, WHERE, True, tools)
+            if END.sub("", text) == whole:
+                break
+        else:
+            text = whole
+        ids = list[int]()
+        pieces, places = END.split(text)[::2], END.findall(text)
+        for piece, place in zip_longest(pieces, places):
+            if place is None:
+                ids = ids + tokenize_chat(self.tokenizer, piece, WHERE)
+                break
+            found = [self._find(ids, piece, answer, strips) for answer in known[int(place)]]
+            _, ids, again = max(found, key=lambda one: one[0])
+            self.encoded_again += again
+        return ids[1:] if ids[:2] == [self.tokenizer.bos_token_id] * 2 else ids
+
+    def _find(
+        self, ids: list[int], piece: str, answer: Answer, strips: bool
+    ) -> tuple[bool, list[int], int]:
+        """Find an answer's words at the end of a piece of a chat, which follows `ids`.
+
+        Returns:
+            Whether the ids before the words are those that it answers; the ids through the words;
+            how many of the words were encoded.
+        """
+        words, decode = (
+            list(answer.words),
+            partial(self.tokenizer.decode, skip_special_tokens=not answer.calls),
+        )
+
+        def quoted(first: int, last: int) -> str:
+            return str(quote_chat([decode(words[first:last])], self.tokenizer, WHERE)[0])
+
+        def length(end: int) -> int:
+            return len(decode(words[:end]).rstrip(HALF))
+
+        wanted = answer.content.rstrip() if strips else answer.content
+        last = bisect_left(range(len(words)), len(wanted), key=length)
+        first = last
+        if decode(words[:last]) == wanted:
+            first = bisect_left(
+                range(last), True, key=lambda i: piece.endswith(quoted(i, last).lstrip(HALF))
+            )
+            while not piece.endswith(quoted(first, last)):
+                first += 1
+        own = quoted(first, last)
+        before = piece.removesuffix(own)
+        lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
+        rest = quote_chat([wanted], self.tokenizer, WHERE)[0].removesuffix(own)
+        letters = zip(before[::-1], rest[::-1], strict=False)
+        pairs = takewhile(lambda pair: pair[0] == pair[1], letters)
+        lost = "".join(letter for letter, _ in pairs)[::-1].strip()
+        again = len(tokenize_chat(self.tokenizer, lost, WHERE))
+        return lead == list(answer.prompt), lead + words[first:last], again
+
+
+class TokenTree:
+    """The distinct tokens of an episode, in the order of its calls.
+
+    Attributes:
+        follows: the place of the token that each token follows, -1 if it follows nothing.
+        actions: which tokens the policy sampled.
+        lines: the line of the call that each token came with.
+        ends: the place of the last token of each answer.
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.follows, self.ends = list[int](), list[int](), list[int]()
+        self.logprobs, self.actions, self.lines = list[float](), list[bool](), list[int]()
+        self._next: dict[tuple[int, int], list[int]] = {}
+
+    def find(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Return how many of these ids are there from the start, and the place of the last."""
+        places, length = [-1], 0
+        for length, token in enumerate(ids):
+            following = [x for place in places for x in self._next.get((place, token), ())]
+            if not following:
+                return length, places[0]
+            places = following
+        return len(ids), places[0]
+
+    def add(self, answer: Answer) -> None:
+        """Add what is new in the prompt, and the whole answer: it was sampled anew."""
+        known, last = self.find(answer.prompt)
+        context = list(answer.prompt[known:])
+        completion = answer.completion
+        self.logprobs += [0.0] * len(context) + completion.logprobs
+        self.actions += [False] * len(context) + [True] * len(completion.tokens)
+        self.lines += [answer.line] * len(context + completion.tokens)
+        for token in context + completion.tokens:
+            place = len(self.tokens)
+            self._next.setdefault((last, token), []).append(place)
+            self.tokens.append(token)
+            self.follows.append(last)
+            last = place
+        self.ends.append(last)

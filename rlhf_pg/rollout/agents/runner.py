@@ -1,0 +1,209 @@
+"""Run agents' programs, each with an endpoint of its own, and make a row of each episode."""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product, takewhile
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from rlhf_pg.boundary import user_modules
+from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.config.files import names_function
+from rlhf_pg.rng import mix
+from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
+from rlhf_pg.rollout.agents.formats import as_message
+from rlhf_pg.rollout.agents.history import History, TokenTree
+from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams
+from rlhf_pg.rollout.multi_turn.environment import check_reward
+from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner, warn_of_failures
+from rlhf_pg.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRunner(EpisodeRunner):
+    """Runs a program for each episode, with the settings of a run."""
+
+    environment_factory: Any = None
+    program: Callable[..., Any]  # of a row and an `Endpoint`
+    host: str = "127.0.0.1"
+    call_timeout: float | None = None  # seconds for an answer of the policy
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        examples: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int]],
+        prompt_indices: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        seed: int,
+    ) -> list[Episode]:
+        """Run `n` agents for every example, as `EpisodeRunner.play` plays episodes.
+
+        The noise of a token depends only on (seed, prompt index, sample, number of the call in its
+        episode, position in the answer).
+        """
+        server, arrivals = serve(self.host), SimpleQueue[Any]()
+        longest = self.longest_prompt and self.longest_prompt + 1
+        running: dict[Future[Any], tuple[Episode, Agent]] = {}
+        sampled: dict[int, tuple[Request, Call]] = {}  # by the id of the request
+        episodes = list[Episode]()
+
+        def receive(arrived: Any) -> None:
+            """Begin a call, or finish the episode of a program that has ended."""
+            if isinstance(arrived, Future):
+                episode, agent = running.pop(arrived)
+                server.close(agent)
+                self._finish(episode, agent, arrived)
+                return
+            request = Request(
+                tokens=arrived.prompt,
+                prompt_index=arrived.agent.episode.prompt_index,
+                samples=[arrived.agent.episode.sample],
+                position=noise(arrived.number),
+                max_tokens=arrived.max_tokens,
+                stop=arrived.stop,
+            )
+            try:
+                session.add(request)
+                sampled[id(request)] = request, arrived
+            except ValueError as error:
+                arrived.done.set_exception(Refused(f"the prompt {error}"))
+
+        with engine.weights_synced(), engine.session(params, seed) as session:
+            for (example, ids, index), sample in product(
+                zip(examples, tokens, prompt_indices, strict=True), range(n)
+            ):
+                row = {"example": example, "prompt_index": index, "sample": sample}
+                episode = Episode(**row, prompt=example["prompt"], prompt_ids=ids)
+                history = History(self.tokenizer, self.stop_token_ids)
+                limits = params.max_tokens, self.max_turns, longest, self.call_timeout
+                agent = Agent(episode, history, arrivals, *limits)
+                endpoint = server.open(Line(agent))
+                ended = call_beside(self.timeout, self.program, dict(example), endpoint)
+                running[ended] = episode, agent
+                episodes.append(episode)
+            for ended in running:
+                ended.add_done_callback(arrivals.put)
+            while running:
+                if session.idle or not arrivals.empty():
+                    receive(arrivals.get())
+                    continue
+                for request, _, completion in session.step():
+                    _, call = sampled.pop(id(request))
+                    with suppress(InvalidStateError):  # the agent does not wait any more
+                        call.done.set_result(completion)
+        warn_of_failures(episodes)
+        if any(episode.overlaps for episode in episodes):
+            logger.warning(
+                "agent_program made calls side by side, whose order depends on the clock: give "
+                "each part of the program an endpoint.fork(), or the run cannot be repeated"
+            )
+        return episodes
+
+    def _finish(self, episode: Episode, agent: Agent, ended: Future[Any]) -> None:
+        """Turn the calls of a program that has ended into the row of its episode."""
+        answers = sorted(agent.history.answers, key=lambda answer: answer.number)
+        try:
+            paid = ended.result()
+            if not answers:
+                raise ValueError("the program asked nothing of its endpoint")
+            paid = [*[None] * (len(answers) - 1), paid] if not isinstance(paid, list) else paid
+            if len(paid) != len(answers):
+                raise ValueError(
+                    f"the program returned {len(paid)} rewards for {len(answers)} calls"
+                )
+            rewards = [check_reward(one, "a call") for one in paid]
+        except Exception as error:  # the program may raise anything
+            episode.error = tell(error)
+            rewards = [None] * len(answers)
+        episode.turns, episode.overlaps = len(answers), agent.overlaps
+        episode.encoded_again = agent.history.encoded_again
+        if not answers:
+            return
+        tree = TokenTree()
+        for answer in answers:
+            tree.add(answer)
+        first, last = answers[0], answers[-1]
+        episode.prompt_ids, start = first.prompt, len(first.prompt)
+        episode.tokens, episode.actions = tree.tokens[start:], tree.actions[start:]
+        episode.logprobs, episode.lines = tree.logprobs[start:], tree.lines[start:]
+        follows = enumerate(tree.follows[start:], start)
+        episode.offsets = [place - before if before >= 0 else 0 for place, before in follows]
+        episode.rewards = [math.nan] * len(episode.tokens)
+        for end, reward in zip(tree.ends, rewards, strict=True):
+            episode.rewards[end - start] = math.nan if reward is None else reward
+        episode.truncated = agent.truncated
+        episode.prompt = first.chat
+        if isinstance(first.chat, list) and isinstance(last.chat, list):
+            pairs = zip(first.chat, last.chat, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            episode.messages = [*last.chat[same:], as_message(last)]
+
+    def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
+        """Compute metrics of the episodes of all processes; collective."""
+        own = [float(sum(x.encoded_again for x in episodes)), sum(x.overlaps for x in episodes)]
+        again, overlaps = runtime.all_reduce_sum(
+            torch.tensor(own, dtype=torch.float64, device=runtime.device)
+        ).tolist()
+        more = {"episodes/tokens_encoded_again": again, "episodes/overlapping": overlaps}
+        return super().metrics(episodes, runtime) | more
+
+
+def noise(number: Sequence[int]) -> int:
+    """Return the position at which the noise of a call begins."""
+    state = torch.zeros(1, dtype=torch.int64)
+    for part in number:
+        state = mix(state + part)
+    return int(state)
+
+
+def program_of(given: Any) -> Any:
+    """Return a program from a function, FILE.py:FUNCTION or a command.
+
+    A command reads the row as JSON from its input, and asks at OPENAI_BASE_URL with OPENAI_API_KEY
+    for OPENAI_MODEL. If the last line that it prints is a number, that is its reward.
+    """
+    if callable(given):
+        return given
+    if names_function(given):
+        return user_modules.load(given)
+
+    async def run(example: dict[str, Any], endpoint: Endpoint) -> float | None:
+        names = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}
+        process = await asyncio.create_subprocess_shell(
+            given,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | names | {"OPENAI_MODEL": endpoint.model},
+            start_new_session=True,
+        )
+        try:
+            out, err = await process.communicate(json.dumps(example, default=str).encode())
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            said = quote(err.decode(errors="replace").strip())
+            raise ValueError(f"agent_program ended with status {process.returncode}: {said}")
+        try:
+            return float(out.decode(errors="replace").split()[-1])
+        except (IndexError, ValueError):
+            return None
+
+    return run

@@ -1,0 +1,332 @@
+"""Programs that ask the policy through OpenAI's client, on an engine that says what it is told."""
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_pg.rollout import Request, SamplingParams
+from rlhf_pg.rollout.agents.endpoint import Endpoint
+from rlhf_pg.rollout.agents.runner import AgentRunner, noise, program_of
+from tests.rollout.agents.test_history import tokenizer_with
+from tests.rollout.multi_turn.scripted import ScriptedEngine
+
+TOKENIZER = tokenizer_with("qwen2_5")
+EOS = TOKENIZER.eos_token_id
+ASK = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "press", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "press", "arguments": {"times": 3}}\n</tool_call>'
+
+
+def ids_of(text: str) -> list[int]:
+    return [i for letter in text for i in TOKENIZER(letter)["input_ids"]]
+
+
+def says(text: str, whole: bool = True) -> Any:
+    return lambda request, sample: [*ids_of(text), *[EOS] * whole]
+
+
+def play(program: Any, script: Any = None, n: int = 1, rows: int = 1, **options: Any) -> list[Any]:
+    limits = {"max_tokens": options.pop("max_tokens", 400)}
+    runner = AgentRunner(
+        program=program,
+        tokenizer=TOKENIZER,
+        stop_token_ids=[EOS],
+        **{"timeout": 20.0, "call_timeout": 10.0} | options,
+    )
+    engine = ScriptedEngine(script or says("ok"), EOS)
+    examples = [{"prompt": "x", "number": i} for i in range(rows)]
+    params = SamplingParams(**limits)
+    return runner.play(engine, examples, [[1]] * rows, range(rows), n, params, seed=0)
+
+
+def client_of(endpoint: Endpoint) -> openai.OpenAI:
+    return openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+def ask(endpoint: Endpoint, messages: Any = ASK, **options: Any) -> Any:
+    create = client_of(endpoint).chat.completions.create
+    return create(model=endpoint.model, messages=messages, **options)
+
+
+def test_turns_of_a_chat_are_one_row() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> float:
+        first = ask(endpoint, logprobs=True)
+        assert first.choices[0].message.content == "ok"
+        assert first.choices[0].finish_reason == "stop"
+        assert [x.token for x in first.choices[0].logprobs.content[:2]] == ["o", "k"]
+        assert first.usage.completion_tokens == 3
+        said = {"role": "assistant", "content": "ok"}
+        ask(endpoint, [*ASK, said, *ASK])
+        return 2.0
+
+    [episode] = play(program)
+    prompt = TOKENIZER.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.decode(episode.prompt_ids) == prompt
+    words = [*ids_of("ok"), EOS]
+    assert episode.tokens[:3] == episode.tokens[-3:] == words
+    assert episode.actions == [True] * 3 + [False] * (len(episode.tokens) - 6) + [True] * 3
+    assert episode.offsets == [1] * len(episode.tokens)
+    assert episode.rewards[-1] == 2.0
+    assert all(map(math.isnan, episode.rewards[:-1]))
+    assert episode.messages[-1] == {"role": "assistant", "content": "ok"}
+    assert (episode.turns, episode.truncated, episode.error) == (2, False, None)
+
+
+def test_a_shorter_history_is_a_branch() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> list[float]:
+        ask(endpoint)
+        ask(endpoint, [*ASK, {"role": "assistant", "content": "ok"}, *ASK])
+        ask(endpoint, [{"role": "user", "content": "b"}])
+        return [1.0, 2.0, 3.0]
+
+    [episode] = play(program)
+    start = len(episode.prompt_ids)
+    other = TOKENIZER.apply_chat_template(
+        [{"role": "user", "content": "b"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = TOKENIZER(other)["input_ids"]
+    same = next(
+        i for i, pair in enumerate(zip(ids, episode.prompt_ids, strict=False)) if pair[0] != pair[1]
+    )
+    [place] = [i for i, back in enumerate(episode.offsets) if back != 1]
+    assert start + place - episode.offsets[place] == same - 1
+    assert episode.tokens[place:-3] == ids[same:]
+    paid = [i for i, reward in enumerate(episode.rewards) if not math.isnan(reward)]
+    assert [episode.rewards[i] for i in paid] == [1.0, 2.0, 3.0]
+    assert paid == [
+        i for i, token in enumerate(episode.tokens) if token == EOS and episode.actions[i]
+    ]
+
+
+def test_tools_stream_and_responses() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        client = client_of(endpoint)
+        first = ask(endpoint, tools=[TOOL])
+        message = first.choices[0].message
+        assert first.choices[0].finish_reason == "tool_calls"
+        [call] = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("press", {"times": 3})
+        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        chat = [*ASK, message.model_dump(exclude_none=True), result]
+        chunks = list(ask(endpoint, chat, tools=[TOOL], stream=True))
+        [again] = [x for c in chunks for d in c.choices[:1] for x in d.delta.tool_calls or ()]
+        assert again.function.name == "press"
+        assert chunks[-1].usage.total_tokens > 0
+        create = client.responses.create
+        tool = {"type": "function", **TOOL["function"], "strict": False}
+        reply = create(model="policy", input="a", instructions="b", tools=[tool])
+        [item] = [item for item in reply.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
+        options = {"model": "policy", "previous_response_id": reply.id, "tools": [tool]}
+        options["instructions"] = "b"
+        with client.responses.stream(input=[output], **options) as stream:
+            final = stream.get_final_response()
+        assert final.output[0].name == "press"
+
+    [episode] = play(program, says(CALL), max_tokens=4000)
+    assert episode.error is None
+    assert (episode.turns, episode.encoded_again) == (4, 0)
+    # Of both interfaces, the second call continues the first.
+    assert sum(back != 1 for back in episode.offsets) == 1
+
+
+def test_texts_choices_and_stops() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        create = client_of(endpoint).completions.create
+        first = create(model="policy", prompt="a", n=2, stop=["k"], max_tokens=2, logprobs=1)
+        assert [choice.text for choice in first.choices] == ["o", "o"]
+        assert first.choices[0].logprobs.tokens == ["o", "k"]
+        second = create(model="policy", prompt="ao", stream=True)
+        assert [chunk.choices[0].text for chunk in second] == ["ok"]
+        assert create(model="policy", prompt=[5, 6]).choices[0].text == "ok"
+
+    [episode] = play(program)
+    assert episode.error is None
+    assert (episode.turns, episode.prompt) == (4, "a")
+
+
+def test_number_of_a_call_seeds_its_noise() -> None:
+    """By the order of calls and forks, not by arrival."""
+    seen: dict[str, list[int]] = {}
+
+    def script(request: Request, sample: int) -> list[int]:
+        text = TOKENIZER.decode(request.tokens, skip_special_tokens=True)
+        seen.setdefault(text, []).append(request.position)
+        return [*ids_of("ok"), EOS]
+
+    async def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        async def part(name: str, own: Endpoint) -> None:
+            client = openai.AsyncOpenAI(base_url=own.base_url, api_key=own.api_key)
+            await asyncio.sleep(random.SystemRandom().random() / 10)
+            chat: Any = [{"role": "user", "content": name}]
+            await client.chat.completions.create(model="policy", messages=chat)
+
+        await part("a", endpoint)
+        await asyncio.gather(*(part(name, endpoint.fork()) for name in "bcd"))
+        await part("e", endpoint)
+
+    [episode] = play(program, script)
+    assert not episode.overlaps
+    numbers = [(0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0)]
+    found = [seen[text] for text in sorted(seen)]
+    assert found == [[noise(number)] for number in numbers]
+    marks = [TOKENIZER(name)["input_ids"][0] for name in "bcde"]
+    own = [token for token, acts in zip(episode.tokens, episode.actions, strict=True) if not acts]
+    assert [token for token in own if token in marks] == marks
+
+
+def test_calls_side_by_side_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        create = client.chat.completions.create
+        await asyncio.gather(*(create(model="policy", messages=ASK) for _ in range(3)))
+
+    def slow(request: Request, sample: int) -> list[int]:
+        time.sleep(0.3)
+        return [EOS]
+
+    [episode] = play(program, slow)
+    assert episode.overlaps
+    assert "fork" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "status"),
+    [
+        ({"max_turns": 2}, "max_turns", 400),
+        ({"max_tokens": 40}, "context_length_exceeded", 400),
+        ({"longest_prompt": 300, "max_tokens": 1000}, "context_length_exceeded", 400),
+    ],
+)
+def test_limits_end_an_episode(options: dict[str, Any], limit: str, status: int) -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> float:
+        chat = list(ASK)
+
+        def go_on() -> None:
+            while True:
+                said = ask(endpoint, chat).choices[0].message.content
+                chat.extend([{"role": "assistant", "content": said}, *ASK])
+
+        with pytest.raises(openai.APIStatusError) as refused:
+            go_on()
+        assert (refused.value.status_code, refused.value.code) == (status, limit)
+        # verifiers takes other words for a fault of the server.
+        assert ("context length" in str(refused.value)) == (limit == "context_length_exceeded")
+        return 1.0
+
+    [episode] = play(program, **options)
+    assert episode.error is None
+    assert episode.truncated
+    assert episode.rewards[-1] == 1.0
+
+
+def test_an_episode_fails_alone() -> None:
+    late: list[Any] = []
+
+    def program(example: dict[str, Any], endpoint: Endpoint) -> Any:
+        kind = example["number"]
+        if kind == 1:
+            return 1.0  # without a call
+        ask(endpoint)
+        if kind == 2:
+            raise SystemExit("bye")
+        if kind == 3:
+            return [1.0, 2.0]
+        if kind == 4:
+            late.append(endpoint)
+            time.sleep(3)
+        return 1.0 if kind == 0 else "nothing"
+
+    good, *failed = play(program, rows=6, timeout=2.0)
+    assert good.error is None
+    words = ["asked nothing", "bye", "2 rewards for 1", "2 s", "nothing"]
+    for episode, word in zip(failed, words, strict=True):
+        assert word in episode.error
+        assert not any(episode.trained)
+    with pytest.raises(openai.AuthenticationError):
+        ask(late[0])
+
+
+def test_a_client_that_leaves_takes_its_call_with_it() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            ask(endpoint, timeout=0.3)
+        time.sleep(2)
+        ask(endpoint)
+
+    def slow(request: Request, sample: int) -> list[int]:
+        time.sleep(1)
+        return [EOS]
+
+    [episode] = play(program, slow)
+    assert episode.turns == 1
+
+
+def test_a_command_is_a_program(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(
+        "import json, os, sys, openai\n"
+        "openai.OpenAI().responses.create(model=os.environ['OPENAI_MODEL'], input='a')\n"
+        "print('paid', json.load(sys.stdin)['number'] + 0.5)"
+    )
+    asks = f"{sys.executable} {tmp_path}/asks.py"
+    first, second = play(program_of(asks), rows=2)
+    assert (first.rewards[-1], second.rewards[-1]) == (0.5, 1.5)
+    [failed] = play(program_of("echo no >&2; exit 3"))
+    assert "status 3: no" in failed.error
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
+    ),
+    max_leaves=9,
+)
+NAMES = ("messages", "prompt", "input", "n", "stop", "tools", "stream", "max_tokens", "role")
+MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "type"]), JSON)
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON | st.lists(MESSAGE, max_size=3))
+
+
+def test_nothing_that_arrives_ends_the_run() -> None:
+    statuses: list[int] = []
+
+    def program(example: dict[str, Any], endpoint: Endpoint) -> float:
+        paths = st.sampled_from(["chat/completions", "completions", "responses", "models", "x"])
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        with httpx2.Client(base_url=endpoint.base_url, headers=headers, timeout=10) as client:
+
+            @settings(
+                max_examples=500,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(paths, BODIES.map(lambda x: json.dumps(x).encode()) | st.binary())
+            def send(path: str, body: bytes) -> None:
+                answer = client.post(f"/{path}", content=body)
+                statuses.append(answer.status_code)
+                assert answer.status_code < 500
+                if answer.status_code in (400, 401, 413):
+                    assert answer.json()["error"]["message"]
+
+            send()
+            assert client.post("/completions", content=b" " * (2**23 + 1)).status_code == 413
+            client.headers["Authorization"] = "Bearer none"
+            assert client.post("/completions", json={"prompt": "a"}).status_code == 401
+            ask(endpoint)
+        return 1.0
+
+    [episode] = play(program, timeout=120.0, max_tokens=10**9)
+    assert episode.error is None
+    assert {200, 400} <= set(statuses)
