@@ -68,6 +68,7 @@ STUDENTS = (f"grpo --name rewarded {STUDENT}", f"grpo --name taught {STUDENT} po
 MATRIX = [(task, algorithm, n) for task, n in SEEDS.items() for algorithm in ALGORITHMS]
 MATRIX += [("arithmetic", how, 5) for how in STUDENTS]  # after arithmetic grpo
 MATRIX += [("shown", "grpo", 5)]
+MATRIX += [("relay", how, 5) for how in ("grpo", "ppo")]  # after python examples/agents/relay.py
 MATRIX += [("learned", "ppo", 1)]  # after two recipes: see recipes/smollm2_sft.yaml
 MATRIX += [("happy", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo")]
 MATRIX += [("happy", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
@@ -198,6 +199,10 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
         own = own if algorithm == "reinforce_pp" else {"algorithm": algorithm}
         recipe = ROOT / "recipes" / f"{own['algorithm']}_arithmetic.yaml"
         own |= {"eval_steps": 0, "max_steps": 200}
+    elif flags.task == "relay":  # embedded too
+        recipe = ROOT / "examples" / "agents" / "relay.yaml"
+        own = {"num_iterations": 1, "value_learning_rate": 2e-3} if algorithm == "ppo" else {}
+        own |= {"num_generations_eval": 4}
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
         own = {} if flags.task in ("learned", "shown") else ALGORITHMS[algorithm] | own
@@ -224,7 +229,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     return {
         "task": flags.task,
         "algorithm": ("TRL " if flags.trl else "") + flags.algorithm,
-        "weights": "full" if flags.full or flags.task == "arithmetic" else "LoRA",
+        "weights": "full" if flags.full or flags.task in ("arithmetic", "relay") else "LoRA",
         "seed": flags.seed,
         "name": flags.name,
         "settings": settings,
@@ -286,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run")
-    one.add_argument("task", choices=[*SEEDS, "learned", "shown"])
+    one.add_argument("task", choices=[*SEEDS, "learned", "relay", "shown"])
     one.add_argument("algorithm", choices=ALGORITHMS)
     one.add_argument("--seed", type=int, required=True)
     one.add_argument("--full", action="store_true", help="all weights, no adapter")

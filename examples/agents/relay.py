@@ -1,42 +1,65 @@
-"""A game that forgets: a number is passed on over legs, and each knows only the note before it.
+"""A game that forgets: a number is carried over four legs, by notes alone.
 
+    python examples/agents/relay.py
     rlhf-pg train ppo --config examples/agents/relay.yaml
 
-Every leg is a call with a history of its own: the last note, an operation ("+" asks for the next
-number, "=" for the same) and a stake. The policy answers with the result and the note for the next
-leg. A right answer earns its stake; a note earns what the legs after it earn. The history of a
-whole game would not fit the model.
+The first line draws games and trains a tiny model to answer a leg, with any number as its note; RL
+then has to find what to note. A leg is a call with a history of its own: its letter, the note of
+the leg before, "=" (the same number) or "+" (the next), and a stake. The policy answers with the
+number and a new note. A right number earns its stake; a note, what the legs after it earn.
 """
 
 import random
+from pathlib import Path
 
 import httpx2
 from datasets import Dataset
 
-LEGS = 4
-NUMBERS = 5
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.supervised import train_sft
+from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+
+LEGS, NUMBERS = "abcd", 5
 
 
-def games(seed: int, count: int) -> Dataset:
-    """Draw games: the number, and an operation and a stake for each leg."""
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        legs = [rng.choice("+=") + str(rng.randint(1, 3)) for _ in range(LEGS)]
-        rows.append({"prompt": "r", "number": rng.randrange(NUMBERS), "legs": legs})
-    return Dataset.from_list(rows)
-
-
-async def play(row, endpoint) -> list[float]:
-    """Play a game; return the reward of each leg."""
-    note, rewards = str(row["number"]), []
+async def play(row, endpoint):
+    """Return the reward of each leg of a game."""
+    note, rewards = row["number"], []
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=60, verify=False) as client:
-        for leg, (operation, stake) in zip("abcd", row["legs"], strict=True):
+        for leg, (operation, stake) in zip(LEGS, row["legs"], strict=True):
             body = {"prompt": f"{leg}{note}{operation}{stake}", "max_tokens": 2}
             answer = await client.post(f"{endpoint.base_url}/completions", json=body)
             said = answer.raise_for_status().json()["choices"][0]["text"]
-            right = str((row["number"] + (operation == "+")) % NUMBERS)
-            rewards.append(int(stake) / 3 / LEGS * (said[:1] == right))
+            right = (int(row["number"]) + (operation == "+")) % NUMBERS
+            rewards.append(int(stake) / 3 / len(LEGS) * (said[:1] == str(right)))
             note = said[1:2] or "?"
     return rewards
+
+
+def main(directory=Path("runs/relay")):
+    rng = random.Random(0)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, count in (("games", 2000), ("held_out", 64)):
+        rows = []
+        for _ in range(count):
+            legs = [rng.choice("=+") + str(rng.randint(1, 3)) for _ in LEGS]
+            rows.append({"prompt": "?", "number": str(rng.randrange(NUMBERS)), "legs": legs})
+        Dataset.from_list(rows).to_json(directory / f"{name}.jsonl")
+    examples = []
+    for _ in range(32000):
+        number, plus = rng.randrange(NUMBERS), rng.randrange(2)
+        leg = f"{rng.choice(LEGS)}{number}{'=+'[plus]}{rng.randint(1, 3)}"
+        said = f"{(number + plus) % NUMBERS}{rng.randrange(NUMBERS)}"
+        examples.append({"prompt": leg, "completion": said})
+    tokenizer = character_tokenizer("0123456789=+?" + LEGS)
+    train_sft(
+        SFTConfig(output_dir=str(directory), batch_size=128, learning_rate=1e-3, append_eos=False),
+        model=tiny_decoder(tokenizer, max_positions=16),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(examples),
+    )
+
+
+if __name__ == "__main__":
+    main()
