@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.data.batch import Batch
+from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
@@ -167,6 +167,9 @@ class Replay:
             device=runtime.device,
             dtype=torch.promote_types(trainer.dtype, torch.float32),
         )
+        if "line" in record.numbers:
+            lines = [np.nan_to_num(record.numbers["line"][span]).astype(int) for span in spans]
+            batch = batch.with_columns(lines=pad_rows(lines, 0)[0].to(runtime.device))
         whole = torch.from_numpy(record.dense_scores())
         scores = torch.full((*batch.completion_ids.shape, whole.shape[1]), math.nan)
         scores = scores.to(batch.sampler_logprobs)

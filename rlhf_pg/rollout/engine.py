@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -68,6 +68,7 @@ class Request:
     position: int = 0  # of the first new token, counted from the end of the prompt
     max_tokens: int | None = None  # a limit below that of the `SamplingParams`
     stop: Sequence[str] = ()  # strings that end it, beside those of the `SamplingParams`
+    cancelled: Callable[[], bool] = lambda: False  # whether no more tokens are needed
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -180,6 +180,8 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     sampled, old = batch.sampler_logprobs, batch.old_logprobs
     assert batch.advantages is not None
     numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
+    if batch.lines is not None:
+        numbers["line"] = batch.lines.double()
     if logged:
         more = {
             "reward": batch.rewards,

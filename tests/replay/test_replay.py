@@ -125,7 +125,8 @@ def test_trees_are_as_they_were(make, monkeypatch) -> None:
         batch = sample(*inputs)
         offsets = torch.ones_like(batch.completion_ids)
         offsets[:, 1:2] = 2
-        return batch.with_columns(parent_offsets=offsets)
+        lines = torch.ones_like(offsets).cumsum(1) % 2  # two endpoints take turns
+        return batch.with_columns(parent_offsets=offsets, lines=lines)
 
     with monkeypatch.context() as patched:
         patched.setattr(Sampler, "_batch", branching)

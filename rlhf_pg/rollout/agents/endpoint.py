@@ -264,7 +264,7 @@ class Server:
             agent.truncated = True  # by the run's limits, not by the program's own
         self._line(request)  # the episode may have ended
         for answer in answers:
-            agent.history.answers.append(answer)
+            agent.history.keep(answer)
             agent.tree.add(answer)
         return answers
 
@@ -323,8 +323,6 @@ class Server:
         if not all(0 <= i < len(history.tokenizer) for i in ids):
             raise Refused("prompt: an id is not in the vocabulary")
         answers = await self._sample(request, line, asked, ids, prompt)
-        if isinstance(prompt, str):
-            history.texts += [(prompt + x.content, [*ids, *x.words]) for x in answers]
         body = formats.of_text(answers, asked.logprobs is not None, history.tokenizer)
         return events([body, None]) if asked.stream else JSONResponse(body)
 

@@ -7,7 +7,7 @@ then have the same ids there, and an episode is a tree of tokens.
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile, zip_longest
@@ -53,6 +53,24 @@ class History:
     answers: list[Answer] = field(default_factory=list)
     texts: list[tuple[str, list[int]]] = field(default_factory=list)  # prompts with their answers
     encoded_again: int = 0  # tokens of what the policy has said
+
+    def keep(self, answer: Answer) -> None:
+        """Keep an answer to find it again."""
+        self.answers.append(answer)
+        asked, words = answer.chat, self._words(answer, answer.content)
+        text = asked if isinstance(asked, str) else self.tokenizer.decode(answer.prompt)
+        self.texts += [(text + answer.content, [*answer.prompt, *words])] * bool(words)
+
+    def _words(self, answer: Answer, text: str) -> list[int]:
+        """Return the first ids of an answer, which are its `text`; none if a token is cut."""
+        words, decode = list(answer.words), self._decode(answer)
+        last = bisect_left(
+            range(len(words)), len(text), key=lambda i: len(decode(words[:i]).rstrip(HALF))
+        )
+        return words[:last] if decode(words[:last]) == text else []
+
+    def _decode(self, answer: Answer) -> Callable[[list[int]], str]:
+        return partial(self.tokenizer.decode, skip_special_tokens=not answer.calls)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, which may begin with an earlier prompt and its answer."""
@@ -113,27 +131,17 @@ class History:
             Whether the ids before the words are those that it answers; the ids through the words;
             how many of the words were encoded.
         """
-        words, decode = (
-            list(answer.words),
-            partial(self.tokenizer.decode, skip_special_tokens=not answer.calls),
-        )
+        wanted, decode = answer.content.rstrip() if strips else answer.content, self._decode(answer)
+        words = self._words(answer, wanted)
 
-        def quoted(first: int, last: int) -> str:
-            return str(quote_chat([decode(words[first:last])], self.tokenizer, WHERE)[0])
+        def quoted(first: int) -> str:
+            return str(quote_chat([decode(words[first:])], self.tokenizer, WHERE)[0])
 
-        def length(end: int) -> int:
-            return len(decode(words[:end]).rstrip(HALF))
-
-        wanted = answer.content.rstrip() if strips else answer.content
-        last = bisect_left(range(len(words)), len(wanted), key=length)
-        first = last
-        if decode(words[:last]) == wanted:
-            first = bisect_left(
-                range(last), True, key=lambda i: piece.endswith(quoted(i, last).lstrip(HALF))
-            )
-            while not piece.endswith(quoted(first, last)):
-                first += 1
-        own = quoted(first, last)
+        places = range(len(words))
+        first = bisect_left(places, True, key=lambda i: piece.endswith(quoted(i).lstrip(HALF)))
+        while not piece.endswith(quoted(first)):
+            first += 1
+        own = quoted(first)
         before = piece.removesuffix(own)
         lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
         rest = quote_chat([wanted], self.tokenizer, WHERE)[0].removesuffix(own)
@@ -141,7 +149,7 @@ class History:
         pairs = takewhile(lambda pair: pair[0] == pair[1], letters)
         lost = "".join(letter for letter, _ in pairs)[::-1].strip()
         again = len(tokenize_chat(self.tokenizer, lost, WHERE))
-        return lead == list(answer.prompt), lead + words[first:last], again
+        return lead == list(answer.prompt), lead + words[first:], again
 
 
 class TokenTree:

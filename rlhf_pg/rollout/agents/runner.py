@@ -77,6 +77,7 @@ class AgentRunner(EpisodeRunner):
                 position=noise(arrived.number),
                 max_tokens=arrived.max_tokens,
                 stop=arrived.stop,
+                cancelled=arrived.done.cancelled,
             )
             try:
                 session.add(request)

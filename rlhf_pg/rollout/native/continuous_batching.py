@@ -50,7 +50,8 @@ class Row:
 
     @property
     def over(self) -> bool:
-        return self.stopped or len(self.tokens) >= self.prompt.limit
+        full = len(self.tokens) >= self.prompt.limit
+        return self.stopped or full or self.prompt.request.cancelled()
 
     def append(self, token: int, logprob: float, stopping: Stopping) -> None:
         self.tokens.append(token)

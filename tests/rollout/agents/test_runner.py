@@ -147,6 +147,7 @@ def test_texts_choices_and_stops() -> None:
         first = create(model="policy", prompt="a", n=2, stop=["k"], max_tokens=2, logprobs=1)
         assert [choice.text for choice in first.choices] == ["o", "o"]
         assert first.choices[0].logprobs.tokens == ["o", "k"]
+        # What is behind the stop string is not in the text that it continues.
         second = create(model="policy", prompt="ao", stream=True)
         assert [chunk.choices[0].text for chunk in second] == ["ok"]
         assert create(model="policy", prompt=[5, 6]).choices[0].text == "ok"
@@ -154,6 +155,93 @@ def test_texts_choices_and_stops() -> None:
     [episode] = play(program)
     assert episode.error is None
     assert (episode.turns, episode.prompt) == (4, "a")
+    letters = [TOKENIZER(text)["input_ids"][0] for text in "ok"]
+    assert episode.tokens[:2] == episode.tokens[2:4] == letters
+    # The choices, and from the first one's "o" the second call's answer.
+    assert episode.tokens[4:6] == letters
+    assert episode.offsets[:5] == [1, 1, 3, 1, 4]
+
+
+SYSTEM = [{"role": "system", "content": "s"}]
+
+
+class Talk:
+    """Three turns of one conversation, by one interface or another."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.client, self.endpoint, self.chat = client_of(endpoint), endpoint, list(SYSTEM)
+
+    def say(self, way: str, question: str) -> None:
+        interface, *traits = way.split()
+        self.chat.append({"role": "user", "content": question})
+        if "retried" in traits:  # whoever asked first has gone
+            with pytest.raises(openai.APITimeoutError):
+                self.send(interface, traits, timeout=1e-3)
+        if "refused" in traits:
+            with pytest.raises(openai.BadRequestError):
+                self.send("chat", (), n=0)
+        self.chat.append({"role": "assistant", "content": self.send(interface, traits)})
+
+    def send(self, interface: str, traits: Any, **options: Any) -> str:
+        chat, streams = list(self.chat), "streamed" in traits
+        if "parts" in traits:
+            chat = [
+                {**x, "content": [{"type": "text", "text": part} for part in x["content"]]}
+                for x in chat
+            ]
+        if interface == "chat":
+            more = {"name": "x"} if "named" in traits else {}
+            chat = [{**message, **more} for message in chat]
+            options |= {"temperature": 0.1, "seed": 5} if "seeded" in traits else {}
+            if not streams:
+                return ask(self.endpoint, chat, **options).choices[0].message.content
+            chunks = ask(self.endpoint, chat, stream=True, **options)
+            return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        if interface == "text":
+            create = self.client.completions.create
+            text = TOKENIZER.apply_chat_template(
+                self.chat, tokenize=False, add_generation_prompt=True
+            )
+            prompt = TOKENIZER(text)["input_ids"] if "ids" in traits else text
+            return create(model="policy", prompt=prompt, **options).choices[0].text
+        create = self.client.responses.create
+        if "linked" in traits:
+            before = getattr(self, "id", None)
+            chat, options = chat[-1:], {"previous_response_id": before, **options}
+        else:
+            chat = chat[1:]
+        reply = create(model="policy", input=chat, instructions="s", **options)
+        self.id = reply.id
+        return reply.output_text
+
+
+def test_twenty_ways_of_asking_give_one_row() -> None:
+    """Interfaces may change from turn to turn; what was refused or given up leaves no trace."""
+    ways = ["chat", "chat streamed", "chat parts", "chat named", "chat seeded", "chat refused"]
+    ways += ["chat retried", "chat streamed parts refused", "text", "text refused"]
+    ways += ["responses", "responses parts", "responses linked", "responses linked refused"]
+    mixed = [("chat", "text", "responses"), ("text", "chat streamed", "chat parts")]
+    mixed += [("responses", "chat retried", "text"), ("chat", "responses parts", "chat named")]
+    mixed += [("text", "responses", "chat refused"), ("chat seeded", "chat parts", "text refused")]
+
+    def program(row: dict[str, Any], endpoint: Endpoint) -> None:
+        talk = Talk(endpoint)
+        plan = [*((way,) * 3 for way in ways), *mixed][row["number"]]
+        for way, question in zip(plan, "abc", strict=True):
+            talk.say(way, question)
+
+    def script(request: Request, sample: int) -> list[int]:
+        return [*ids_of(f"Yes, {len(request.tokens)}."), EOS]
+
+    first, *others = play(program, script, rows=20, max_tokens=2000, call_timeout=5.0)
+    assert first.error is None
+    assert first.turns == 3
+    assert set(first.offsets) == {1}
+    for other in others:
+        assert other.error is None
+        assert (other.prompt_ids, other.tokens) == (first.prompt_ids, first.tokens)
+        assert (other.actions, other.offsets) == (first.actions, first.offsets)
+        assert (other.turns, other.encoded_again) == (3, 0)
 
 
 def test_number_of_a_call_seeds_its_noise() -> None:

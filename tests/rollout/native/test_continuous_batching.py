@@ -117,6 +117,21 @@ def test_request_samples_may_have_any_indices():
     assert_same([by_sample[3], by_sample[1]], [all_four[3], all_four[1]])
 
 
+def test_cancelled_request_leaves_its_place_to_others():
+    engine = NativeEngine(tiny_model("llama"), [], PAD, cache_tokens=40)
+    with engine.session(SamplingParams(max_tokens=30), seed=0) as session:
+        left = []
+        session.add(Request(tokens=[5], prompt_index=0, cancelled=lambda: bool(left)))
+        session.add(Request(tokens=[6], prompt_index=1))
+        assert session.step() == session.step() == []
+        left.append(True)
+        (first,) = session.step()
+        assert (first.request.prompt_index, len(first.completion.tokens)) == (0, 3)
+        while not session.idle:
+            finished = session.step()
+    assert len(finished[0].completion.tokens) == 30
+
+
 def test_session_continues_after_rejected_request():
     engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
     with engine.session(PARAMS, seed=0) as session:
