@@ -202,7 +202,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     elif flags.task == "relay":  # embedded too
         recipe = ROOT / "examples" / "agents" / "relay.yaml"
         own = {"num_iterations": 1, "value_learning_rate": 2e-3} if algorithm == "ppo" else {}
-        own |= {"num_generations_eval": 4}
+        own |= {"num_generations_eval": 2}
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
         own = {} if flags.task in ("learned", "shown") else ALGORITHMS[algorithm] | own
