@@ -284,3 +284,15 @@ def test_pick_keeps_texts_columns_and_scores_of_rows():
     assert picked.completion_ids.tolist() == [[2, 3, 4], [1, PAD, PAD]]
     assert picked.scores.equal(batch.scores[[2, 1]])
     assert picked.completions == ()
+
+
+def test_trees_are_measured_on_the_host():
+    """Branches from a prompt's end and its first token, and a beginning of its own."""
+    tree = rollout(offsets=((1, 2), (3,), (1, 1, 0))).with_counts()
+    jumps = [((1, 2),), ((0, 3),), ((2, 0),)]
+    assert [row.jumps for row in tree.host_rows] == jumps
+    assert [row.longest for row in tree.host_rows] == [2, 3, 4]
+    assert [row.paths for row in tree.host_rows] == [2, 2, 2]
+    mixed = Batch.concat([tree.select(torch.tensor([2])), rollout()], PAD).with_counts()
+    assert [row.longest for row in mixed.host_rows] == [4, 3, 4, 5]
+    assert [row.paths for row in mixed.host_rows] == [2, 1, 1, 1]

@@ -16,6 +16,7 @@ from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
@@ -24,10 +25,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
+from rlhf_pg.rollout.token_sampling import request_seed
 
 MOST_BYTES = 2**23  # of a body
 MOST_CHOICES = 16
@@ -74,6 +77,7 @@ class Agent:
     """The calls of one episode."""
 
     episode: Any
+    seed: int  # of the run
     history: History
     calls: SimpleQueue[Any]  # to the thread that samples
     max_tokens: int  # of the row after its first prompt
@@ -134,6 +138,7 @@ class Endpoint:
     base_url: str
     api_key: str
     model: str = formats.MODEL
+    seed: int  # for the program's own randomness; by the run's seed, prompt, sample and fork
     line: Line = field(repr=False)
     server: "Server" = field(repr=False)
 
@@ -179,10 +184,12 @@ class Server:
 
     def open(self, line: Line) -> Endpoint:
         """Return an endpoint with a new key."""
-        key = secrets.token_urlsafe(24)
+        key, episode = secrets.token_urlsafe(24), line.agent.episode
         self.lines[key] = line
         line.agent.lines.append(key)
-        return Endpoint(base_url=self.url, api_key=key, line=line, server=self)
+        place = episode.prompt_index, episode.sample, noise(line.path)
+        seed = request_seed(line.agent.seed, *place)
+        return Endpoint(base_url=self.url, api_key=key, seed=seed, line=line, server=self)
 
     def close(self, agent: Agent) -> None:
         """Refuse whatever else the agent asks."""
@@ -338,6 +345,14 @@ class Server:
         body = formats.of_response(answer)
         said[body["id"]] = [*messages[len(first) :], formats.as_message(answer)]
         return events(formats.response_events(body)) if asked.stream else JSONResponse(body)
+
+
+def noise(number: Sequence[int]) -> int:
+    """Return the position at which the noise of a call begins."""
+    state = torch.zeros(1, dtype=torch.int64)
+    for part in number:
+        state = mix(state + part)
+    return int(state)
 
 
 def events(bodies: Iterable[dict[str, Any] | None]) -> Response:

@@ -21,8 +21,7 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
-from rlhf_pg.rng import mix
-from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
+from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, noise, serve
 from rlhf_pg.rollout.agents.formats import as_message
 from rlhf_pg.rollout.agents.history import History, TokenTree
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams
@@ -93,7 +92,7 @@ class AgentRunner(EpisodeRunner):
                 episode = Episode(**row, prompt=example["prompt"], prompt_ids=ids)
                 history = History(self.tokenizer, self.stop_token_ids)
                 limits = params.max_tokens, self.max_turns, longest, self.call_timeout
-                agent = Agent(episode, history, arrivals, *limits)
+                agent = Agent(episode, seed, history, arrivals, *limits)
                 endpoint = server.open(Line(agent))
                 ended = call_beside(self.timeout, self.program, dict(example), endpoint)
                 running[ended] = episode, agent
@@ -163,14 +162,6 @@ class AgentRunner(EpisodeRunner):
         ).tolist()
         more = {"episodes/tokens_encoded_again": again, "episodes/overlapping": overlaps}
         return super().metrics(episodes, runtime) | more
-
-
-def noise(number: Sequence[int]) -> int:
-    """Return the position at which the noise of a call begins."""
-    state = torch.zeros(1, dtype=torch.int64)
-    for part in number:
-        state = mix(state + part)
-    return int(state)
 
 
 def program_of(given: Any) -> Any:

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_pg.rollout import Request, SamplingParams
-from rlhf_pg.rollout.agents.endpoint import Endpoint
-from rlhf_pg.rollout.agents.runner import AgentRunner, noise, program_of
+from rlhf_pg.rollout.agents.endpoint import Endpoint, noise
+from rlhf_pg.rollout.agents.runner import AgentRunner, program_of
 from tests.rollout.agents.test_history import tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedEngine
 
