@@ -170,6 +170,7 @@ def new_episode_runner(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     program: Any = None,
+    judged: bool = True,
 ) -> "EpisodeRunner | None":
     """Create the runner of episodes, for a run with tools, an environment or an agent's program;
     ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
@@ -203,6 +204,7 @@ def new_episode_runner(
             timeout=args.agent_timeout,
             call_timeout=args.agent_call_timeout,
             host=args.agent_host,
+            pays=not judged,
         )
     if not has_turns:
         return None

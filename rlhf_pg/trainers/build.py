@@ -188,7 +188,7 @@ def build(
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     trainer.episode_runner = new_episode_runner(
-        args, tools or (), environments, trainer.model, tokenizer, agent_program
+        *(args, tools or (), environments, trainer.model, tokenizer, agent_program, bool(rewards))
     )
 
     # Prompts.

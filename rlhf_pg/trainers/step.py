@@ -83,7 +83,7 @@ class PolicyGradientTrainer(TrainingLoop):
         agent_program: called for each episode, in place of turns that the trainer plays, as
             `agent_program(row, endpoint)`, plain or async. It asks `endpoint.base_url` with
             `endpoint.api_key` for `endpoint.model`, as it would ask OpenAI, and returns a reward, a
-            list with one for each call, or None if reward functions judge the episode. Or a command
+            list with one for each answer, or None if reward functions judge. Or a command
             (docs/agents.md).
 
     Raises:
@@ -257,9 +257,10 @@ class PolicyGradientTrainer(TrainingLoop):
         if batch.lines is None:
             advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
         else:
-            count = max(runtime.gather_objects(int(batch.lines.max()) + 1))
-            lines = (mask & (batch.lines == line) for line in range(count))
-            advantages = torch.stack([self.advantages(inputs_of(own)) for own in lines]).sum(0)
+            own = int(batch.lines.max()) + 1 if len(batch.lines) else 0  # a process may have no row
+            count = max(runtime.gather_objects(own))
+            masks = (mask & (batch.lines == line) for line in range(count))
+            advantages = torch.stack([self.advantages(inputs_of(own)) for own in masks]).sum(0)
         if teacher_rewards is not None:
             to_go = discounted_returns(teacher_rewards, mask, args.teacher_gamma)
             advantages = advantages + to_go

@@ -5,7 +5,9 @@ status and a message; nothing that arrives ends the run.
 """
 
 import asyncio
+import copy
 import json
+import os
 import secrets
 import socket
 import threading
@@ -21,7 +23,7 @@ import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_pg.boundary.quoted import quote, tell
@@ -35,6 +37,7 @@ from rlhf_pg.rollout.token_sampling import request_seed
 MOST_BYTES = 2**23  # of a body
 MOST_CHOICES = 16
 MOST_CONNECTIONS = 4096
+ENDED = "this key belongs to no running episode"
 
 
 class Refused(Exception):
@@ -49,7 +52,7 @@ class Asked(BaseModel):
     """What of a request is heeded; the run decides on the temperature and the like."""
 
     messages: list[dict[str, Any]] = []
-    prompt: str | list[int] = ""
+    prompt: str | list[int] | list[str] = ""
     input: str | list[dict[str, Any]] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -62,6 +65,7 @@ class Asked(BaseModel):
     tool_choice: Any = None
     logprobs: bool | int | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
 
     @property
     def limit(self) -> int | None:
@@ -79,47 +83,66 @@ class Agent:
     episode: Any
     seed: int  # of the run
     history: History
-    calls: SimpleQueue[Any]  # to the thread that samples
-    max_tokens: int  # of the row after its first prompt
-    max_calls: int | None
+    arrivals: SimpleQueue[Any]  # to the thread that samples
+    max_tokens: int  # of a line after its first prompt
+    max_calls: int | None  # of a line
     longest: int | None  # tokens of a prompt and its answer
     timeout: float | None  # seconds for a call
-    tree: TokenTree = field(default_factory=TokenTree)  # in the order of arrival
-    begun: int = 0
     truncated: bool = False  # by a limit of the run
     overlaps: bool = False  # calls of one line ran side by side
+    closed: bool = False
     said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages of responses
-    lines: list[str] = field(default_factory=list)  # keys
-
-    def room(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens may be sampled after a prompt; Refused if there is no room."""
-        first = self.history.answers[0].prompt if self.history.answers else prompt
-        new = len(prompt) - (self.tree.find(prompt)[0] if self.history.answers else len(prompt))
-        rooms = [self.max_tokens + len(first) - len(self.tree.tokens or first) - new]
-        rooms += [] if self.longest is None else [self.longest - len(prompt)]
-        if min(rooms) < 1:
-            self.truncated = True
-            told = "no tokens of the context length are left"  # words that clients look for
-            raise Refused(told, code="context_length_exceeded")
-        return min(rooms)
+    lines: "dict[str, Line]" = field(default_factory=dict)  # by key
+    waiting: "set[Call]" = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Line:
-    """Calls that follow one another: an agent's own, or those of a part that runs beside it."""
+    """Calls that follow one another: an agent's own, or those of a part that runs beside it.
+
+    Its limits count what was there when it was forked, but not what runs beside it, whose progress
+    depends on the clock.
+    """
 
     agent: Agent
     path: tuple[int, ...] = ()
-    index: int = 0
-    count: int = 0
+    tree: TokenTree = field(default_factory=TokenTree)  # of its calls, and those before its fork
+    start: int = 0  # tokens of the first prompt
+    calls: int = 0  # that were answered
+    count: int = 0  # numbers that were given
     open: int = 0
 
     def next(self) -> tuple[int, ...]:
+        self.agent.overlaps |= self.open > 0
         self.count += 1
         return (*self.path, self.count - 1)
 
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens may be sampled after a prompt; Refused if there is no room."""
+        agent = self.agent
+        if agent.max_calls is not None and self.calls >= agent.max_calls:
+            agent.truncated = True
+            raise Refused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
+        room = agent.max_tokens
+        if self.calls:
+            known, _ = self.tree.find(prompt)
+            room -= len(self.tree.tokens) - self.start + len(prompt) - known
+        if agent.longest is not None:
+            room = min(room, agent.longest - len(prompt))
+        if room < 1:
+            agent.truncated = True
+            told = "no tokens of the context length are left"  # words that clients look for
+            raise Refused(told, code="context_length_exceeded")
+        return room
 
-@dataclass(frozen=True, kw_only=True)
+    def keep(self, answer: Answer) -> None:
+        """Count an answer, and find its words in later histories."""
+        self.start = self.start or len(answer.prompt)
+        self.tree.add(answer)
+        self.agent.history.keep(answer)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One completion that an agent waits for."""
 
@@ -148,8 +171,9 @@ class Endpoint:
         Calls side by side at one endpoint are numbered as they arrive, which depends on the clock;
         those at forks are numbered by the order of the forks.
         """
-        agent = self.line.agent
-        return self.server.open(Line(agent, self.line.next(), len(agent.lines)))
+        line = self.line
+        before = copy.deepcopy(line.tree), line.start, line.calls
+        return self.server.open(Line(line.agent, line.next(), *before))
 
 
 @cache
@@ -178,23 +202,29 @@ class Server:
             timeout_keep_alive=600,
             lifespan="off",
         )
+        for name in ("NO_PROXY", "no_proxy"):  # whom a proxy could not reach
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), host)))
         self.url = f"http://{host}:{listening.getsockname()[1]}/v1"
         run = partial(uvicorn.Server(config).run, sockets=[listening])
         threading.Thread(target=run, name="endpoint", daemon=True).start()
 
     def open(self, line: Line) -> Endpoint:
-        """Return an endpoint with a new key."""
+        """Return an endpoint with a new key; Refused if the episode has ended."""
         key, episode = secrets.token_urlsafe(24), line.agent.episode
-        self.lines[key] = line
-        line.agent.lines.append(key)
+        if line.agent.closed:
+            raise Refused(ENDED, 401, "invalid_api_key")
+        self.lines[key] = line.agent.lines[key] = line
         place = episode.prompt_index, episode.sample, noise(line.path)
         seed = request_seed(line.agent.seed, *place)
         return Endpoint(base_url=self.url, api_key=key, seed=seed, line=line, server=self)
 
     def close(self, agent: Agent) -> None:
-        """Refuse whatever else the agent asks."""
+        """Refuse whatever else the agent asks, and give up what it waits for."""
+        agent.closed = True
         for key in agent.lines:
             self.lines.pop(key, None)
+        for call in list(agent.waiting):
+            call.done.cancel()
 
     # ------------------------------------------------------------------------------ the calls
 
@@ -221,12 +251,12 @@ class Server:
         except Exception as error:  # a template, or a message of a strange shape
             refused = Refused(tell(error))
         said = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-        return JSONResponse({"error": said | {"param": None}}, refused.status)
+        return as_json({"error": said | {"param": None}}, refused.status)
 
     def _line(self, request: Request) -> Line:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = request.headers.get("authorization", "").rpartition(" ")[2]
         if key not in self.lines:
-            raise Refused("this key belongs to no running episode", 401, "invalid_api_key")
+            raise Refused(ENDED, 401, "invalid_api_key")
         return self.lines[key]
 
     async def _sample(
@@ -239,21 +269,18 @@ class Server:
         box: Toolbox | None = None,
     ) -> list[Answer]:
         """Wait for the answers to a call, and keep them unless the client has left."""
-        agent, number = line.agent, line.next()
-        if agent.max_calls is not None and agent.begun >= agent.max_calls:
-            agent.truncated = True
-            raise Refused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
-        agent.begun, agent.overlaps = agent.begun + 1, agent.overlaps or line.open > 0
-        room, stops = agent.room(prompt), tuple(asked.stops)
-        most = min(room, asked.limit or room)
+        agent, count, stops = line.agent, asked.n or 1, tuple(asked.stops)
+        room = max(1, line.room(prompt) // count)
+        most, number = min(room, asked.limit or room), line.next()
         calls = [
             Call(agent=agent, number=(*number, i), prompt=prompt, max_tokens=most, stop=stops)
-            for i in range(asked.n or 1)
+            for i in range(count)
         ]
         line.open += 1
+        agent.waiting.update(calls)
         try:
             for call in calls:
-                agent.calls.put(call)
+                agent.arrivals.put(call)
             waiting = {asyncio.wrap_future(call.done) for call in calls}
             async with asyncio.timeout(agent.timeout):
                 while waiting:
@@ -264,20 +291,20 @@ class Server:
             raise Refused(f"no answer within {agent.timeout:g} s", 504, "timeout") from None
         finally:
             line.open -= 1
-            for call in calls:
-                call.done.cancel()
-        answers = [self._read(line, call, stops, box, chat) for call in calls]
+            agent.waiting.difference_update(calls)
+            given_up = any(call.done.cancel() for call in calls)
+            if given_up and line.count == number[-1] + 1:  # as if it had never been asked
+                line.count -= 1
+        self._line(request)  # the episode may have ended
+        answers = [self._read(call, stops, box, chat) for call in calls]
         if most == room and any(x.completion.finish_reason == "length" for x in answers):
             agent.truncated = True  # by the run's limits, not by the program's own
-        self._line(request)  # the episode may have ended
+        line.calls += 1
         for answer in answers:
-            agent.history.keep(answer)
-            agent.tree.add(answer)
+            line.keep(answer)
         return answers
 
-    def _read(
-        self, line: Line, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any
-    ) -> Answer:
+    def _read(self, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any) -> Answer:
         """Turn a completion into an answer, with its calls of tools."""
         history, episode = call.agent.history, call.agent.episode
         words = call.done.result().tokens
@@ -290,7 +317,6 @@ class Server:
         tools = tuple(one for one in found if one.error is None)
         return Answer(
             number=call.number,
-            line=line.index,
             name="-".join(map(str, (episode.prompt_index, episode.sample, *call.number))),
             prompt=call.prompt,
             completion=call.done.result(),
@@ -313,25 +339,28 @@ class Server:
 
     async def _models(self, request: Request) -> Response:
         models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
-        return JSONResponse({"object": "list", "data": models})
+        return as_json({"object": "list", "data": models})
 
     async def _chat(self, request: Request, line: Line, asked: Asked) -> Response:
         messages = formats.plain(asked.messages)
         prompt, box = self._encode(line, asked, messages)
         answers = await self._sample(request, line, asked, prompt, messages, box)
         body = formats.of_chat(answers, bool(asked.logprobs), line.agent.history.tokenizer)
-        return events(formats.chat_chunks(body)) if asked.stream else JSONResponse(body)
+        usage = bool((asked.stream_options or {}).get("include_usage"))
+        return events(formats.chat_chunks(body, usage)) if asked.stream else as_json(body)
 
     async def _text(self, request: Request, line: Line, asked: Asked) -> Response:
         history, prompt = line.agent.history, asked.prompt
-        if not prompt:
-            raise Refused("prompt: a text or a list of token ids is needed")
-        ids = history.encode_text(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
+            raise Refused("prompt: one text, or a list of token ids, is needed")
+        ids: Any = history.encode_text(prompt) if isinstance(prompt, str) else prompt
         if not all(0 <= i < len(history.tokenizer) for i in ids):
             raise Refused("prompt: an id is not in the vocabulary")
         answers = await self._sample(request, line, asked, ids, prompt)
         body = formats.of_text(answers, asked.logprobs is not None, history.tokenizer)
-        return events([body, None]) if asked.stream else JSONResponse(body)
+        return events([body, None]) if asked.stream else as_json(body)
 
     async def _response(self, request: Request, line: Line, asked: Asked) -> Response:
         said, before = line.agent.said, asked.previous_response_id
@@ -343,8 +372,13 @@ class Server:
         asked.n = 1
         (answer,) = await self._sample(request, line, asked, prompt, messages, box)
         body = formats.of_response(answer)
-        said[body["id"]] = [*messages[len(first) :], formats.as_message(answer)]
-        return events(formats.response_events(body)) if asked.stream else JSONResponse(body)
+        said[body["id"]] = [*messages[len(first) :], *formats.plain([answer.message])]
+        return events(formats.response_events(body)) if asked.stream else as_json(body)
+
+
+def as_json(body: dict[str, Any], status: int = 200) -> Response:
+    """Return an answer in ASCII, since a sampled text may have half a surrogate pair."""
+    return Response(json.dumps(body), status, media_type="application/json")
 
 
 def noise(number: Sequence[int]) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.rollout.agents.history import Answer
-from rlhf_pg.rollout.multi_turn.tools import TAGGED
 
 MODEL = "policy"
 
@@ -60,22 +59,6 @@ def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return chat
 
 
-def as_message(answer: Answer) -> dict[str, Any]:
-    """Return an answer as the message of a chat."""
-    if not answer.tools:
-        return {"role": "assistant", "content": answer.content}
-    calls = [
-        {
-            "id": name,
-            "type": "function",
-            "function": {"name": tool.name, "arguments": json.dumps(tool.arguments)},
-        }
-        for name, tool in zip(answer.calls, answer.tools, strict=True)
-    ]
-    said = TAGGED.sub("", answer.content).strip() if TAGGED.search(answer.content) else None
-    return {"role": "assistant", "content": said or None, "tool_calls": calls}
-
-
 def finish(answer: Answer) -> str:
     return "tool_calls" if answer.tools else answer.completion.finish_reason
 
@@ -98,14 +81,14 @@ def of_chat(
             for token, x in pieces
             for text in [tokenizer.decode([token])]
         ]
-        choice = {"index": i, "message": as_message(answer), "finish_reason": finish(answer)}
+        choice = {"index": i, "message": answer.message, "finish_reason": finish(answer)}
         choices.append(choice | {"logprobs": {"content": content} if logprobs else None})
     body = {"id": f"chatcmpl-{answers[0].name}", "object": "chat.completion", "created": 0}
     return body | {"model": MODEL, "choices": choices, "usage": usage(answers)}
 
 
-def chat_chunks(body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-    """Yield a chat completion as the chunks of a stream."""
+def chat_chunks(body: dict[str, Any], usage: bool) -> Iterator[dict[str, Any] | None]:
+    """Yield a chat completion as the chunks of a stream, with its usage if that was asked for."""
     for choice in body["choices"]:
         calls = choice["message"].get("tool_calls", ())
         calls = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -114,7 +97,8 @@ def chat_chunks(body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
             one = {"index": choice["index"], "delta": part, "finish_reason": reason}
             one["logprobs"] = choice["logprobs"] if part else None
             yield body | {"object": "chat.completion.chunk", "choices": [one], "usage": None}
-    yield body | {"object": "chat.completion.chunk", "choices": []}
+    if usage:
+        yield body | {"object": "chat.completion.chunk", "choices": []}
     yield None
 
 
@@ -135,7 +119,7 @@ def of_text(
 
 def of_response(answer: Answer) -> dict[str, Any]:
     """Return a response."""
-    said, output = as_message(answer), list[dict[str, Any]]()
+    said, output = answer.message, list[dict[str, Any]]()
     if said["content"] is not None:
         text = {"type": "output_text", "text": said["content"], "annotations": []}
         item = {"type": "message", "id": f"msg_{answer.name}", "role": "assistant"}
@@ -174,12 +158,16 @@ def response_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found.append({"type": "response.created", "response": begun})
     for i, item in enumerate(body["output"]):
         place = {"item_id": item["id"], "output_index": i}
-        found.append({"type": "response.output_item.added", "output_index": i, "item": item})
+        new = item | ({"content": []} if "content" in item else {})
+        found.append({"type": "response.output_item.added", "output_index": i, "item": new})
         if item["type"] == "message":
-            text = place | {"content_index": 0, "logprobs": []}
-            words = item["content"][0]["text"]
-            found.append({"type": "response.output_text.delta", **text, "delta": words})
-            found.append({"type": "response.output_text.done", **text, "text": words})
+            [part], text = item["content"], place | {"content_index": 0}
+            empty, words = part | {"text": ""}, part["text"]
+            found.append({"type": "response.content_part.added", **text, "part": empty})
+            more = text | {"logprobs": []}
+            found.append({"type": "response.output_text.delta", **more, "delta": words})
+            found.append({"type": "response.output_text.done", **more, "text": words})
+            found.append({"type": "response.content_part.done", **text, "part": part})
         else:
             call = place | {"arguments": item["arguments"], "name": item["name"]}
             found.append({"type": "response.function_call_arguments.done", **call})

@@ -5,6 +5,7 @@ is found in it and becomes the ids that were sampled; the rest is encoded. Calls
 then have the same ids there, and an episode is a tree of tokens.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.chat import MARK, encode, quote_chat, render, tokenize, tokenize_chat
 from rlhf_pg.rollout.engine import Completion
-from rlhf_pg.rollout.multi_turn.tools import ToolCall
+from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
 END = re.compile(f"{MARK[0]}([0-9]+){MARK[1]}")  # marks the end of a message, with its place
 WHERE = "the history of a call"
@@ -29,7 +30,6 @@ class Answer:
     """The policy's answer to a call."""
 
     number: tuple[int, ...]  # orders the calls of an episode by their creation
-    line: int  # the number of the endpoint that asked, in their order
     name: str  # the number with that of the episode
     chat: Any  # the messages or the text of the call
     prompt: Sequence[int]
@@ -42,6 +42,18 @@ class Answer:
     def calls(self) -> tuple[str, ...]:
         """The ids of the calls of tools, by which an agent names them."""
         return tuple(f"call_{self.name}-{i}" for i in range(len(self.tools)))
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of OpenAI's."""
+        if not self.tools:
+            return {"role": "assistant", "content": self.content}
+        said, calls = TAGGED.sub("", self.content).strip(), []
+        for name, tool in zip(self.calls, self.tools, strict=True):
+            own = {"name": tool.name, "arguments": json.dumps(tool.arguments)}
+            calls.append({"id": name, "type": "function", "function": own})
+        said = said if TAGGED.search(self.content) else ""
+        return {"role": "assistant", "content": said or None, "tool_calls": calls}
 
 
 @dataclass
@@ -94,7 +106,7 @@ class History:
             if message.get("role") == "assistant":
                 calls = tuple(call.get("id") for call in message.get("tool_calls") or ())
                 same = [x for x in self.answers if x.calls == calls]
-                if calls and same:
+                if calls and same and _says(message) == _says(same[0].message):
                     chat[place] = {"role": "assistant", "content": same[0].content}
                 content = chat[place].get("content")
                 known[place] = [x for x in same if content and x.content == content]
@@ -152,6 +164,16 @@ class History:
         return lead == list(answer.prompt), lead + words[first:], again
 
 
+def _says(message: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return what a message with calls of tools says, in whatever form."""
+    own = [call["function"] for call in message["tool_calls"]]
+    loads = [
+        x["arguments"] if isinstance(x["arguments"], dict) else json.loads(x["arguments"])
+        for x in own
+    ]
+    return message.get("content") or "", [(x["name"], y) for x, y in zip(own, loads, strict=True)]
+
+
 class TokenTree:
     """The distinct tokens of an episode, in the order of its calls.
 
@@ -177,14 +199,14 @@ class TokenTree:
             places = following
         return len(ids), places[0]
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Answer, line: int = 0) -> None:
         """Add what is new in the prompt, and the whole answer: it was sampled anew."""
         known, last = self.find(answer.prompt)
         context = list(answer.prompt[known:])
         completion = answer.completion
         self.logprobs += [0.0] * len(context) + completion.logprobs
         self.actions += [False] * len(context) + [True] * len(completion.tokens)
-        self.lines += [answer.line] * len(context + completion.tokens)
+        self.lines += [line] * len(context + completion.tokens)
         for token in context + completion.tokens:
             place = len(self.tokens)
             self._next.setdefault((last, token), []).append(place)

@@ -22,7 +22,6 @@ from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
 from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, noise, serve
-from rlhf_pg.rollout.agents.formats import as_message
 from rlhf_pg.rollout.agents.history import History, TokenTree
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams
 from rlhf_pg.rollout.multi_turn.environment import check_reward
@@ -40,6 +39,7 @@ class AgentRunner(EpisodeRunner):
     program: Callable[..., Any]  # of a row and an `Endpoint`
     host: str = "127.0.0.1"
     call_timeout: float | None = None  # seconds for an answer of the policy
+    pays: bool = False  # whether the program must, since there is no reward function
 
     def play(
         self,
@@ -68,6 +68,8 @@ class AgentRunner(EpisodeRunner):
                 episode, agent = running.pop(arrived)
                 server.close(agent)
                 self._finish(episode, agent, arrived)
+                return
+            if arrived.done.cancelled():
                 return
             request = Request(
                 tokens=arrived.prompt,
@@ -99,14 +101,19 @@ class AgentRunner(EpisodeRunner):
                 episodes.append(episode)
             for ended in running:
                 ended.add_done_callback(arrivals.put)
-            while running:
-                if session.idle or not arrivals.empty():
-                    receive(arrivals.get())
-                    continue
-                for request, _, completion in session.step():
-                    _, call = sampled.pop(id(request))
-                    with suppress(InvalidStateError):  # the agent does not wait any more
-                        call.done.set_result(completion)
+            try:
+                while running:
+                    if session.idle or not arrivals.empty():
+                        receive(arrivals.get())
+                        continue
+                    for request, _, completion in session.step():
+                        _, call = sampled.pop(id(request))
+                        with suppress(InvalidStateError):  # the agent does not wait any more
+                            call.done.set_result(completion)
+            finally:  # an engine may fail
+                for ended, (_, agent) in running.items():
+                    server.close(agent)
+                    ended.cancel()
         warn_of_failures(episodes)
         if any(episode.overlaps for episode in episodes):
             logger.warning(
@@ -122,10 +129,12 @@ class AgentRunner(EpisodeRunner):
             paid = ended.result()
             if not answers:
                 raise ValueError("the program asked nothing of its endpoint")
+            if paid is None and self.pays:
+                raise ValueError("the program returned no reward, and there is no reward function")
             paid = [*[None] * (len(answers) - 1), paid] if not isinstance(paid, list) else paid
             if len(paid) != len(answers):
                 raise ValueError(
-                    f"the program returned {len(paid)} rewards for {len(answers)} calls"
+                    f"the program returned {len(paid)} rewards for {len(answers)} answers"
                 )
             rewards = [check_reward(one, "a call") for one in paid]
         except Exception as error:  # the program may raise anything
@@ -135,9 +144,9 @@ class AgentRunner(EpisodeRunner):
         episode.encoded_again = agent.history.encoded_again
         if not answers:
             return
-        tree = TokenTree()
+        tree, paths = TokenTree(), sorted(line.path for line in agent.lines.values())
         for answer in answers:
-            tree.add(answer)
+            tree.add(answer, paths.index(answer.number[:-2]))
         first, last = answers[0], answers[-1]
         episode.prompt_ids, start = first.prompt, len(first.prompt)
         episode.tokens, episode.actions = tree.tokens[start:], tree.actions[start:]
@@ -149,10 +158,11 @@ class AgentRunner(EpisodeRunner):
             episode.rewards[end - start] = math.nan if reward is None else reward
         episode.truncated = agent.truncated
         episode.prompt = first.chat
-        if isinstance(first.chat, list) and isinstance(last.chat, list):
+        last = next((x for x in reversed(answers) if isinstance(x.chat, list)), last)
+        if isinstance(first.chat, list):
             pairs = zip(first.chat, last.chat, strict=False)
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            episode.messages = [*last.chat[same:], as_message(last)]
+            episode.messages = [*last.chat[same:], last.message]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
@@ -194,7 +204,7 @@ def program_of(given: Any) -> Any:
             said = quote(err.decode(errors="replace").strip())
             raise ValueError(f"agent_program ended with status {process.returncode}: {said}")
         try:
-            return float(out.decode(errors="replace").split()[-1])
+            return float(out.decode(errors="replace").strip().splitlines()[-1])
         except (IndexError, ValueError):
             return None
 

@@ -81,7 +81,6 @@ def say(history: History, chat: list, words: str, whole: bool = True) -> Answer:
     number = (len(history.answers), 0)
     answer = Answer(
         number=number,
-        line=0,
         name=str(number[0]),
         chat=chat,
         prompt=history.encode_chat(chat),

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx2
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_pg.rollout import Request, SamplingParams
-from rlhf_pg.rollout.agents.endpoint import Endpoint, noise
+from rlhf_pg.rollout.agents.endpoint import Endpoint, Refused, noise
 from rlhf_pg.rollout.agents.runner import AgentRunner, program_of
 from tests.rollout.agents.test_history import tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedEngine
@@ -119,7 +120,8 @@ def test_tools_stream_and_responses() -> None:
         assert (call.function.name, json.loads(call.function.arguments)) == ("press", {"times": 3})
         result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
         chat = [*ASK, message.model_dump(exclude_none=True), result]
-        chunks = list(ask(endpoint, chat, tools=[TOOL], stream=True))
+        usage = {"include_usage": True}
+        chunks = list(ask(endpoint, chat, tools=[TOOL], stream=True, stream_options=usage))
         [again] = [x for c in chunks for d in c.choices[:1] for x in d.delta.tool_calls or ()]
         assert again.function.name == "press"
         assert chunks[-1].usage.total_tokens > 0
@@ -139,6 +141,28 @@ def test_tools_stream_and_responses() -> None:
     assert (episode.turns, episode.encoded_again) == (4, 0)
     # Of both interfaces, the second call continues the first.
     assert sum(back != 1 for back in episode.offsets) == 1
+
+
+def test_edited_call_of_a_tool_is_the_programs() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        message = ask(endpoint, tools=[TOOL]).choices[0].message.model_dump(exclude_none=True)
+        message["tool_calls"][0]["function"]["arguments"] = '{"times": 9}'
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+        ask(endpoint, [*ASK, message, result], tools=[TOOL])
+
+    [episode] = play(program, says(CALL), max_tokens=4000)
+    own = [token for token, acts in zip(episode.tokens, episode.actions, strict=True) if not acts]
+    assert TOKENIZER.decode(own).startswith("9}}")  # the rest is as it was said
+
+
+def test_streams_have_the_words_once() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        chunks = list(ask(endpoint, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ok"
+        with client_of(endpoint).responses.stream(model="policy", input="a") as stream:
+            assert [x.snapshot for x in stream if x.type == "response.output_text.delta"] == ["ok"]
+
+    assert play(program)[0].error is None
 
 
 def test_texts_choices_and_stops() -> None:
@@ -288,6 +312,15 @@ def test_calls_side_by_side_are_reported(caplog: pytest.LogCaptureFixture) -> No
     assert episode.overlaps
     assert "fork" in caplog.text
 
+    async def forks(example: dict[str, Any], endpoint: Endpoint) -> None:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        call = asyncio.create_task(client.completions.create(model="policy", prompt="a"))
+        await asyncio.sleep(0.1)
+        endpoint.fork()
+        await call
+
+    assert play(forks, slow)[0].overlaps
+
 
 @pytest.mark.parametrize(
     ("options", "limit", "status"),
@@ -317,6 +350,103 @@ def test_limits_end_an_episode(options: dict[str, Any], limit: str, status: int)
     assert episode.error is None
     assert episode.truncated
     assert episode.rewards[-1] == 1.0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_limits_do_not_depend_on_the_clock(late: int) -> None:
+    """What runs beside a part of a program takes nothing from it, and lines keep their order."""
+
+    async def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        async def part(place: int, own: Endpoint) -> None:
+            client = openai.AsyncOpenAI(base_url=own.base_url, api_key=own.api_key)
+            await asyncio.sleep(0.2 * (place == late))
+            inner = own.fork()
+            client = client.with_options(api_key=inner.api_key)
+            chat: Any = [{"role": "user", "content": str(place)}]
+            await client.chat.completions.create(model="policy", messages=chat)
+
+        await asyncio.gather(*(part(i, endpoint.fork()) for i in range(2)))
+
+    [episode] = play(program, says("long" * 20, whole=False), max_tokens=60)
+    assert episode.truncated
+    assert not episode.overlaps
+    assert sum(episode.actions) == 120
+    lines = [x for x, acts in zip(episode.lines, episode.actions, strict=True) if acts]
+    assert lines == [2] * 60 + [4] * 60
+    prompts = TOKENIZER.decode([*episode.prompt_ids, *episode.tokens])
+    assert prompts.index("0<|im_end|>") < prompts.index("1<|im_end|>")
+
+
+def test_nothing_goes_on_after_its_episode() -> None:
+    left: list[Any] = []
+
+    def program(example: dict[str, Any], endpoint: Endpoint) -> float:
+        ask(endpoint)
+        Thread(target=lambda: left.append(suppressed(lambda: ask(endpoint)))).start()
+        time.sleep(0.3)
+        left.append(endpoint)
+        return 1.0
+
+    def suppressed(call: Any) -> Any:
+        try:
+            return call()
+        except openai.APIStatusError as error:
+            return error.status_code
+
+    requests: list[Request] = []
+
+    def slow(request: Request, sample: int) -> list[int]:
+        requests.append(request)
+        time.sleep(len(requests) - 1)
+        return [EOS]
+
+    [episode] = play(program, slow)
+    assert (episode.turns, episode.error) == (1, None)
+    time.sleep(0.5)
+    assert left[1:] == [401] or left[0] == 401
+    with pytest.raises(Refused):
+        next(x for x in left if isinstance(x, Endpoint)).fork()
+
+
+def test_engine_that_fails_ends_all_programs() -> None:
+    ends: list[Any] = []
+
+    async def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        try:
+            client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+            await client.completions.create(model="policy", prompt="a")
+        except BaseException as error:
+            ends.append(error)
+            raise
+
+    def fails(request: Request, sample: int) -> list[int]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        play(program, fails, rows=3)
+    deadline = time.monotonic() + 5
+    while len(ends) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(ends) == 3
+
+
+def test_given_up_call_does_not_count() -> None:
+    seen: list[int] = []
+
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            ask(endpoint, timeout=0.2)
+        time.sleep(1.5)
+        ask(endpoint)
+
+    def slow(request: Request, sample: int) -> list[int]:
+        seen.append(request.position)
+        time.sleep(1.0 * (len(seen) == 1))
+        return [EOS]
+
+    [episode] = play(program, slow, max_turns=1)
+    assert (episode.turns, episode.error) == (1, None)
+    assert seen == [noise((0, 0))] * 2
 
 
 def test_an_episode_fails_alone() -> None:
@@ -365,13 +495,17 @@ def test_a_command_is_a_program(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import json, os, sys, openai\n"
         "openai.OpenAI().responses.create(model=os.environ['OPENAI_MODEL'], input='a')\n"
-        "print('paid', json.load(sys.stdin)['number'] + 0.5)"
+        "print('paid')\nprint(json.load(sys.stdin)['number'] + 0.5)"
     )
     asks = f"{sys.executable} {tmp_path}/asks.py"
     first, second = play(program_of(asks), rows=2)
     assert (first.rewards[-1], second.rewards[-1]) == (0.5, 1.5)
     [failed] = play(program_of("echo no >&2; exit 3"))
     assert "status 3: no" in failed.error
+    [unpaid] = play(lambda row, endpoint: bool(ask(endpoint)) or None, pays=True)
+    assert unpaid.error is None
+    [unpaid] = play(lambda row, endpoint: ask(endpoint) and None, pays=True)
+    assert "no reward" in unpaid.error
 
 
 JSON = st.recursive(
