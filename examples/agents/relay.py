@@ -1,4 +1,4 @@
-"""A game that forgets: a number is carried over six legs, by notes alone.
+"""A game that forgets: a number is carried over four legs, by notes alone.
 
     python examples/agents/relay.py
     rlhf-pg train ppo --config examples/agents/relay.yaml
@@ -6,8 +6,7 @@
 The first line draws games and trains a tiny model to answer a leg, with any number as its note; RL
 then has to find what to note. A leg is a call with a history of its own: its letter, the note of
 the leg before, "=" (the same number) or "+" (the next), and a stake. The policy answers with the
-number and a new note. A right number earns its stake; a note, what the legs after it earn. Stakes
-are luck, other in each episode of a group: a critic sees them, a comparison of totals does not.
+number and a new note. A right number earns its stake; a note, what the legs after it earn.
 """
 
 import random
@@ -20,16 +19,15 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 
-LEGS, NUMBERS, STAKES = "abcdef", 5, "1119"  # their mean is 3
+LEGS, NUMBERS = "abcd", 5
 
 
 async def play(row, endpoint):
     """Return the reward of each leg of a game."""
-    note, rewards, luck = row["number"], [], random.Random(endpoint.seed)
+    note, rewards = row["number"], []
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with httpx2.AsyncClient(headers=headers, timeout=60, verify=False) as client:
-        for leg, operation in zip(LEGS, row["operations"], strict=True):
-            stake = luck.choice(STAKES)
+        for leg, (operation, stake) in zip(LEGS, row["legs"], strict=True):
             body = {"prompt": f"{leg}{note}{operation}{stake}", "max_tokens": 2}
             answer = await client.post(f"{endpoint.base_url}/completions", json=body)
             said = answer.raise_for_status().json()["choices"][0]["text"]
@@ -45,13 +43,13 @@ def main(directory=Path("runs/relay")):
     for name, count in (("games", 2000), ("held_out", 64)):
         rows = []
         for _ in range(count):
-            number, operations = str(rng.randrange(NUMBERS)), rng.choices("=+", k=len(LEGS))
-            rows.append({"prompt": "?", "number": number, "operations": "".join(operations)})
+            legs = [rng.choice("=+") + str(rng.randint(1, 3)) for _ in LEGS]
+            rows.append({"prompt": "?", "number": str(rng.randrange(NUMBERS)), "legs": legs})
         Dataset.from_list(rows).to_json(directory / f"{name}.jsonl")
     examples = []
     for _ in range(32000):
         number, plus = rng.randrange(NUMBERS), rng.randrange(2)
-        leg = f"{rng.choice(LEGS)}{number}{'=+'[plus]}{rng.choice(STAKES)}"
+        leg = f"{rng.choice(LEGS)}{number}{'=+'[plus]}{rng.randint(1, 3)}"
         said = f"{(number + plus) % NUMBERS}{rng.randrange(NUMBERS)}"
         examples.append({"prompt": leg, "completion": said})
     tokenizer = character_tokenizer("0123456789=+?" + LEGS)

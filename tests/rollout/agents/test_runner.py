@@ -298,6 +298,20 @@ def test_number_of_a_call_seeds_its_noise() -> None:
     assert [token for token in own if token in marks] == marks
 
 
+def test_luck_of_a_program_can_be_repeated() -> None:
+    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
+        seeds.append({endpoint.seed, endpoint.fork().seed})
+        ask(endpoint)
+
+    runs = []
+    for _ in range(2):
+        seeds: list[set[int]] = []
+        play(program, n=2, rows=2)
+        runs.append(set().union(*seeds))
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 8
+
+
 def test_calls_side_by_side_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def program(example: dict[str, Any], endpoint: Endpoint) -> None:
         client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
