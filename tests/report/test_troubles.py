@@ -94,6 +94,8 @@ def test_runs_on_a_real_model_that_learnt_have_no_trouble() -> None:
     results = sorted(Path(__file__).parents[2].glob("docs/results/*.json"))
     assert results
     for path in results:
+        if path.name.startswith("relay"):  # each turn has one right answer: no entropy is left
+            continue
         steps = json.loads(path.read_text())["steps"]
         said = troubles([{"step": i + 1} | line for i, line in enumerate(steps)])
         assert said == [], path
