@@ -228,10 +228,13 @@ class PolicyGradientTrainer(TrainingLoop):
         values, bootstrap_value = self.values_of(batch)
         average = self.moving_average
 
-        def inputs_of(own: Tensor) -> AdvantageInputs:
-            """Return the inputs for these action tokens (B,T), all or those of a line."""
-            parts, end = shaped.where(own[:, :, None] | (own is mask), torch.nan), bootstrap_value
-            if end is not None and own is not mask:
+        def inputs_of(line: Tensor | None = None) -> AdvantageInputs:
+            """Return the inputs for all action tokens, or for those of a line (B,T)."""
+            own, steps, parts, end = mask, step_mask, shaped, bootstrap_value
+            if line is not None:
+                own, steps = mask & line, step_mask & line
+                parts = shaped.where(line[:, :, None], torch.nan)
+            if line is not None and end is not None:  # it is for the line of the last action
                 end = end * own.gather(1, (batch.ends[:, None] - 1).clamp(min=0)).squeeze(1)
             # A row without policy tokens has neither a score nor a KL.
             kl_of_row = (minus_kl * own).sum(1).masked_fill(~own.any(1), torch.nan)
@@ -245,25 +248,25 @@ class PolicyGradientTrainer(TrainingLoop):
                 action_tokens=runtime.gather(own.sum(1))[0],
                 weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
                 step_scores=step_scores,
-                step_mask=step_mask if own is mask else step_mask & own,
+                step_mask=steps,
                 values=values,
                 bootstrap_value=end,
                 greedy_scores=greedy_scores,
                 moving_average=average.value if average else 0.0,
             )
 
-        inputs, raw = inputs_of(mask), runtime.gather(sum_step_scores(scores))[0]
-        trained = inputs.scores
-        if batch.lines is None:
-            advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
-        else:
+        inputs, raw = inputs_of(), runtime.gather(sum_step_scores(scores))[0]
+        trained, parts = inputs.scores, [inputs]
+        if batch.lines is not None:
             own = int(batch.lines.max()) + 1 if len(batch.lines) else 0  # a process may have no row
             count = max(runtime.gather_objects(own))
-            masks = (mask & (batch.lines == line) for line in range(count))
-            advantages = torch.stack([self.advantages(inputs_of(own)) for own in masks]).sum(0)
-        if teacher_rewards is not None:
-            to_go = discounted_returns(teacher_rewards, mask, args.teacher_gamma)
-            advantages = advantages + to_go
+            parts = [inputs_of(batch.lines == line) for line in range(count)]
+        advantages = torch.zeros_like(rewards)
+        for part in parts:
+            advantages = advantages + self.advantages(part)  # (B,T)  <- the algorithm
+            if teacher_rewards is not None:
+                to_go = discounted_returns(teacher_rewards, part.mask, args.teacher_gamma)
+                advantages = advantages + to_go
         returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
         if args.normalize_advantages:
             stats = runtime.mean_and_var(advantages, mask)

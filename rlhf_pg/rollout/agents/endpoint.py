@@ -5,7 +5,6 @@ status and a message; nothing that arrives ends the run.
 """
 
 import asyncio
-import copy
 import json
 import os
 import secrets
@@ -15,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain, takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
-from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
+from rlhf_pg.rollout.agents.history import Answer, History
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
 from rlhf_pg.rollout.token_sampling import request_seed
@@ -106,9 +106,10 @@ class Line:
 
     agent: Agent
     path: tuple[int, ...] = ()
-    tree: TokenTree = field(default_factory=TokenTree)  # of its calls, and those before its fork
-    start: int = 0  # tokens of the first prompt
-    calls: int = 0  # that were answered
+    # Of its calls, and of those before its fork.
+    answers: list[Answer] = field(default_factory=list)
+    calls: int = 0
+    tokens: int = 0  # after the first prompt, each counted once
     count: int = 0  # numbers that were given
     open: int = 0
 
@@ -123,10 +124,7 @@ class Line:
         if agent.max_calls is not None and self.calls >= agent.max_calls:
             agent.truncated = True
             raise Refused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
-        room = agent.max_tokens
-        if self.calls:
-            known, _ = self.tree.find(prompt)
-            room -= len(self.tree.tokens) - self.start + len(prompt) - known
+        room = agent.max_tokens - self.tokens - self.new(prompt)
         if agent.longest is not None:
             room = min(room, agent.longest - len(prompt))
         if room < 1:
@@ -135,11 +133,21 @@ class Line:
             raise Refused(told, code="context_length_exceeded")
         return room
 
-    def keep(self, answer: Answer) -> None:
-        """Count an answer, and find its words in later histories."""
-        self.start = self.start or len(answer.prompt)
-        self.tree.add(answer)
-        self.agent.history.keep(answer)
+    def new(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt were not there before it; the first is not counted."""
+        known = [len(prompt)] * (not self.answers)
+        for answer in self.answers:
+            pairs = zip(prompt, chain(answer.prompt, answer.completion.tokens), strict=False)
+            known.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return len(prompt) - max(known)
+
+    def keep(self, answers: Sequence[Answer]) -> None:
+        """Count the answers to a call, and find their words in later histories."""
+        sampled = sum(len(answer.completion.tokens) for answer in answers)
+        self.tokens += self.new(answers[0].prompt) + sampled
+        self.calls += 1
+        self.answers += answers
+        self.agent.history.answers += answers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,7 +180,7 @@ class Endpoint:
         those at forks are numbered by the order of the forks.
         """
         line = self.line
-        before = copy.deepcopy(line.tree), line.start, line.calls
+        before = list(line.answers), line.calls, line.tokens
         return self.server.open(Line(line.agent, line.next(), *before))
 
 
@@ -299,9 +307,7 @@ class Server:
         answers = [self._read(call, stops, box, chat) for call in calls]
         if most == room and any(x.completion.finish_reason == "length" for x in answers):
             agent.truncated = True  # by the run's limits, not by the program's own
-        line.calls += 1
-        for answer in answers:
-            line.keep(answer)
+        line.keep(answers)
         return answers
 
     def _read(self, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any) -> Answer:

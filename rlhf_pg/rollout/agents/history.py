@@ -63,15 +63,7 @@ class History:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]
     answers: list[Answer] = field(default_factory=list)
-    texts: list[tuple[str, list[int]]] = field(default_factory=list)  # prompts with their answers
     encoded_again: int = 0  # tokens of what the policy has said
-
-    def keep(self, answer: Answer) -> None:
-        """Keep an answer to find it again."""
-        self.answers.append(answer)
-        asked, words = answer.chat, self._words(answer, answer.content)
-        text = asked if isinstance(asked, str) else self.tokenizer.decode(answer.prompt)
-        self.texts += [(text + answer.content, [*answer.prompt, *words])] * bool(words)
 
     def _words(self, answer: Answer, text: str) -> list[int]:
         """Return the first ids of an answer, which are its `text`; none if a token is cut."""
@@ -86,10 +78,16 @@ class History:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, which may begin with an earlier prompt and its answer."""
-        known = [pair for pair in self.texts if text.startswith(pair[0])]
-        if not known:
+        begun, ids = "", list[int]()
+        for answer in self.answers:
+            asked = answer.chat
+            whole = asked if isinstance(asked, str) else self.tokenizer.decode(answer.prompt)
+            whole += answer.content
+            longer = len(whole) > len(begun) and text.startswith(whole)
+            if longer and (words := self._words(answer, answer.content)):
+                begun, ids = whole, [*answer.prompt, *words]
+        if not begun:
             return encode(text, self.tokenizer, what=WHERE)
-        begun, ids = max(known, key=lambda pair: len(pair[0]))
         rest = text.removeprefix(begun)
         return ids + tokenize(self.tokenizer, rest, WHERE, add_special_tokens=False)["input_ids"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product, takewhile
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,7 +25,12 @@ from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused
 from rlhf_pg.rollout.agents.history import History, TokenTree
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams
 from rlhf_pg.rollout.multi_turn.environment import check_reward
-from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner, warn_of_failures
+from rlhf_pg.rollout.multi_turn.episodes import (
+    Episode,
+    EpisodeRunner,
+    new_episodes,
+    warn_of_failures,
+)
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -60,7 +65,7 @@ class AgentRunner(EpisodeRunner):
         longest = self.longest_prompt and self.longest_prompt + 1
         running: dict[Future[Any], tuple[Episode, Agent]] = {}
         sampled: dict[int, tuple[Request, Call]] = {}  # by the id of the request
-        episodes = list[Episode]()
+        episodes = new_episodes(examples, tokens, prompt_indices, n)
 
         def receive(arrived: Any) -> None:
             """Begin a call, or finish the episode of a program that has ended."""
@@ -87,18 +92,14 @@ class AgentRunner(EpisodeRunner):
                 arrived.done.set_exception(Refused(f"the prompt {error}"))
 
         with engine.weights_synced(), engine.session(params, seed) as session:
-            for (example, ids, index), sample in product(
-                zip(examples, tokens, prompt_indices, strict=True), range(n)
-            ):
-                row = {"example": example, "prompt_index": index, "sample": sample}
-                episode = Episode(**row, prompt=example["prompt"], prompt_ids=ids)
+            for episode in episodes:
                 history = History(self.tokenizer, self.stop_token_ids)
                 limits = params.max_tokens, self.max_turns, longest, self.call_timeout
                 agent = Agent(episode, seed, history, arrivals, *limits)
                 endpoint = server.open(Line(agent))
-                ended = call_beside(self.timeout, self.program, dict(example), endpoint)
+                example = dict(episode.example)
+                ended = call_beside(self.timeout, self.program, example, endpoint)
                 running[ended] = episode, agent
-                episodes.append(episode)
             for ended in running:
                 ended.add_done_callback(arrivals.put)
             try:

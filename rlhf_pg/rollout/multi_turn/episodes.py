@@ -100,17 +100,7 @@ class EpisodeRunner:
                 position after the prompt).
             params: `max_tokens` limits all turns and answers of an episode together.
         """
-        episodes = [
-            Episode(
-                example=example,
-                prompt_index=index,
-                sample=sample,
-                prompt=example["prompt"],
-                prompt_ids=ids,
-            )
-            for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
-            for sample in range(n)
-        ]
+        episodes = new_episodes(examples, tokens, prompt_indices, n)
         try:
             with engine.weights_synced(), engine.session(params, seed) as session:
                 self._run(session, params.max_tokens, episodes)
@@ -256,6 +246,26 @@ class EpisodeRunner:
             metrics["tools/call_frequency"] = calls / count  # calls per episode
             metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
         return metrics
+
+
+def new_episodes(
+    examples: Sequence[Mapping[str, Any]],
+    tokens: Sequence[Sequence[int]],
+    prompt_indices: Sequence[int],
+    n: int,
+) -> list[Episode]:
+    """Return `n` episodes of every example, in the order example * n + sample."""
+    return [
+        Episode(
+            example=example,
+            prompt_index=index,
+            sample=sample,
+            prompt=example["prompt"],
+            prompt_ids=ids,
+        )
+        for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
+        for sample in range(n)
+    ]
 
 
 def warn_of_failures(episodes: Sequence[Episode]) -> None:

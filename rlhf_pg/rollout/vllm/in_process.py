@@ -192,7 +192,7 @@ class _InProcessSession:
         from vllm.sampling_params import RequestOutputKind
 
         max_tokens = room(request, self._params, self._engine.max_model_length)
-        stop = [*self._params.stop_strings, *request.stop]
+        stop = [*self._options["stop"], *request.stop]
         for sample in request.samples:
             name = str(next(self._engine.numbers))
             wanted = VllmSamplingParams(

@@ -246,7 +246,7 @@ class _ServerSession:
 
     def add(self, request: Request) -> None:
         max_tokens = room(request, self._params, self._engine.max_model_length)
-        stop = [*self._params.stop_strings, *request.stop]
+        stop = [*self._options["stop"], *request.stop]
 
         def read(sample: int, answer: Any) -> Finished:
             completion = _completion(answer, max_tokens, self._engine.eos_token_ids, bool(stop))

@@ -166,6 +166,7 @@ def test_tokens_that_an_agent_cut_are_counted() -> None:
 def test_texts_carry_ids_too() -> None:
     tokenizer = tokenizer_with("qwen2_5")
     history = History(tokenizer, [tokenizer.eos_token_id])
-    history.texts.append(("a: Yes", [1, 2, 3]))
-    assert history.encode_text("a: Yes no") == [1, 2, 3, *encode(" no", tokenizer)]
+    answer = say(history, [{"role": "user", "content": "a"}], "Yes", whole=False)
+    history.answers[0] = replace(answer, chat="a: ", prompt=[1, 2])
+    assert history.encode_text("a: Yes no") == [1, 2, *answer.words, *encode(" no", tokenizer)]
     assert history.encode_text("a: No") == encode("a: No", tokenizer)
