@@ -53,7 +53,7 @@ class SamplingConfig:
     agent_host: Text = option("127.0.0.1", help=
         "Address at which agent_program finds the policy; beyond loopback, others may find it too.")
     agent_credit: Literal["episode", "branch"] = option("episode", help=
-        "A reward is for all earlier turns, or those of its own endpoint (endpoint.fork()) alone.")
+        "Credit a reward to all earlier turns, or to those of its own endpoint.fork() alone.")
     temperature: float = option(1.0, gt=0, help="Temperature of sampling, scoring and training.")
     top_k: int = option(0, ge=0, help="Sample from this many likeliest tokens; 0: all.")
     top_p: float = option(1.0, gt=0, le=1, help=

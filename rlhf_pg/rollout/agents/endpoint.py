@@ -1,7 +1,7 @@
 """The policy behind an HTTP endpoint with OpenAI's interface, on loopback.
 
-Every episode has a key of its own. What an agent may not do, or asks wrongly, is answered with a
-status and a message; nothing that arrives ends the run.
+Every episode has a key of its own. A wrong or forbidden request is answered with a status and a
+message; no request ends the run.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from rlhf_pg.rollout.token_sampling import request_seed
 MOST_BYTES = 2**23  # of a body
 MOST_CHOICES = 16
 MOST_CONNECTIONS = 4096
-ENDED = "this key belongs to no running episode"
+ENDED = "no running episode has this key"
 
 
 class Refused(Exception):
@@ -48,8 +48,8 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
-class Asked(BaseModel):
-    """What of a request is heeded; the run decides on the temperature and the like."""
+class CallOptions(BaseModel):
+    """The fields of a request that count; the run decides on temperature and the like."""
 
     messages: list[dict[str, Any]] = []
     prompt: str | list[int] | list[str] = ""
@@ -91,7 +91,7 @@ class Agent:
     truncated: bool = False  # by a limit of the run
     overlaps: bool = False  # calls of one line ran side by side
     closed: bool = False
-    said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages of responses
+    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages, by id
     lines: "dict[str, Line]" = field(default_factory=dict)  # by key
     waiting: "set[Call]" = field(default_factory=set)
 
@@ -237,7 +237,7 @@ class Server:
     # ------------------------------------------------------------------------------ the calls
 
     async def _answer(
-        self, answer: Callable[[Request, Line, Asked], Awaitable[Response]], request: Request
+        self, answer: Callable[[Request, Line, CallOptions], Awaitable[Response]], request: Request
     ) -> Response:
         """Answer a request, or say what is wrong with it."""
         try:
@@ -247,19 +247,19 @@ class Server:
                 body += chunk
                 if len(body) > MOST_BYTES:
                     raise Refused(f"the body has more than {MOST_BYTES} bytes", 413)
-            return await answer(request, line, Asked.model_validate_json(bytes(body)))
-        except ValidationError as error:
-            first = error.errors()[0]
+            return await answer(request, line, CallOptions.model_validate_json(bytes(body)))
+        except ValidationError as invalid:
+            first = invalid.errors()[0]
             place = ".".join(map(str, first["loc"]))
             refused = Refused(f"{quote(place)}: {first['msg']}")
-        except Refused as error:
-            refused = error
+        except Refused as known:
+            refused = known
         except ClientDisconnect:
             refused = Refused("the client has left")
-        except Exception as error:  # a template, or a message of a strange shape
-            refused = Refused(tell(error))
-        said = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-        return as_json({"error": said | {"param": None}}, refused.status)
+        except Exception as other:  # a template, or a message of a strange shape
+            refused = Refused(tell(other))
+        error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
+        return as_json({"error": error | {"param": None}}, refused.status)
 
     def _line(self, request: Request) -> Line:
         key = request.headers.get("authorization", "").rpartition(" ")[2]
@@ -271,19 +271,20 @@ class Server:
         self,
         request: Request,
         line: Line,
-        asked: Asked,
+        options: CallOptions,
         prompt: list[int],
         chat: Any,
         box: Toolbox | None = None,
     ) -> list[Answer]:
         """Wait for the answers to a call, and keep them unless the client has left."""
-        agent, count, stops = line.agent, asked.n or 1, tuple(asked.stops)
+        agent, count, stops = line.agent, options.n or 1, tuple(options.stops)
         room = max(1, line.room(prompt) // count)
-        most, number = min(room, asked.limit or room), line.next()
+        most, number = min(room, options.limit or room), line.next()
         calls = [
             Call(agent=agent, number=(*number, i), prompt=prompt, max_tokens=most, stop=stops)
             for i in range(count)
         ]
+        answered = False
         line.open += 1
         agent.waiting.update(calls)
         try:
@@ -295,13 +296,15 @@ class Server:
                     _, waiting = await asyncio.wait(waiting, timeout=1.0)
                     if await request.is_disconnected():
                         raise ClientDisconnect
+            answered = True
         except TimeoutError:
             raise Refused(f"no answer within {agent.timeout:g} s", 504, "timeout") from None
         finally:
             line.open -= 1
             agent.waiting.difference_update(calls)
-            given_up = any(call.done.cancel() for call in calls)
-            if given_up and line.count == number[-1] + 1:  # as if it had never been asked
+            for call in calls:
+                call.done.cancel()
+            if not answered and line.count == number[-1] + 1:  # as if it had never been asked
                 line.count -= 1
         self._line(request)  # the episode may have ended
         answers = [self._read(call, stops, box, chat) for call in calls]
@@ -332,11 +335,13 @@ class Server:
             chat=chat,
         )
 
-    def _encode(self, line: Line, asked: Asked, messages: Any) -> tuple[list[int], Toolbox | None]:
+    def _encode(
+        self, line: Line, options: CallOptions, messages: Any
+    ) -> tuple[list[int], Toolbox | None]:
         """Return the ids of messages, and what reads calls of the tools that they may use."""
-        history, schemas = line.agent.history, list(asked.tools or ())
+        history, schemas = line.agent.history, list(options.tools or ())
         schemas = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
-        if asked.tool_choice == "none" or not schemas:
+        if options.tool_choice == "none" or not schemas:
             return history.encode_chat(messages), None
         box = Toolbox(schemas=schemas, tokenizer=history.tokenizer)
         return history.encode_chat(messages, schemas), box
@@ -347,16 +352,16 @@ class Server:
         models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
         return as_json({"object": "list", "data": models})
 
-    async def _chat(self, request: Request, line: Line, asked: Asked) -> Response:
-        messages = formats.plain(asked.messages)
-        prompt, box = self._encode(line, asked, messages)
-        answers = await self._sample(request, line, asked, prompt, messages, box)
-        body = formats.of_chat(answers, bool(asked.logprobs), line.agent.history.tokenizer)
-        usage = bool((asked.stream_options or {}).get("include_usage"))
-        return events(formats.chat_chunks(body, usage)) if asked.stream else as_json(body)
+    async def _chat(self, request: Request, line: Line, options: CallOptions) -> Response:
+        messages = formats.plain(options.messages)
+        prompt, box = self._encode(line, options, messages)
+        answers = await self._sample(request, line, options, prompt, messages, box)
+        body = formats.of_chat(answers, bool(options.logprobs), line.agent.history.tokenizer)
+        usage = bool((options.stream_options or {}).get("include_usage"))
+        return events(formats.chat_chunks(body, usage)) if options.stream else as_json(body)
 
-    async def _text(self, request: Request, line: Line, asked: Asked) -> Response:
-        history, prompt = line.agent.history, asked.prompt
+    async def _text(self, request: Request, line: Line, options: CallOptions) -> Response:
+        history, prompt = line.agent.history, options.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
@@ -364,22 +369,23 @@ class Server:
         ids: Any = history.encode_text(prompt) if isinstance(prompt, str) else prompt
         if not all(0 <= i < len(history.tokenizer) for i in ids):
             raise Refused("prompt: an id is not in the vocabulary")
-        answers = await self._sample(request, line, asked, ids, prompt)
-        body = formats.of_text(answers, asked.logprobs is not None, history.tokenizer)
-        return events([body, None]) if asked.stream else as_json(body)
+        answers = await self._sample(request, line, options, ids, prompt)
+        body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
+        return events([body, None]) if options.stream else as_json(body)
 
-    async def _response(self, request: Request, line: Line, asked: Asked) -> Response:
-        said, before = line.agent.said, asked.previous_response_id
-        if before is not None and before not in said:
+    async def _response(self, request: Request, line: Line, options: CallOptions) -> Response:
+        kept, before = line.agent.responses, options.previous_response_id
+        if before is not None and before not in kept:
             raise Refused("previous_response_id: there is no such response in this episode", 404)
-        first = [] if asked.instructions is None else formats.message("system", asked.instructions)
-        messages = [*first, *said.get(before or "", ()), *formats.of_items(asked.input)]
-        prompt, box = self._encode(line, asked, messages)
-        asked.n = 1
-        (answer,) = await self._sample(request, line, asked, prompt, messages, box)
+        rule = options.instructions
+        first = formats.message("system", rule) if rule else []
+        messages = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
+        prompt, box = self._encode(line, options, messages)
+        options.n = 1
+        (answer,) = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_response(answer)
-        said[body["id"]] = [*messages[len(first) :], *formats.plain([answer.message])]
-        return events(formats.response_events(body)) if asked.stream else as_json(body)
+        kept[body["id"]] = [*messages[len(first) :], *formats.plain([answer.message])]
+        return events(formats.response_events(body)) if options.stream else as_json(body)
 
 
 def as_json(body: dict[str, Any], status: int = 200) -> Response:

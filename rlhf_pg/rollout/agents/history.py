@@ -1,8 +1,8 @@
 """The tokens of an agent's episode: sampled ids are kept, and none is encoded a second time.
 
-An agent sends its history as text: all of it, a part, or another version. What the policy has said
-is found in it and becomes the ids that were sampled; the rest is encoded. Calls that begin alike
-then have the same ids there, and an episode is a tree of tokens.
+An agent sends its history as text: all of it, a part, or another version. The policy's own words
+are found in it and get the ids that were sampled; the rest is encoded. Calls that begin alike then
+have the same ids there, and an episode is a tree of tokens.
 """
 
 import json
@@ -44,16 +44,22 @@ class Answer:
         return tuple(f"call_{self.name}-{i}" for i in range(len(self.tools)))
 
     @property
+    def visible(self) -> tuple[str | None, list[Any]]:
+        """The text that the agent gets, and names and arguments of calls of tools."""
+        if not self.tools:
+            return self.content, []
+        text = TAGGED.sub("", self.content).strip() if TAGGED.search(self.content) else ""
+        return text or None, [(tool.name, tool.arguments) for tool in self.tools]
+
+    @property
     def message(self) -> dict[str, Any]:
         """The answer as a message of OpenAI's."""
-        if not self.tools:
-            return {"role": "assistant", "content": self.content}
-        said, calls = TAGGED.sub("", self.content).strip(), []
-        for name, tool in zip(self.calls, self.tools, strict=True):
-            own = {"name": tool.name, "arguments": json.dumps(tool.arguments)}
-            calls.append({"id": name, "type": "function", "function": own})
-        said = said if TAGGED.search(self.content) else ""
-        return {"role": "assistant", "content": said or None, "tool_calls": calls}
+        text, tools = self.visible
+        calls = [
+            {"id": i, "type": "function", "function": {"name": x, "arguments": json.dumps(y)}}
+            for i, (x, y) in zip(self.calls, tools, strict=True)
+        ]
+        return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass
@@ -96,15 +102,17 @@ class History:
     ) -> list[int]:
         """Return the ids of messages, through the opening of the assistant's next turn.
 
-        What the template leaves out of earlier turns, such as reasoning, is left out here too.
-        ValueError if the messages do not fit the template.
+        Reasoning that the template leaves out of earlier turns is left out here too. ValueError if
+        the messages do not fit the template.
         """
         chat, known = [dict(message) for message in messages], dict[int, list[Answer]]()
         for place, message in enumerate(chat):
             if message.get("role") == "assistant":
                 calls = tuple(call.get("id") for call in message.get("tool_calls") or ())
                 same = [x for x in self.answers if x.calls == calls]
-                if calls and same and _says(message) == _says(same[0].message):
+                own = [call["function"] for call in message.get("tool_calls") or ()]
+                sent = message.get("content") or None, [(x["name"], x["arguments"]) for x in own]
+                if calls and same and sent == same[0].visible:
                     chat[place] = {"role": "assistant", "content": same[0].content}
                 content = chat[place].get("content")
                 known[place] = [x for x in same if content and x.content == content]
@@ -160,16 +168,6 @@ class History:
         lost = "".join(letter for letter, _ in pairs)[::-1].strip()
         again = len(tokenize_chat(self.tokenizer, lost, WHERE))
         return lead == list(answer.prompt), lead + words[first:], again
-
-
-def _says(message: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return what a message with calls of tools says, in whatever form."""
-    own = [call["function"] for call in message["tool_calls"]]
-    loads = [
-        x["arguments"] if isinstance(x["arguments"], dict) else json.loads(x["arguments"])
-        for x in own
-    ]
-    return message.get("content") or "", [(x["name"], y) for x, y in zip(own, loads, strict=True)]
 
 
 class TokenTree:
