@@ -488,21 +488,6 @@ def test_an_episode_fails_alone() -> None:
         ask(late[0])
 
 
-def test_a_client_that_leaves_takes_its_call_with_it() -> None:
-    def program(example: dict[str, Any], endpoint: Endpoint) -> None:
-        with pytest.raises(openai.APITimeoutError):
-            ask(endpoint, timeout=0.3)
-        time.sleep(2)
-        ask(endpoint)
-
-    def slow(request: Request, sample: int) -> list[int]:
-        time.sleep(1)
-        return [EOS]
-
-    [episode] = play(program, slow)
-    assert episode.turns == 1
-
-
 def test_a_command_is_a_program(tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import json, os, sys, openai\n"
