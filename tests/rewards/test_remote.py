@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +32,8 @@ def pauses(monkeypatch):
         seconds.append(length)
         await sleep(0)
 
-    monkeypatch.setattr("rlhf_pg.boundary.http.asyncio.sleep", pause)
+    own = SimpleNamespace(**vars(asyncio) | {"sleep": pause})  # servers in other threads sleep
+    monkeypatch.setattr("rlhf_pg.boundary.http.asyncio", own)
     return seconds
 
 
