@@ -25,6 +25,7 @@ SAMPLING_LEVELS = ("token", "sequence")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 MAX_LOG_RATIO = 20.0
+SQUARE = "sampling/importance_sampling_ratio/square"  # from which the effective sample size comes
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -546,17 +547,20 @@ def against_sampler(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return the weights (B,T) of a correction, None for the mode "none", and (B,T) numbers to log.
 
-    The numbers are the weights (without a correction, the plain ratios) and the differences.
+    The numbers are the weights (without a correction, the plain ratios), their squares, which of
+    them a bound has changed, and the differences.
 
     Args:
         old_logprobs, sampler_logprobs, mask, clip_max, clip_min: as in `sampler_weights`.
         mode: a name in SAMPLER_CORRECTIONS, or "none".
     """
-    if mode == "none":
-        ratios = sampler_weights(old_logprobs, sampler_logprobs, mask, "token_truncate", math.inf)
-    else:
+    level = "token" if mode == "none" else mode.split("_")[0]
+    ratios = sampler_weights(old_logprobs, sampler_logprobs, mask, f"{level}_truncate", math.inf)
+    plain = ratios
+    if mode != "none":
         ratios = sampler_weights(old_logprobs, sampler_logprobs, mask, mode, clip_max, clip_min)
     difference = (old_logprobs - sampler_logprobs).abs()
     numbers = {f"sampling/importance_sampling_ratio/{x}": ratios for x in ("min", "mean", "max")}
+    numbers |= {SQUARE: ratios.square(), "sampling/clipped_share": (ratios != plain).to(ratios)}
     numbers |= {f"sampling/sampling_logp_difference/{x}": difference for x in ("mean", "max")}
     return (None if mode == "none" else ratios), numbers

@@ -13,6 +13,15 @@ from typing import Any
 from rlhf_pg.boundary.quoted import tell
 
 
+class CallFailed(Exception):
+    """A call failed; the message follows the name of the function ("raised KeyError")."""
+
+    @classmethod
+    def late(cls, timeout: float | None) -> "CallFailed":
+        """Return the error of a call that takes too long."""
+        return cls(f"did not return within {timeout:g} s (reward_timeout)")
+
+
 @cache
 def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
     """Return a loop of the process; by default the one for async rewards, environments and tools.

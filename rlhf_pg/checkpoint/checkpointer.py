@@ -2,7 +2,8 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` and `teacher/` where they move. Nothing is pickled.
+`critic/`, where there is one, and `reference/` and `teacher/` where they move; batches sampled
+ahead. Nothing is pickled.
 `state.json` has the size and hash of every file: a run never resumes from a damaged checkpoint.
 """
 
@@ -56,6 +57,7 @@ class Checkpointer:
     running: Mapping[str, Any] = field(default_factory=dict)  # changing records, by name
     limit: int | None = None  # number of checkpoints to keep; None keeps all
     found: Collection[str] = ()  # keys set to auto; a resumed run takes over their values
+    ahead: Any = None  # an `Ahead`, whose batches belong to the state
     saved: int | None = None  # the last step that this process saved
     origin: str | None = None  # the checkpoint of another run that was restored
 
@@ -96,6 +98,10 @@ class Checkpointer:
         save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
         with save.step():
             _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
+        if self.ahead is not None:
+            self.ahead.drain()
+            with save.step():
+                self.ahead.save(partial, runtime.rank, self.state.step)
         facts = {"step": self.state.step, "version": __version__, "config": self.config}
         facts |= self.numbers() | {"fingerprints": self.fingerprints()}
         save.main(lambda: atomic.publish(path, facts))
@@ -237,6 +243,8 @@ class Checkpointer:
                     part.restore(path / name)
         self.trained.load_state(read_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
+        if self.ahead is not None:
+            self.ahead.restore(path)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         best = self.directory.parent.resolve() / "best"
         here = path.resolve().parent in (best.parent, self.directory.resolve())

@@ -65,7 +65,8 @@ class PolicyGradientConfig(
         """Return `sampler_correction` for a rollout engine, with auto resolved."""
         if self.sampler_correction != "auto":
             return self.sampler_correction
-        return "none" if engine in ("auto", "native") else "token_truncate"
+        same = engine in ("auto", "native") and not self.rollout_ahead
+        return "none" if same else "token_truncate"
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -30,13 +30,18 @@ class SamplingConfig:
         "auto uses vLLM on a GPU if it is installed and supports the run.")
     rollout_cache_tokens: int | None = option(None, ge=1, help=
         "Most tokens in the native KV cache. None: half of a GPU's free memory, 4 GiB on a CPU.")
+    rollout_workers: int = option(0, ge=0, help=
+        "Processes with one CPU thread each in which the native engine samples; 0: the trainer.")
+    rollout_ahead: int = option(0, ge=0, help=
+        "Sample each batch with the weights of this many steps before, during those steps; needs "
+        "rollout_workers or rollout_engine vllm_server.")
     vllm_gpu_memory_utilization: float = option(0.3, gt=0, le=1, help=
         "Share of the GPU's memory for vLLM; lower it if training runs out.")
     vllm_enable_sleep_mode: bool = option(False, help="Free vLLM's memory between rollouts.")
     vllm_max_model_length: int | None = option(None, ge=1, help=
         "Most tokens of prompt and completion in vLLM. None: as many as model and memory allow.")
-    vllm_server_base_url: Text = option("http://localhost:8000", help=
-        "Base URL of the vLLM server, without user, password or query.")
+    vllm_server_base_url: Names = option(("http://localhost:8000",), help=
+        "Base URLs of vLLM servers, without user, password or query; prompts are shared out.")
     vllm_server_timeout: float = option(300.0, gt=0, help=
         "Seconds for an answer of the vLLM server; a request is tried three times.")
     vllm_sync_directory: Text | None = option(None, help=
@@ -122,7 +127,8 @@ class MethodConfig:
     old_kl_target: float | None = option(None, gt=0, help=
         "Target KL(old || new) per token, to halve or double old_kl_coef for. None: fixed.")
     sampler_correction: Correction = option("auto", help=
-        "Weight the loss by policy / sampler; auto: token_truncate with vLLM, else none.")
+        "Weight the loss by policy / sampler; auto: token_truncate with vLLM or rollout_ahead, "
+        "else none.")
     sampler_clip_max: float = option(3.0, gt=0, help="Largest weight of sampler_correction.")
     sampler_clip_min: float | None = option(None, gt=0, help="Smallest weight; None: 0.")
     entropy_coef: float = option(0.0, ge=0, help="Coefficient of the entropy bonus.")

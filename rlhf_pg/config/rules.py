@@ -93,14 +93,16 @@ def of_samples(args: Any) -> Iterator[str]:
         value = getattr(args, key)
         if value != everything and args.truncated_sampling == "refuse":
             yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
-    url = args.vllm_server_base_url
-    if {"@", "?", "#"} & set(url):
+    if any({"@", "?", "#"} & set(url) for url in args.vllm_server_base_url):
         yield (
             "vllm_server_base_url has a user, password or query, which config.yaml would keep: "
             "leave it out"
         )
-    elif not url.startswith(("http://", "https://")):
-        yield f"vllm_server_base_url must begin with http:// or https://, got {quote(url)!r}"
+    elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url or [""]):
+        given = quote(", ".join(args.vllm_server_base_url))
+        yield f"vllm_server_base_url must begin with http:// or https://, got {given!r}"
+    if args.rollout_ahead and not args.rollout_workers and args.rollout_engine != "vllm_server":
+        yield "rollout_ahead needs rollout_workers, or rollout_engine vllm_server"
     bounds = args.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield f"reward_clip_range must be a lower and a higher number, got {bounds}"
@@ -198,7 +200,11 @@ def of_use(args: Any) -> Iterator[str]:
     to_go = args.teacher_placement == "reward" and not args.has_critic
     yield from idle(
         args,
-        ("rollout_engine native", engine in ("auto", "native"), "rollout_cache_tokens"),
+        (
+            "rollout_engine native",
+            engine in ("auto", "native"),
+            "rollout_cache_tokens rollout_workers",
+        ),
         ("rollout_engine vllm", engine in ("auto", "vllm"), in_process),
         ("rollout_engine vllm_server", engine == "vllm_server", of_server),
         ("sampler_correction", corrects, "sampler_clip_max sampler_clip_min"),

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from rlhf_pg.boundary.quoted import frames, show, tell
-from rlhf_pg.boundary.user_code import begin, finite
+from rlhf_pg.boundary.user_code import CallFailed, begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
 ON_REQUEST = ("ended", "truncated", "step")  # arguments of functions that name them
@@ -25,15 +25,6 @@ OWN_COLUMNS = {  # the run's own columns of completions.jsonl
     *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated"),
     *("turns", "error"),
 }
-
-
-class CallFailed(Exception):
-    """A call failed; the message follows the name of the function ("raised KeyError")."""
-
-    @classmethod
-    def late(cls, timeout: float | None) -> "CallFailed":
-        """Return the error of a call that takes too long."""
-        return cls(f"did not return within {timeout:g} s (reward_timeout)")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.boundary.user_code import begin
-from rlhf_pg.rewards.functions import Answer, CallFailed, RewardInputs, Source, call, call_async
+from rlhf_pg.boundary.user_code import CallFailed, begin
+from rlhf_pg.rewards.functions import Answer, RewardInputs, Source, call, call_async
 from rlhf_pg.rewards.scores import ends
 
 RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
@@ -90,7 +90,7 @@ class Rewards:
                 f"{len(tokenizers)} for {len(listed)}; None stands for a function's own"
             )
         if workers:
-            from rlhf_pg.rewards.pool import START, Pool
+            from rlhf_pg.boundary.pool import START, Pool
 
             self.pool = Pool(workers)
         self.sources: list[Source] = []

@@ -1,11 +1,15 @@
 """The interface of the rollout engines: token ids in, token ids out."""
 
 import math
+import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+MOMENT = 0.05  # seconds that a step waits for an answer of another process
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class RolloutError(RuntimeError):
     """The engine cannot sample any more, for example because it lost its server."""
 
 
+def never() -> bool:
+    """Return False: the default of `Request.cancelled`, which a worker can import."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A sequence of tokens to continue, once per sample; ValueError if max_tokens is below 1."""
@@ -68,7 +77,7 @@ class Request:
     position: int = 0  # of the first new token, counted from the end of the prompt
     max_tokens: int | None = None  # a limit below that of the `SamplingParams`
     stop: Sequence[str] = ()  # strings that end it, beside those of the `SamplingParams`
-    cancelled: Callable[[], bool] = lambda: False  # whether no more tokens are needed
+    cancelled: Callable[[], bool] = never  # whether no more tokens are needed
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -104,6 +113,41 @@ class Session(Protocol):
     def idle(self) -> bool:
         """True if every requested completion has been returned."""
         ...
+
+
+class FutureSession:
+    """The base of sessions whose completions are sampled elsewhere."""
+
+    def __init__(self) -> None:
+        self._asked: set[Future[Any]] = set()
+        self._answers: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+
+    def wait_for(self, future: "Future[Any]") -> None:
+        """Have `step` read the result of a future."""
+        self._asked.add(future)
+        future.add_done_callback(self._answers.put)
+
+    def read(self, future: "Future[Any]") -> list[Finished]:
+        """Return the completions of a future that is done."""
+        return [future.result()]
+
+    def step(self) -> list[Finished]:
+        arrived = []
+        with suppress(queue.Empty):
+            arrived.append(self._answers.get(timeout=MOMENT))
+            while True:
+                arrived.append(self._answers.get_nowait())
+        self._asked.difference_update(arrived)
+        return [finished for future in arrived for finished in self.read(future)]
+
+    @property
+    def idle(self) -> bool:
+        return not self._asked
+
+    def close(self) -> None:
+        """Cancel the requests under way."""
+        for future in self._asked:
+            future.cancel()
 
 
 class RolloutEngine(ABC):
@@ -167,14 +211,13 @@ class RolloutEngine(ABC):
                     yield places[id(request)] * n + sample, completion
 
     @contextmanager
-    def weights_synced(self) -> Iterator[None]:
-        """Inside the block, sample from the weights as they are now; nested blocks do nothing.
-
-        An engine that needs a copy makes it once on entry and drops it on exit.
+    def weights_synced(self, copied: AbstractContextManager[None] | None = None) -> Iterator[None]:
+        """Inside the block, sample from the weights as they are now, or from those that
+        `copy_weights` has copied; nested blocks do nothing.
         """
         self._users += 1
         try:
-            with self._load_weights() if self._users == 1 else nullcontext():
+            with (copied or self._load_weights()) if self._users == 1 else nullcontext():
                 yield
         finally:
             self._users -= 1
@@ -182,3 +225,10 @@ class RolloutEngine(ABC):
     def _load_weights(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, and on exit free what only sampling needs."""
         return nullcontext()
+
+    def copy_weights(self) -> AbstractContextManager[None]:
+        """Copy the policy's weights now, for a later `weights_synced`, perhaps in another thread.
+
+        Only for engines that sample beside the trainer.
+        """
+        raise NotImplementedError

@@ -56,6 +56,7 @@ def reason_against(
         "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
         "rollout_cache_tokens is set": args.rollout_cache_tokens is not None,
+        "rollout_workers is set": bool(args.rollout_workers),
         f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
     return next((reason for reason, holds in reasons.items() if holds), None) or lacking(model)
@@ -154,13 +155,12 @@ def new_engine(
         )
     if model.device.type == "cuda" and is_main:
         logger.warning("the native engine has no GPU kernels of its own; vLLM is faster")
-    return NativeEngine(
-        model,
-        eos_token_ids,
-        tokenizer.pad_token_id,
-        tokenizer,
-        cache_tokens=args.rollout_cache_tokens,
-    )
+    common = model, eos_token_ids, tokenizer.pad_token_id, tokenizer
+    if args.rollout_workers:
+        from rlhf_pg.rollout.native.workers import WorkerEngine
+
+        return WorkerEngine(*common, args.rollout_workers, args.rollout_cache_tokens)
+    return NativeEngine(*common, args.rollout_cache_tokens)
 
 
 def new_episode_runner(

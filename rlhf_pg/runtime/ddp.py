@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +19,7 @@ from torch.utils import swap_tensors
 
 from rlhf_pg.runtime.termination import Watch, waits
 
+M = TypeVar("M", bound=nn.Module)
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value does not have the parameter's shape
 TABLES = ("qmap1", "qmap2")  # keys of the code tables of bitsandbytes' 8-bit moments
@@ -240,10 +241,8 @@ class FullWeights:
     def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
         self.module = self.pieces = module
         self.watch = watch
-        if splits:  # a copy whose parameters have no memory; its buffers are whole
-            metas = ((p, p.detach().to("meta")) for p in module.parameters())
-            empty: dict[int, Any] = {id(p): nn.Parameter(m, p.requires_grad) for p, m in metas}
-            self.module = copy.deepcopy(module, empty)
+        if splits:
+            self.module = hollow(module)
         self._users = 0
 
     @contextmanager
@@ -262,7 +261,7 @@ class FullWeights:
             if not self._users:
                 for own, _ in self._pairs():
                     if not own.is_meta:
-                        _put_in_place(own, own.to("meta"))
+                        put_in_place(own, own.to("meta"))
 
     @contextmanager
     def modify(self, trained: bool = False) -> Iterator[None]:
@@ -282,7 +281,7 @@ class FullWeights:
         for own, piece in pairs:
             value = full(piece)  # one by one: saves memory where none is kept
             if device is not None:
-                _put_in_place(own, value.to(device))
+                put_in_place(own, value.to(device))
         if pairs and device is not None:
             for part in self.module.modules():
                 for name, buffer in part.named_buffers(recurse=False):
@@ -300,6 +299,13 @@ class FullWeights:
         ]
 
 
-def _put_in_place(parameter: Tensor, value: Tensor) -> None:
+def hollow(module: M) -> M:
+    """Copy a module without memory for its parameters; its buffers are whole."""
+    metas = ((p, p.detach().to("meta")) for p in module.parameters())
+    empty: dict[int, Any] = {id(p): nn.Parameter(m, p.requires_grad) for p, m in metas}
+    return copy.deepcopy(module, empty)
+
+
+def put_in_place(parameter: Tensor, value: Tensor) -> None:
     """Replace a parameter by another tensor wherever it is used."""
     swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))  # type: ignore[no-untyped-call]

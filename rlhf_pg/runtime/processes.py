@@ -40,13 +40,14 @@ class Runtime:
     """
 
     def __init__(self, timeout: int = 1800, cpu: bool = False) -> None:
+        self.timeout = timedelta(seconds=timeout + MARGIN)
         # The config, not the launcher, decides on precision and accumulation. Without CUDA
         # everything runs on the CPU, since Apple's GPUs lack float64 (for sampling and metrics).
         self._accelerator = Accelerator(
             cpu=cpu or not torch.cuda.is_available(),
             mixed_precision="no",
             gradient_accumulation_steps=1,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=self.timeout)],
         )
         self.kind, self._backend = _backend(self._accelerator)
         self.splits = self.kind in ("FSDP2", "ZeRO-3")  # a process has a shard of each weight
@@ -173,6 +174,38 @@ class Runtime:
     def barrier(self) -> None:
         """Wait until every process is here."""
         self._accelerator.wait_for_everyone()
+
+
+class RuntimeBeside(Runtime):
+    """The same processes, for a thread beside each main thread; collective.
+
+    Its collectives have a group of their own, so they do not meet those of the main threads, and
+    travel through the CPU.
+    """
+
+    def __init__(self, whole: Runtime) -> None:
+        vars(self).update(vars(whole) | {"watch": None})
+        self._group: Any = None
+        if self.world > 1:
+            self._group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        if self.world == 1:
+            return [own]
+        everyone: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(everyone, own, self._group)
+        return everyone
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        blocks = self.gather_objects(rows.cpu())
+        start = sum(len(block) for block in blocks[: self.rank])
+        return torch.cat(blocks).to(rows), slice(start, start + len(rows))
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self.gather_objects(x.cpu())).sum(0).to(x)
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
 
 
 def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:

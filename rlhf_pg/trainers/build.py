@@ -41,6 +41,7 @@ from rlhf_pg.rollout.factory import (
 )
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
+from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner
@@ -305,6 +306,9 @@ def build(
         progress=trainer.progress,
         episode_runner=runner,
     )
+    trainer.ahead = None
+    if trainer.trains and args.rollout_ahead:
+        trainer.ahead = Ahead(trainer.sampler, args.rollout_ahead, runtime, trainer.progress)
 
     # Checkpoints and the record of each step.
     trainer.checkpointer = Checkpointer(
@@ -319,6 +323,7 @@ def build(
         running=trainer.running,
         limit=args.save_total_limit,
         found=trainer.open_keys,
+        ahead=trainer.ahead,
     )
     trainer.recorder = Recorder(
         runtime,

@@ -104,7 +104,8 @@ class Learner:
             self.policy,
             score,
             refuses=args.truncated_sampling == "refuse"
-            and args.sampler_correction in ("auto", "none"),
+            and args.sampler_correction in ("auto", "none")
+            and not args.rollout_ahead,
         )
 
     @property

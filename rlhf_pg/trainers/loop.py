@@ -36,6 +36,7 @@ from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import with_engine
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.recorder import Recorder
@@ -59,6 +60,7 @@ class TrainingLoop(ABC):
     rewards: Rewards
     learner: Learner
     sampler: Sampler
+    ahead: Ahead | None  # with `rollout_ahead`
     engine_name: str  # the rollout engine
     why_engine: str  # the reason why it was chosen
     make_engine: Callable[[str], RolloutEngine]
@@ -360,13 +362,12 @@ class TrainingLoop(ABC):
         keys = ("micro_batch_tokens", "rollout_engine")
         return {key for key in keys if getattr(self.args, key) == "auto"}
 
-    def progress(self) -> TrainerState:
-        """Return the progress of the run, for reward functions that take it."""
-        return TrainerState(
-            epoch=self.state.prompt_index / len(self.train_prompts),
-            global_step=self.state.step,
-            max_steps=self.total_steps,
-        )
+    def progress(self, step: int | None = None, prompt_index: int = 0) -> TrainerState:
+        """Return the progress of the run, now or at a step, for reward functions that take it."""
+        if step is None:
+            step, prompt_index = self.state.step, self.state.prompt_index
+        epoch = prompt_index / len(self.train_prompts)
+        return TrainerState(epoch=epoch, global_step=step, max_steps=self.total_steps)
 
     def began(self) -> Start:
         """Describe the environment and the weights that the run begins from; collective."""

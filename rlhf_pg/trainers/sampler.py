@@ -46,7 +46,7 @@ class Sampler:
     shaping: Shaping
     runtime: Runtime
     args: PolicyGradientConfig
-    policy: FullWeights  # the engine samples with these weights
+    policy: FullWeights | None  # the engine samples with these weights; None: with a copy
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]  # tokens that end a completion
     progress: Callable[[], TrainerState]  # for reward functions that take it
@@ -92,7 +92,13 @@ class Sampler:
             return self.score(batch)
 
     def roll_out(self, indices: range) -> Batch:
-        """Sample this rank's share of the prompts, in whole groups.
+        """Sample this rank's share of the prompts, in whole groups."""
+        args, mine = self.args, self.share(indices)
+        rows = self.order.rows(mine)
+        return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
+
+    def share(self, indices: Sequence[int]) -> list[int]:
+        """Return this rank's share of prompts.
 
         Every minibatch is split as evenly as its number of prompts allows.
         """
@@ -102,13 +108,11 @@ class Sampler:
             for m in range(args.num_mini_batches)
         ]
         # The first share may be one larger; it goes to a different rank in each minibatch.
-        mine = sorted(
+        return sorted(
             index
             for m, minibatch in enumerate(minibatches)
             for index in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
         )
-        rows = self.order.rows(mine)
-        return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -175,7 +179,8 @@ class Sampler:
         with ExitStack() as weights:
             # No process samples before all are here: one may update the server for all.
             with self.runtime.raise_together(RolloutError):
-                weights.enter_context(self.policy.gathered(self.runtime.device))
+                if self.policy is not None:
+                    weights.enter_context(self.policy.gathered(self.runtime.device))
                 weights.enter_context(self.engine.weights_synced())
             yield
 

@@ -23,7 +23,7 @@ from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
 from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
-from rlhf_pg.losses import Loss, against_sampler, high_entropy
+from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
@@ -150,8 +150,11 @@ class PolicyGradientTrainer(TrainingLoop):
         Returns:
             The line of the step for metrics.jsonl.
         """
-        meter = Meter()
-        batch = self.sampler.next_batch(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
+        meter, state = Meter(), self.state
+        if self.ahead is None:
+            batch = self.sampler.next_batch(state.prompt_index, meter)  # ids, raw scores (B,T,K)
+        else:
+            batch = self.ahead.next(state.step, state.prompt_index, self.total_steps, meter)
         return self.learn(batch, meter)
 
     def learn(self, batch: Batch, meter: Meter) -> dict[str, Any]:
@@ -336,6 +339,9 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics |= batch.metrics
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
+        if square := metrics.pop(SQUARE, 0.0):  # (sum w)^2 / (n sum w^2), over tokens
+            mean = metrics["sampling/importance_sampling_ratio/mean"]
+            metrics["sampling/effective_sample_size"] = mean**2 / square
         if not policy_frozen:  # else its metrics say nothing about the coefficients
             self.controllers.update(metrics, args.prompts_per_step * args.num_generations)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
@@ -393,7 +399,7 @@ class PolicyGradientTrainer(TrainingLoop):
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
         args, correction = self.args, self.correction
-        if correction != "none" or self.engine_name != "native":
+        if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
             assert batch.old_logprobs is not None
             weights, measured = against_sampler(
                 batch.old_logprobs,
@@ -502,6 +508,8 @@ class PolicyGradientTrainer(TrainingLoop):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
+        if self.ahead is not None:
+            self.ahead.drain()  # the engine has one copy of the weights
         prefix, metrics = metric_key_prefix, dict[str, float]()
         with self.sampler.sampling():
             for name, prompts in sets.items():

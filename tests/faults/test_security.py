@@ -24,7 +24,8 @@ NAMED_CODE = {
     "rewards/__init__.py": ["import_module"],
     "rollout/__init__.py": ["import_module"],
     "rollout/multi_turn/adapters/__init__.py": ["import_module"],
-    "rewards/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
+    "rollout/native/workers.py": ["pickle"],  # the trainer's own engine, for its workers
+    "boundary/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
 }
 OPTIONS = {"shell", "trust_remote_code", "allow_pickle"}
 

@@ -52,7 +52,7 @@ def test_package_does_not_use_wall_clock() -> None:
 @pytest.mark.fault(48, "no process of ours forks")
 def test_package_does_not_fork() -> None:
     found = users(PACKAGE, FORKS)
-    spawns = found.pop("rewards/pool.py")
+    spawns = found.pop("boundary/pool.py")
     assert not any("fork" in name.lower() for name in spawns)
     assert found == {}
 

@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.losses import (
     SAMPLER_CORRECTIONS,
+    SQUARE,
     against_sampler,
     cispo,
     clipped_surrogate,
@@ -344,7 +345,10 @@ def test_numbers_against_sampler_by_hand(mode, weights, logged):
     assert numbers.keys() == {
         *(f"sampling/{ratio}/{x}" for x in ("min", "mean", "max")),
         *(f"sampling/{difference}/{x}" for x in ("mean", "max")),
+        *(SQUARE, "sampling/clipped_share"),
     }
+    assert numbers.pop("sampling/clipped_share")[0].tolist() == [mode != "none", 0]
     for name, values in numbers.items():
-        expected = logged if ratio in name else [math.log(5), 0]
+        expected = [x * x for x in logged] if name == SQUARE else logged
+        expected = expected if ratio in name else [math.log(5), 0]
         assert values[0].tolist() == pytest.approx(expected, abs=1e-6)

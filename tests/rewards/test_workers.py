@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from transformers import TrainerState
 
+from rlhf_pg.boundary import pool
+from rlhf_pg.boundary.pool import Pool
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.rewards import pool, sum_step_scores
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
-from rlhf_pg.rewards.pool import Pool
 from tests.rewards import misbehaving as faults
 from tests.rewards.calling import Rewards
 
@@ -286,7 +287,7 @@ def test_workers_end_with_killed_trainer_in_call(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\n"
-        "from rlhf_pg.rewards.pool import Pool\n"
+        "from rlhf_pg.boundary.pool import Pool\n"
         "from tests.rewards import misbehaving as faults\n"
         "if __name__ != '__main__': raise SystemExit('a worker runs the script')\n"
         "pool = Pool(1)\n"

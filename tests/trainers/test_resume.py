@@ -41,6 +41,11 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
         {"teacher_model_name_or_path": "policy", "teacher_mixup_alpha": 0.25}
         | {"privileged_prompt": "{prompt}{answer}", "num_mini_batches": 2},
     ),
+    "batches sampled ahead, with new prompts and a greedy baseline": (
+        ReinforceTrainer,
+        {"rollout_ahead": 2, "rollout_workers": 2, "dynamic_sampling_rounds": 1}
+        | {"advantage_estimator": "returns_minus_greedy", "num_generations": 2, "save_steps": 1},
+    ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
     "Muon, bfloat16, texts": (

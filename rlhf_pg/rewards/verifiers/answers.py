@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from rlhf_pg.boundary.pool import NotStarted, Pool
 from rlhf_pg.boundary.quoted import quote, show
-from rlhf_pg.rewards.functions import CallFailed
-from rlhf_pg.rewards.pool import NotStarted, Pool
+from rlhf_pg.boundary.user_code import CallFailed
 from rlhf_pg.rewards.verifiers.texts import (
     Count,
     Positive,

@@ -91,6 +91,21 @@ class NativeEngine(RolloutEngine):
         finally:
             self.weights = self.model
 
+    def check(self, request: Request, params: SamplingParams) -> int:
+        """Return the tokens of the longest row of a request; ValueError if it is empty or longer
+        than the model's positions allow.
+        """
+        if not len(request.tokens):
+            raise ValueError("is empty: a model needs at least one token to continue")
+        most = request.limit(params)
+        longest, limit = len(request.tokens) + most, max_positions(self.model)
+        if limit and longest > limit:
+            raise ValueError(
+                f"has {len(request.tokens)} tokens; with max_tokens {most} that exceeds the "
+                f"model's max_position_embeddings of {limit}"
+            )
+        return longest
+
     def unsupported_reason(self, longest: int) -> str | None:
         """Return why rows of this many tokens need `generate`, or None."""
         if self._window < longest:
@@ -127,15 +142,8 @@ class _NativeSession:
         self.plain: HFGenerateSession | None = None
 
     def add(self, request: Request) -> None:
-        if not len(request.tokens):
-            raise ValueError("is empty: a model needs at least one token to continue")
-        engine, most = self.engine, request.limit(self.params)
-        longest, limit = len(request.tokens) + most, max_positions(engine.model)
-        if limit and longest > limit:
-            raise ValueError(
-                f"has {len(request.tokens)} tokens; with max_tokens {most} that exceeds the "
-                f"model's max_position_embeddings of {limit}"
-            )
+        engine = self.engine
+        longest = engine.check(request, self.params)
         common = (engine.weights, self.params, self.seed, self.stopping)
         reason = engine.unsupported_reason(longest)
         if reason is None:

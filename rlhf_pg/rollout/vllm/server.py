@@ -1,15 +1,15 @@
-"""The engine that samples on a stock `vllm serve`, which loads new weights from a path."""
+"""The engine that samples on stock `vllm serve`s, which load new weights from a path."""
 
 import hashlib
+import logging
 import os
-import queue
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
+    FutureSession,
     Request,
     RolloutEngine,
     RolloutError,
@@ -34,11 +35,11 @@ from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
 LEAST = -9999.0  # vLLM's number for minus infinity
-MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "check its log, restart it, and resume"
 
 
@@ -47,39 +48,129 @@ class Refused(RolloutError):
 
 
 class VllmServerEngine(RolloutEngine):
-    """Samples on a server, which reads new weights from a directory.
+    """Samples on servers, which read new weights from a directory.
 
-    The weights are handed over at each `weights_synced`. The server loads an adapter beside its own
+    The weights are handed over at each `weights_synced`. A server loads an adapter beside its own
     model, which has to be the base, under a name made from the adapter's values: every process can
     compute the name, and the server's cached keys and values belong to these weights. Without an
     adapter the server's own weights are replaced.
 
+    The index of a prompt decides which server is asked. One that fails is left out from then on,
+    and its requests go to the next, with the same seeds.
+
     Args:
         eos_token_ids: each ends a completion.
-        url: the server's URL, without a path.
-        directory: a directory that the server sees under the same path; weights are put into a
+        urls: the servers' URLs, without a path.
+        directory: a directory that the servers see under the same path; weights are put into a
             subdirectory with a secret name, which is removed at exit.
         timeout: seconds for one answer.
         is_main: whether this process hands over the weights; the others have to wait for it.
 
     Raises:
-        ValueError: the server is not a vLLM of a supported version, or was started without a needed
+        ValueError: a server is not a vLLM of a supported version, or was started without a needed
             option.
-        RolloutError: the server does not answer.
+        RolloutError: a server does not answer.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         eos_token_ids: Sequence[int],
-        url: str,
+        urls: str | Sequence[str],
         directory: Path,
         timeout: float = 300.0,
         is_main: bool = True,
     ) -> None:
         self.model, self.eos_token_ids = model, list(eos_token_ids)
-        self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.directory, self.is_main = directory.absolute(), is_main
+        urls = [urls] if isinstance(urls, str) else urls
+        self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
+        self.max_model_length = min(server.max_model_length for server in self.servers)
+        self.copies = 0  # of the weights, so far
+        self.adapter: Path | None = None  # the directory of the adapter in use
+        if not isinstance(model, PeftModel):
+            for server in self.servers:
+                server.check_replaceable(model)
+
+    def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
+        """Open a session, which raises RolloutError when no server is left."""
+        return closing(_ServerSession(self, params, seed))
+
+    def server_of(self, prompt_index: int) -> "Server":
+        """Return the server to ask about a prompt: the next that has not failed."""
+        count = len(self.servers)
+        order = (self.servers[(prompt_index + i) % count] for i in range(count))
+        return next(server for server in order if not server.lost)
+
+    def leave_out(self, server: "Server", error: RolloutError) -> None:
+        """Ask a server no more that has failed; raise the error if it was the last."""
+        lost, server.lost = server.lost, True
+        if all(one.lost for one in self.servers):
+            raise error
+        if not lost:
+            logger.warning("%s. It is left out, and its prompts are asked elsewhere", error)
+
+    def _load_weights(self) -> AbstractContextManager[None]:
+        return self.copy_weights()
+
+    def copy_weights(self) -> AbstractContextManager[None]:
+        self.copies += 1
+        has_adapter = isinstance(self.model, PeftModel)
+        name = f"policy-{_digest(self.model) if has_adapter else self.copies}"
+        place = self._save(name) if self.is_main else None  # None: another process has it
+
+        @contextmanager
+        def used() -> Iterator[None]:
+            for server in [one for one in self.servers if not one.lost]:
+                try:
+                    if place is not None and has_adapter:
+                        server.load_adapter(name, place)
+                    elif place is not None:
+                        server.replace_weights(place)
+                except RolloutError as error:
+                    told = f"{error}. It has to see {place} (vllm_sync_directory)"
+                    self.leave_out(server, RolloutError(told))
+                server.name = name if has_adapter else server.name
+            done, self.adapter = (self.adapter, place) if has_adapter else (place, None)
+            if done not in (None, self.adapter):
+                shutil.rmtree(done, ignore_errors=True)
+            yield
+            if not has_adapter:
+                for server in self.servers:
+                    server.check_same()
+
+        return used()
+
+    @cached_property
+    def _own(self) -> Path:
+        """The private directory of this run."""
+        for place in [*reversed(self.directory.parents), self.directory]:
+            place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+        weakref.finalize(self, _remove, own, os.getpid())
+        return own
+
+    def _save(self, name: str) -> Path:
+        """Save weights for the servers, and return their path."""
+        try:
+            place = self._own / name
+            if not place.exists():
+                self.model.save_pretrained(place)
+        except (OSError, SafetensorError) as error:
+            raise RolloutError(
+                f"vllm_sync_directory: weights cannot be written to {self.directory} "
+                f"({tell(error)}): make room, or choose another"
+            ) from error
+        return place
+
+
+class Server:
+    """One `vllm serve`; the constructor asks it what it is, and may raise what the engine may."""
+
+    def __init__(self, url: str, timeout: float, token: int) -> None:
+        self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
+        self.lost = False  # whether it has failed
+        self.instance: str | None = None  # changes when the server is started again
         try:
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
         except (Refused, TypeError, LookupError) as error:
@@ -93,28 +184,13 @@ class VllmServerEngine(RolloutEngine):
             None,
             lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
         )
-        self.name = self.served  # the name of the weights to sample from
-        self._check_logprobs()
-        if not isinstance(model, PeftModel):
-            self._check_replaceable(model)
+        self.name = self.served  # of the weights to sample from
+        self._check_logprobs(token)
 
-    def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
-        """Open a session on the server, which raises RolloutError if the server fails."""
-        return closing(_ServerSession(self, params, seed))
-
-    @contextmanager
-    def _load_weights(self) -> Iterator[None]:
-        if not isinstance(self.model, PeftModel):
-            if self.is_main:
-                self._replace_weights()
-        elif (name := f"policy-{_digest(self.model)}") != self.name:
-            if self.is_main:
-                self._load_adapter(self.model, name)
-            self.name = name
-        yield
-
-    def _load_adapter(self, model: PeftModel, name: str) -> None:
-        place = self._save(model, name)
+    def load_adapter(self, name: str, place: Path) -> None:
+        """Load an adapter, and unload the one before it."""
+        if name == self.name:
+            return
         if name not in self._models():
             try:
                 self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
@@ -123,44 +199,17 @@ class VllmServerEngine(RolloutEngine):
                 if not (isinstance(error, Refused) and name in self._models()):
                     raise RolloutError(
                         f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
-                        "below lora_r, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and "
-                        f"to see {place} (vllm_sync_directory)"
+                        "below lora_r, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
                     ) from error
         if self.name != self.served:
             # Unloading only saves memory; the server may have lost the old adapter already.
             with suppress(Refused):
                 self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
-            shutil.rmtree(self._own / self.name, ignore_errors=True)
 
-    @cached_property
-    def _own(self) -> Path:
-        """The private directory of this run."""
-        for place in [*reversed(self.directory.parents), self.directory]:
-            place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
-        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
-        weakref.finalize(self, _remove, own, os.getpid())
-        return own
-
-    def _save(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
-        """Save weights for the server, and return their path."""
-        try:
-            place = self._own / name
-            model.save_pretrained(place)
-        except (OSError, SafetensorError) as error:
-            raise RolloutError(
-                f"vllm_sync_directory: weights cannot be written to {self.directory} "
-                f"({tell(error)}): make room, or choose another"
-            ) from error
-        return place
-
-    def _replace_weights(self) -> None:
-        place = self._save(self.model, "policy")
-        try:
-            arguments = {"weights_path": str(place)}
-            self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        except RolloutError as error:
-            raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
-        shutil.rmtree(place)
+    def replace_weights(self, place: Path) -> None:
+        arguments = {"weights_path": str(place)}
+        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        self.check_same()
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
@@ -187,15 +236,14 @@ class VllmServerEngine(RolloutEngine):
     def _models(self) -> set[str]:
         return self.ask("/v1/models", None, lambda answer: {one["id"] for one in answer["data"]})  # type: ignore[no-any-return]
 
-    def _check_logprobs(self) -> None:
+    def _check_logprobs(self, token: int) -> None:
         """Refuse raw log-probabilities, which do not change with the temperature."""
 
         def read(answer: Any) -> float:
             [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
             return float(max(token.values()))
 
-        body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
-        body |= {"logprobs": 1}
+        body = {"model": self.served, "prompt": [token], "max_tokens": 1, "logprobs": 1}
         cold, hot = (
             self.ask("/v1/completions", body | {"temperature": temperature}, read)
             for temperature in (0.1, 2.0)
@@ -206,13 +254,18 @@ class VllmServerEngine(RolloutEngine):
                 "sampled distribution: start it with --logprobs-mode processed_logprobs"
             )
 
-    def _check_replaceable(self, model: PreTrainedModel) -> None:
+    def _identity(self) -> tuple[str, bool]:
+        """Return the server's number for itself, and whether it runs on a CPU."""
+
+        def read(answer: Any) -> tuple[str, bool]:
+            config = answer["vllm_config"]
+            return str(config["instance_id"]), "cpu" in str(config["device_config"])
+
+        return self.ask("/server_info?config_format=json", None, read)  # type: ignore[no-any-return]
+
+    def check_replaceable(self, model: PreTrainedModel) -> None:
         try:
-            on_cpu = self.ask(
-                "/server_info?config_format=json",
-                None,
-                lambda answer: "cpu" in str(answer["vllm_config"]["device_config"]),
-            )
+            self.instance, on_cpu = self._identity()
         except Refused as error:
             raise ValueError(
                 f"the server at {self.client.url} does not take weights: start it with "
@@ -230,56 +283,65 @@ class VllmServerEngine(RolloutEngine):
                 "weights of experts: set rollout_engine to native"
             )
 
+    def check_same(self) -> None:
+        """Refuse answers of a server that was started again, and so lost the weights."""
+        if not self.lost and self._identity()[0] != self.instance:
+            raise RolloutError(
+                f"the server at {self.client.url} was started again, and has other weights: resume"
+            )
 
-class _ServerSession:
-    """A session in which every sample is a separate request."""
+
+class _ServerSession(FutureSession):
+    """A session in which every sample is a separate request.
+
+    vLLM aborts those whose connections close.
+    """
 
     def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
+        super().__init__()
         self._engine, self._params, self._seed = engine, params, seed
         self._options = options(params, engine.eos_token_ids) | {
-            "model": engine.name,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        self._asked: set[Future[Finished]] = set()
-        self._answers: queue.SimpleQueue[Future[Finished]] = queue.SimpleQueue()
+        self._sent: dict[Future[Any], tuple[Request, int, Server]] = {}
 
     def add(self, request: Request) -> None:
-        max_tokens = room(request, self._params, self._engine.max_model_length)
-        stop = [*self._options["stop"], *request.stop]
+        room(request, self._params, self._engine.max_model_length)
+        for sample in request.samples:
+            self._ask(request, sample)
 
-        def read(sample: int, answer: Any) -> Finished:
-            completion = _completion(answer, max_tokens, self._engine.eos_token_ids, bool(stop))
+    def _ask(self, request: Request, sample: int) -> None:
+        engine = self._engine
+        max_tokens = room(request, self._params, engine.max_model_length)
+        stop = [*self._options["stop"], *request.stop]
+        server = engine.server_of(request.prompt_index)
+        body = self._options | {
+            "model": server.name,
+            "prompt": list(request.tokens),
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
+        }
+
+        def read(answer: Any) -> Finished:
+            if answer["model"] != body["model"]:
+                raise ValueError(f"an answer of {show(answer['model'])}, not {body['model']}")
+            completion = _completion(answer, max_tokens, engine.eos_token_ids, bool(stop))
             return Finished(request, sample, completion)
 
-        for sample in request.samples:
-            body = self._options | {
-                "prompt": list(request.tokens),
-                "max_tokens": max_tokens,
-                "stop": stop,
-                "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
-            }
-            future = self._engine.begin("/v1/completions", body, partial(read, sample))
-            self._asked.add(future)
-            future.add_done_callback(self._answers.put)
+        future = server.begin("/v1/completions", body, read)
+        self._sent[future] = request, sample, server
+        self.wait_for(future)
 
-    def step(self) -> list[Finished]:
-        arrived = []
-        with suppress(queue.Empty):
-            arrived.append(self._answers.get(timeout=MOMENT))
-            while True:
-                arrived.append(self._answers.get_nowait())
-        self._asked.difference_update(arrived)
-        return [future.result() for future in arrived]
-
-    @property
-    def idle(self) -> bool:
-        return not self._asked
-
-    def close(self) -> None:
-        """Cancel the requests under way; vLLM aborts those whose connections close."""
-        for future in self._asked:
-            future.cancel()
+    def read(self, future: "Future[Any]") -> list[Finished]:
+        request, sample, server = self._sent.pop(future)
+        try:
+            return [future.result()]
+        except RolloutError as error:
+            self._engine.leave_out(server, error)
+            self._ask(request, sample)
+            return []
 
 
 def _completion(

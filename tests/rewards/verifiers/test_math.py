@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rlhf_pg.rewards.pool import NotStarted, Pool
+from rlhf_pg.boundary.pool import NotStarted, Pool
 from rlhf_pg.rewards.verifiers import answers, make_verifier
 from tests.rewards import misbehaving as faults
 

@@ -27,7 +27,7 @@ class FakeVllm:
         self.answers: dict[str, Callable[[Any], Answer | None]] = {}
         self.asked: list[tuple[str, Any]] = []
         self.models = ["base"]
-        self.device, self.raw = "cuda", False
+        self.device, self.raw, self.instance = "cuda", False, "a1"
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -79,7 +79,7 @@ class FakeVllm:
         return 200, {"data": [{"id": name, "max_model_len": 40} for name in self.models]}
 
     def on_server_info(self, body: Any) -> Answer:
-        return 200, {"vllm_config": {"device_config": self.device}}
+        return 200, {"vllm_config": {"device_config": self.device, "instance_id": self.instance}}
 
     def on_v1_load_lora_adapter(self, body: Any) -> Answer:
         self.models.append(body["lora_name"])
@@ -111,4 +111,4 @@ class FakeVllm:
         }
         reason = "stop" if stopped else "length"
         choice = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
-        return 200, {"choices": [choice]}
+        return 200, {"model": body["model"], "choices": [choice]}

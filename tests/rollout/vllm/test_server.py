@@ -72,8 +72,9 @@ def test_request_sends_own_position_and_token_limit(fake, tmp_path):
                     assert finished.request is request
                     assert finished.sample == samples[0]
                     assert len(finished.completion.tokens) <= 2
-        assert fake.asked[-1][1]["max_tokens"] == 2
-        seeds.append(fake.asked[-1][1]["seed"])
+        [*_, last] = [body for path, body in fake.asked if path == COMPLETIONS]
+        assert last["max_tokens"] == 2
+        seeds.append(last["seed"])
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -233,7 +234,7 @@ def short(**changes: Any) -> dict[str, Any]:
         "logprobs": {"token_logprobs": [-1.0] * 6},
         "finish_reason": "length",
     }
-    return {"choices": [whole | changes]}
+    return {"model": "base", "choices": [whole | changes]}
 
 
 def logprobs(*numbers: Any) -> dict[str, Any]:
@@ -245,7 +246,8 @@ FAULTS = {
     "no answer": (200, b"{"),  # cut off within the body
     "an answer that cannot be used": (200, b"{}}"),
     "KeyError": (200, {"id": "cmpl-1"}),
-    "not enough values": (200, {"choices": []}),
+    "an answer of 'older'": (200, {"model": "older"}),
+    "not enough values": (200, {"model": "base", "choices": []}),
     "5 of 6 tokens, 6 log-prob": (200, short(token_ids=[5] * 5)),
     "4 of 6 tokens, and no stop": (200, short(**logprobs(*[-1.0] * 4))),
     "finish_reason 'abort'": (200, short(finish_reason="abort")),
@@ -390,6 +392,81 @@ def test_unreachable_server_is_one_error(fake, tmp_path):
         engine.generate([[5]], 1, PARAMS, seed=0)
     with pytest.raises(RolloutError, match=f"{fake.url} gave no answer"):
         engine_of(fake, tmp_path)
+
+
+@pytest.fixture
+def two(fake: FakeVllm) -> Iterator[list[FakeVllm]]:
+    other = FakeVllm()
+    yield [fake, other]
+    other.close()
+
+
+def prompts_of(fake: FakeVllm) -> set[int]:
+    asked = [body for path, body in fake.asked if path == COMPLETIONS]
+    return {body["prompt"][0] for body in asked if "seed" in body}
+
+
+def test_prompts_are_shared_out_by_index(two, tmp_path):
+    alone = engine_of(two[0], tmp_path).generate([[5], [8], [9]], 2, PARAMS, 0)
+    two[0].asked.clear()
+    engine = VllmServerEngine(tiny_model("llama"), [3, 7], [x.url for x in two], tmp_path / "sync")
+    assert engine.generate([[5], [8], [9]], 2, PARAMS, 0) == alone
+    assert [prompts_of(fake) for fake in two] == [{5, 9}, {8}]
+    assert all(fake.count("/collective_rpc") for fake in two)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_server_that_dies_is_left_out(two, tmp_path, caplog, adapted):
+    """Its prompts get the same ids elsewhere, in this batch and in the next ones."""
+    model = get_peft_model(tiny_model("llama"), adapter()) if adapted else tiny_model("llama")
+    engine = VllmServerEngine(model, [3, 7], [x.url for x in two], tmp_path / "sync")
+    expected = engine.generate([[5], [8]], 4, PARAMS, 0)
+    two[1].answers[COMPLETIONS] = lambda body: (500, b"EngineCore died")
+    two[0].asked.clear()
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected
+    assert prompts_of(two[0]) == {5, 8}
+    two[1].asked.clear()
+    stir(model)
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected  # by their seeds
+    assert not two[1].asked
+    [warning] = caplog.messages
+    assert two[1].url in warning
+    two[0].close()
+    with pytest.raises(RolloutError, match=two[0].url):
+        engine.generate([[5], [8]], 1, PARAMS, 0)
+
+
+def test_server_that_dies_with_new_weights_is_left_out(two, tmp_path):
+    engine = VllmServerEngine(tiny_model("llama"), [3, 7], [x.url for x in two], tmp_path / "sync")
+    two[0].answers["/collective_rpc"] = lambda body: (500, b"EngineCore died")
+    assert engine.generate([[5], [8]], 1, PARAMS, 0)
+    assert prompts_of(two[1]) == {5, 8}
+
+
+def test_server_started_again_is_refused(fake, tmp_path):
+    """Between two answers it may have lost the weights of the step."""
+    synced = engine_of(fake, tmp_path).weights_synced()
+    synced.__enter__()
+    fake.instance = "b2"
+    with pytest.raises(RolloutError, match=f"{fake.url} was started again"):
+        synced.__exit__(None, None, None)
+
+
+def test_weights_copied_before_an_update_are_those_loaded_later(fake, tmp_path):
+    engine, loaded = engine_of(fake, tmp_path, model := tiny_model("llama")), []
+
+    def reload(body: Any) -> None:
+        loaded.append(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
+
+    fake.answers["/collective_rpc"] = reload
+    before, copied = model.model.norm.weight.clone(), engine.copy_weights()
+    stir(model)
+    second = engine.copy_weights()
+    for one in (copied, second):
+        with engine.weights_synced(one):
+            engine.generate([[5]], 1, PARAMS, 0)
+    assert [x["model.norm.weight"].equal(before) for x in loaded] == [True, False]
+    assert loaded[1]["model.norm.weight"].equal(model.model.norm.weight)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")

@@ -1,4 +1,4 @@
-"""Worker processes that can be killed, for users' reward functions and slow mathematics."""
+"""Worker processes that can be killed: for users' reward functions, slow mathematics, rollouts."""
 
 import ctypes
 import os
@@ -20,8 +20,8 @@ from typing import Any
 
 from rlhf_pg.boundary.launcher import without_launcher
 from rlhf_pg.boundary.quoted import tell
+from rlhf_pg.boundary.user_code import CallFailed
 from rlhf_pg.boundary.user_modules import import_file, loaded_files
-from rlhf_pg.rewards.functions import CallFailed
 
 START = 300.0  # timeout in seconds for a worker to start, and to import a function
 PR_SET_PDEATHSIG = 1
@@ -33,7 +33,7 @@ WORKER_ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 # Not multiprocessing's spawn, which imports the training script, perhaps without a main guard.
-SCRIPT = "import sys; sys.path[:] = sys.argv[3:]; from rlhf_pg.rewards.pool import work; work()"
+SCRIPT = "import sys; sys.path[:] = sys.argv[3:]; from rlhf_pg.boundary.pool import work; work()"
 Ready = Callable[[], Any]
 # The future, the user files that a call needs with its pickled function and arguments, its timeout.
 Task = tuple["Future[Any]", tuple[list[str], bytes], float | None]
