@@ -26,6 +26,19 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 
+class OtherSampler(ListedEngine):
+    """Says what it is told, drawn from probabilities (C,2) of its own: one per token."""
+
+    def __init__(self, logprobs: dict[tuple[int, ...], list[float]]) -> None:
+        super().__init__()
+        self.logprobs = logprobs
+
+    def stream(self, *args: Any, **options: Any) -> Any:
+        for place, completion in super().stream(*args, **options):
+            completion.logprobs[:] = self.logprobs[tuple(completion.tokens)]
+            yield place, completion
+
+
 def make_trainer(
     trainer_type: type[PolicyGradientTrainer],
     tmp_path: Any,

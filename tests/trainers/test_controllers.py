@@ -198,19 +198,6 @@ def test_token_level_kl_losses_agree_but_are_biased(estimator, tmp_path) -> None
 # ------------------------------------------------------------------- a sampler that is another
 
 
-class OtherSampler(enumeration.ListedEngine):
-    """Says what it is told, drawn from probabilities (C,2) of its own: one per token."""
-
-    def __init__(self, logprobs: dict[tuple[int, ...], list[float]]) -> None:
-        super().__init__()
-        self.logprobs = logprobs
-
-    def stream(self, *args, **options):
-        for place, completion in super().stream(*args, **options):
-            completion.logprobs[:] = self.logprobs[tuple(completion.tokens)]
-            yield place, completion
-
-
 def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """E over what another model samples of the gradient, and grad J of the policy itself."""
     trainer = make_trainer(
@@ -219,7 +206,7 @@ def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tens
     sampler = enumeration.model(seed=3)
     with torch.no_grad():
         table = {said: log_probs(sampler, "ab", said).tolist() for said in COMPLETIONS}
-    trainer.sampler.engine = OtherSampler(table)
+    trainer.sampler.engine = enumeration.OtherSampler(table)
     total = sum(math.exp(sum(table[said])) * gradient_of(trainer, [said]) for said in COMPLETIONS)
     return -MAX_LENGTH * total, enumeration.exact_gradient(trainer)
 
