@@ -54,8 +54,8 @@ def run(ahead: int, prompts: int) -> None:
     first, second = typical("time/rollout", "time/reward"), typical("time/score", "time/update")
     step = typical("step_time")
     print(
-        f"ahead {ahead}, {prompts} prompts: rollout and reward {first:.3f} s, update {second:.3f} s, "
-        f"step {step:.3f} s, {step / max(first, second):.2f} of the longer half"
+        f"ahead {ahead}, {prompts} prompts: rollout and reward {first:.3f} s, update "
+        f"{second:.3f} s, step {step:.3f} s, {step / max(first, second):.2f} of the longer half"
     )
 
 
