@@ -89,12 +89,12 @@ test-vllm: $(VLLM)/.installed-$(VLLM_VERSION)  ## vLLM for real, on a CPU, in .v
 $(TASKS)/.installed: pyproject.toml constraints.txt
 	test -x $(TASKS)/bin/python || $(PYTHON) -m venv $(TASKS)
 	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt torch
-	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0 \
+	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0 ray==2.60.0 \
 		smolagents==1.26.0 textarena==0.7.4
 	touch $@
 
-test-tasks: $(TASKS)/.installed  ## agents, environments of verifiers and OpenEnv, the real packages (.venv-tasks)
-	$(TASKS)/bin/python -m pytest -m tasks tests/tasks
+test-tasks: $(TASKS)/.installed  ## agents, environments of verifiers and OpenEnv, Ray: the real packages (.venv-tasks)
+	$(TASKS)/bin/python -m pytest -m tasks tests/tasks tests/recipes
 
 pretend: $(VENV)/.installed  ## compile the pretend CUDA device, once
 	$(BIN)/python -m tests.device.pretend.library > /dev/null

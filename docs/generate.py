@@ -542,6 +542,20 @@ def distillation() -> str:
     return filled(text, "teacher", "\n".join(rows))
 
 
+def engines() -> str:
+    """The text of engines.md, with what corrections make of older samples."""
+    table = json.loads((ROOT / "docs" / "staleness.json").read_text())
+    rows = ["| `sampler_correction` | bias, 1 step | variance | bias, 2 steps | variance |"]
+    rows += ["|---" * 5 + "|"]
+    for way, found in table.items():
+        cells = [
+            f"{bias:.2g} | {spread:.1f}" if bias > 1e-9 else f"0 | {spread:.1f}"
+            for bias, spread in found
+        ]
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    return filled((ROOT / "docs" / "engines.md").read_text(), "staleness", "\n".join(rows))
+
+
 def results() -> str:
     """The text of results.md, with the tables of the runs that are there."""
     text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
@@ -572,6 +586,7 @@ PAGES = {
     "docs/reliability.md": reliability,
     "docs/results.md": results,
     "docs/distillation.md": distillation,
+    "docs/engines.md": engines,
     "docs/distributed.md": scaled,
     "docs/supervised.md": supervised,
     "docs/usage.md": usage,

@@ -3,13 +3,19 @@
 import pytest
 import torch
 
+from tests.distributed import layouts
 from tests.distributed.launching import COMMON, launch, saved_model
-from tests.distributed.layouts import JOBS, ONE, Layout
+from tests.distributed.layouts import ONE, Layout
 
 pytestmark = pytest.mark.distributed
 
 STEP = "checkpoints/step-00000003"
-RESUMED = ["ppo", "grpo", "ppo, LoRA"]  # a critic in units of its own, a reference that moves
+# A critic in units of its own, a reference that moves, and batches that are sampled ahead.
+AHEAD = {"algorithm": "reinforce", "num_generations": 2, "prompts_per_step": 5}
+AHEAD |= {"num_mini_batches": 2, "policy_loss": "clipped_surrogate"}
+AHEAD |= {"advantage_estimator": "returns_minus_greedy"}
+JOBS = layouts.JOBS | {"ahead": AHEAD | {"rollout_ahead": 2, "rollout_workers": 1}}
+RESUMED = ["ppo", "grpo", "ppo, LoRA", "ahead"]
 LAYOUTS = [Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2), Layout("zero3", 2)]
 
 

@@ -53,13 +53,14 @@ def test_trainer_killed_with_batches_ahead_resumes_bit_for_bit(
 
 
 def kill_workers(ended: threading.Event, number: int) -> None:
-    """Kill a worker of this process every now and then."""
-    luck = random.Random(number)
-    while not ended.wait(9 + 2 * luck.random()):  # a start takes longer than a step
+    """Kill a worker of this process twice: a request is tried three times."""
+    luck, kills = random.Random(number), 0
+    while kills < 2 and not ended.wait(0.2 + 3 * luck.random()):
         listed = ["pgrep", "-P", str(os.getpid()), "-f", "boundary.pool"]
         found = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
         for pid in found[:1]:
             os.kill(int(pid), signal.SIGKILL)
+            kills += 1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -22,8 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
+CLUSTERS = CONFIGS.with_name("clusters")
 FILES = sorted(CONFIGS.glob("*.yaml"))
-SCALING = Path(__file__).parents[2] / "docs" / "distributed.md"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 # Every variable by which accelerate learns what to do.
 OURS = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "DS_")
@@ -148,13 +149,11 @@ def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
-    """The script in docs/distributed.md, as if SLURM had two machines with two GPUs each.
+def test_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
+    """As if SLURM had two machines with two GPUs each.
 
     It is told to use DDP, for which nothing has to be installed.
     """
-    script = re.search(r"```bash\n(.*?)```", SCALING.read_text(), re.DOTALL)
-    assert script is not None
     shutil.copytree(CONFIGS, tmp_path / "recipes" / "accelerate")
     (tmp_path / "recipes" / "grpo.py").write_text(SCRIPT)
     command = " ".join(map(shlex.quote, LAUNCH))
@@ -165,7 +164,7 @@ def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
     task = 'shift 2; for n in 0 1; do SLURM_NODEID=$n "$@" & done; wait'
     executable(tmp_path / "bin" / "srun", task)
     told = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path / 'bin'}:{tmp_path / '.venv/bin'}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": str(get_free_port()),
         "SLURM_JOB_NODELIST": "node[0-1]",
@@ -173,9 +172,69 @@ def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
         "SLURM_GPUS_ON_NODE": "2",
         "SLURM_CPUS_PER_TASK": "1",
     }
-    text = script[1].replace("zero2.yaml", "ddp.yaml")
-    [output] = together([["bash", "-c", text]], tmp_path, told)
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    text = (CLUSTERS / "slurm.sh").read_text().replace("zero2.yaml", "ddp.yaml")
+    check_four_ranks(together([["bash", "-c", text]], tmp_path, told))
+
+
+def torchrun(directory: Path) -> str:
+    """A PATH on which `torchrun` is that of these tests."""
+    executable(directory / "torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+    return f"{directory}:{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+def test_kubernetes_job_starts_four_ranks(tmp_path: Path) -> None:
+    """Two pods with two processes each, which meet at the name of the first."""
+    service, job = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    [container], name = pod["containers"], service["metadata"]["name"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    main = {one["name"]: one["value"] for one in container["env"]}["MAIN"]
+    assert main == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == name
+    mounts = {one["name"] for one in container["volumeMounts"]}
+    assert mounts == {one["name"] for one in pod["volumes"]}
+    [text] = container["args"]
+    assert f"--nproc_per_node {container['resources']['limits']['nvidia.com/gpu']}" in text
+    text = text.replace("_node 8", "_node 2").replace("29500", str(get_free_port()))
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "grpo.py").write_text(SCRIPT)
+    told = {"PATH": torchrun(tmp_path / "bin"), "MAIN": "127.0.0.1"}
+    command = [*container["command"], text]
+    pods = [["env", f"JOB_COMPLETION_INDEX={index}", *command] for index in range(2)]
+    check_four_ranks(together(pods, tmp_path, told))
+
+
+@pytest.mark.tasks
+def test_ray_starts_four_ranks(tmp_path: Path) -> None:
+    """By the real Ray, with two nodes of two pretended GPUs."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    port = f"PORT = '{get_free_port()}'"
+    script = (CLUSTERS / "ray_torchrun.py").read_text().replace('PORT = "29500"', port)
+    start = (
+        "from ray.cluster_utils import Cluster\n"
+        "cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 2, 'num_gpus': 2})\n"
+        "cluster.add_node(num_cpus=2, num_gpus=2)\ncluster.wait_for_nodes()\n"
+        "ray.init(cluster.address)\n"
+    )
+    script = script.replace("    ray.init()\n", textwrap.indent(start, "    "))
+    (tmp_path / "on_ray.py").write_text(script)
+    command = [sys.executable, "on_ray.py", "2", "2", str(tmp_path / "script.py")]
+    told = {"PATH": torchrun(tmp_path / "bin"), "RAY_DEDUP_LOGS": "0"}
+    printed = together([command], tmp_path, told)
+    check_four_ranks([re.sub(r"^.*?(?={)", "", printed[0], flags=re.MULTILINE)])
+
+
+def test_vllm_script_passes_flags_that_the_engine_needs(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "vllm", 'echo "$VLLM_SERVER_DEV_MODE $@"')
+    told = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    [said] = together([[str(CLUSTERS / "vllm.sh"), "MODEL", "--seed", "1"]], tmp_path, told)
+    assert said.startswith("1 serve MODEL --seed 1 --logprobs-mode processed_logprobs ")
+
+
+def check_four_ranks(printed: list[str]) -> None:
+    lines = [json.loads(x) for text in printed for x in text.splitlines() if x.startswith("{")]
     assert sorted(int(line["RANK"]) for line in lines) == [0, 1, 2, 3]
     assert {line["WORLD_SIZE"] for line in lines} == {"4"}
 
