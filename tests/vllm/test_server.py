@@ -65,7 +65,7 @@ def serving(model_path: str, *flags: str) -> Iterator[tuple[str, subprocess.Pope
         port = free.getsockname()[1]
     where = ["--model", model_path, "--host", "127.0.0.1", "--port", str(port)]
     command = [*SERVE, *where, "--dtype", "float32", "--max-model-len", "64", *flags]
-    log = Path(model_path) / "server.log"
+    log = Path(model_path) / f"server-{port}.log"
     with log.open("wb") as file:
         server = subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=file, stderr=file, start_new_session=True
@@ -193,3 +193,38 @@ def test_killed_server_costs_no_step(model_path, tmp_path):
         run = trainer(model_path, url, tmp_path, use_peft=True)
         run.train(resume_from_checkpoint=True)
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("use_peft", [True, False])
+def test_run_ahead_on_two_servers_outlives_one(use_peft, model_path, tmp_path, caplog):
+    """The weights of a step are those of its rule, on both servers and on the one that is left."""
+    flags = [*(LORA if use_peft else []), *PROCESSED]
+    with serving(model_path, *flags) as (url, server), serving(model_path, *flags) as (other, _):
+        weights: list[dict[str, torch.Tensor]] = []
+
+        class Kill(Callback):
+            def on_step_begin(self, trainer: Any) -> None:
+                own = trainer.model.named_parameters()
+                weights.append({name: p.detach().clone() for name, p in own})
+                if trainer.state.step == 2:
+                    os.killpg(server.pid, 9)
+                    server.wait()
+
+        options = {"rollout_ahead": 1, "sampler_correction": "sequence_truncate"}
+        run = trainer(
+            model_path, (url, other), tmp_path, use_peft=use_peft, callbacks=[Kill()], **options
+        )
+        gaps, learn = [], run.learn
+
+        def check(batch: Any, meter: Any) -> Any:
+            run.model.load_state_dict(weights[max(0, run.state.step - 1)], strict=False)
+            scored = run.learner.trained(batch).logprobs.detach()
+            gaps.append((scored - batch.sampler_logprobs).abs()[batch.action_mask].max().item())
+            run.model.load_state_dict(weights[-1], strict=False)
+            return learn(batch, meter)
+
+        run.learn = check  # type: ignore[method-assign]
+        run.train()
+    assert max(gaps) < 1e-4
+    assert [line["sampling/staleness"] for line in run.history] == [0, 1, 1, 1]
+    assert any(url in message and "left out" in message for message in caplog.messages)
