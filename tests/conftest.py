@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from rlhf_pg.boundary.pool import Pool
 from rlhf_pg.tasks import arithmetic
 
 # One thread: models this small gain nothing from two, and lose much when the cores are shared.
@@ -22,6 +23,17 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     type(model)(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Pool:
+    return Pool(2)
+
+
+@pytest.fixture
+def warm_workers(two_workers: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every native engine with workers have the same two, whose start takes seconds."""
+    monkeypatch.setattr("rlhf_pg.rollout.native.workers.Pool", lambda count: two_workers)
 
 
 def pytest_collection_finish() -> None:

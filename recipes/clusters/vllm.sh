@@ -4,4 +4,4 @@
 set -euo pipefail
 export VLLM_SERVER_DEV_MODE=1
 exec vllm serve "$@" --logprobs-mode processed_logprobs --tensor-parallel-size 2 \
-  --data-parallel-size 4 --host 0.0.0.0 --port 8000
+  --data-parallel-size 4 --api-server-count 1 --host 0.0.0.0 --port 8000

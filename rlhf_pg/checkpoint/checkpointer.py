@@ -25,10 +25,17 @@ from rlhf_pg import __version__
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights, merge
+from rlhf_pg.models.streaming import read, write
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State
+from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer.safetensors"
+# What names of weights begin with, in each part before the model whose files are saved.
+PREFIXES = {"model": "", "critic": "model."} | dict.fromkeys(
+    ("reference", "teacher"), "policy.model."
+)
 
 
 @dataclass
@@ -94,8 +101,13 @@ class Checkpointer:
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
-        tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
-        save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
+        found = optimizer_tensors(self.trained, names)
+        if runtime.splits:  # one by one
+            with save.step():
+                write(partial / OPTIMIZER, found, 4 * len(names), runtime.is_main)
+        else:
+            tensors = dict(found)
+            save.main(lambda: _save_tensors(tensors, partial / OPTIMIZER))
         with save.step():
             _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
         if self.ahead is not None:
@@ -131,6 +143,9 @@ class Checkpointer:
         adapter merged, in `merged/`.
         """
         for name, whole, part in self._parts_to_save(final):
+            if hasattr(trunk := _trunk(name, part), "stored"):
+                self._stream(save, name, whole, trunk, path if name == "model" else path / name)
+                continue
             with whole.gathered(save.runtime.main_host, _saves_adapter(part)), save.step():
                 if not save.runtime.is_main:
                     continue
@@ -148,6 +163,32 @@ class Checkpointer:
                 if save.runtime.is_main:
                     merge(policy.module).save_pretrained(path / "merged")
                     self.tokenizer.save_pretrained(path / "merged")
+
+    def _stream(
+        self, save: atomic.Save, name: str, whole: FullWeights, trunk: Any, path: Path
+    ) -> None:
+        """Save a model like `save_models`, tensor by tensor."""
+        prefix, pieces = PREFIXES[name], dict(whole.pieces.named_parameters())
+        own = [(n.removeprefix(prefix), p) for n, p in pieces.items() if n.startswith(prefix)]
+        own += [(n, b) for n, b in trunk.named_buffers() if n in trunk.state_dict()]
+        own.sort(key=lambda pair: -pair[1].itemsize)
+
+        def begin() -> None:
+            failpoint("save-models")
+            trunk.save_pretrained(path, state_dict={})  # the files beside the weights
+            if name == "model":
+                self.tokenizer.save_pretrained(path)
+
+        save.main(begin)
+        with save.step():
+            tensors = ((n, full(p)) for n, p in own)
+            write(path / "model.safetensors", tensors, len(own), save.runtime.is_main)
+        critic: Any = whole.module
+        if name == "critic":
+            with save.step():
+                head = {n: full(pieces[f"head.{n}"]).cpu() for n in ("weight", "bias")}
+                if save.runtime.is_main:
+                    critic.save_head(path, self.running.get("value_moments"), head)
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of all state that changes during a run, except tensors."""
@@ -236,12 +277,15 @@ class Checkpointer:
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
         for name, whole, part in self._parts_to_save():
+            if hasattr(_trunk(name, part), "stored"):
+                self._read(name, whole, path if name == "model" else path / name)
+                continue
             with whole.modify(_saves_adapter(part)):
                 if name == "model":
                     load_weights(part, path)
                 else:
                     part.restore(path / name)
-        self.trained.load_state(read_state(path / "optimizer.safetensors", self.parameters))
+        self.trained.load_state(read_state(path / OPTIMIZER, self.parameters))
         self.put_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)
@@ -255,16 +299,27 @@ class Checkpointer:
             restore_rng(load_file(rng))
         return dict(state["config"])
 
+    def _read(self, name: str, whole: FullWeights, path: Path) -> None:
+        """Restore what `_stream` saved, tensor by tensor."""
+        critic: Any = whole.module
+        for full_name, piece in whole.pieces.named_parameters():
+            if full_name.startswith("head."):
+                put(piece, critic.saved_head(path)[full_name.removeprefix("head.")])
+            else:
+                put(piece, read(str(path), "", full_name.removeprefix(PREFIXES[name])))
+
+
+def _trunk(name: str, part: Any) -> Any:
+    """Return the model with the files of a saved part."""
+    return part if name == "model" else part.model if name == "critic" else part.policy.model
+
 
 def optimizer_tensors(
-    trained: DDPBackend, names: Mapping[Tensor, str], keep: bool = True
-) -> dict[str, Tensor]:
-    """Return `{parameter name}.{key}` -> tensor on the CPU; without `keep` only help gathering."""
-    return {
-        f"{names[parameter]}.{key}": value.cpu().contiguous()
-        for parameter, key, value in trained.state()
-        if keep
-    }
+    trained: DDPBackend, names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `{parameter name}.{key}` and the whole tensor, on the CPU; collective."""
+    for parameter, key, value in trained.state():
+        yield f"{names[parameter]}.{key}", value.cpu().contiguous()
 
 
 def read_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:

@@ -31,7 +31,8 @@ class SamplingConfig:
     rollout_cache_tokens: int | None = option(None, ge=1, help=
         "Most tokens in the native KV cache. None: half of a GPU's free memory, 4 GiB on a CPU.")
     rollout_workers: int = option(0, ge=0, help=
-        "Processes with one CPU thread each in which the native engine samples; 0: the trainer.")
+        "Processes of one CPU thread, for each process of the trainer, in which the native engine "
+        "samples; 0: in the trainer.")
     rollout_ahead: int = option(0, ge=0, help=
         "Sample each batch with the weights of this many steps before, during those steps; needs "
         "rollout_workers or rollout_engine vllm_server.")
@@ -41,7 +42,7 @@ class SamplingConfig:
     vllm_max_model_length: int | None = option(None, ge=1, help=
         "Most tokens of prompt and completion in vLLM. None: as many as model and memory allow.")
     vllm_server_base_url: Names = option(("http://localhost:8000",), help=
-        "Base URLs of vLLM servers, without user, password or query; prompts are shared out.")
+        "Base URLs of vLLM servers, without user, password or query; each prompt goes to one.")
     vllm_server_timeout: float = option(300.0, gt=0, help=
         "Seconds for an answer of the vLLM server; a request is tried three times.")
     vllm_sync_directory: Text | None = option(None, help=

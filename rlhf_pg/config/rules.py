@@ -98,7 +98,9 @@ def of_samples(args: Any) -> Iterator[str]:
             "vllm_server_base_url has a user, password or query, which config.yaml would keep: "
             "leave it out"
         )
-    elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url or [""]):
+    elif not args.vllm_server_base_url:
+        yield "vllm_server_base_url must have a URL"
+    elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url):
         given = quote(", ".join(args.vllm_server_base_url))
         yield f"vllm_server_base_url must begin with http:// or https://, got {given!r}"
     if args.rollout_ahead and not args.rollout_workers and args.rollout_engine != "vllm_server":

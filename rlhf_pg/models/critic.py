@@ -122,24 +122,30 @@ class Critic(nn.Module):
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
-            weights = self.head.state_dict()
-            if moments is not None:
-                safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
-                # V std + mean = (w h + b) std + mean
-                weight, bias = weights["weight"] * moments.std, moments.denormalize(weights["bias"])
-                weights = {"weight": weight, "bias": bias}
-            safetensors.save_file(weights, path / HEAD_FILE)
+            self.save_head(path, moments, self.head.state_dict())
         if isinstance(self.model, LOADED):
             self.model.save_pretrained(path)
         elif self.model is not None:
             safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
+    @staticmethod
+    def save_head(path: Path, moments: RunningMoments | None, weights: dict[str, Tensor]) -> None:
+        if moments is not None:
+            safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
+            # V std + mean = (w h + b) std + mean
+            weight, bias = weights["weight"] * moments.std, moments.denormalize(weights["bias"])
+            weights = {"weight": weight, "bias": bias}
+        safetensors.save_file(weights, path / HEAD_FILE)
+
+    @staticmethod
+    def saved_head(path: Path) -> dict[str, Tensor]:
+        trained = path / TRAINED_HEAD_FILE
+        return safetensors.load_file(trained if trained.exists() else path / HEAD_FILE)
+
     def restore(self, path: Path) -> None:
         """Load in place the files of `save`."""
         if self.head is not None:
-            trained = path / TRAINED_HEAD_FILE
-            own = trained if trained.exists() else path / HEAD_FILE
-            self.head.load_state_dict(safetensors.load_file(own))
+            self.head.load_state_dict(self.saved_head(path))
         if isinstance(self.model, LOADED):
             load_weights(self.model, path)
         elif self.model is not None:

@@ -33,6 +33,7 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread
+from rlhf_pg.models.streaming import empty_model
 
 POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
@@ -57,12 +58,26 @@ def load_policy(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
+    empty: bool = False,
 ) -> PreTrainedModel:
-    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained."""
+    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained.
+
+    If it may be `empty`, the weights of a model by path or Hub id stay in its files where that is
+    possible (`empty_model`).
+    """
+    empty = empty and peft_config is None
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
         loaded = load_model(
-            model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
-        ).to(device)
+            model,
+            dtype,
+            AutoModelForCausalLM,
+            quantization_config,
+            trust_remote_code,
+            options,
+            empty,
+        )
+    if not hasattr(loaded, "stored"):
+        loaded = loaded.to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
     freeze_unread(loaded)
@@ -82,6 +97,7 @@ def policy_of(
     device: torch.device,
     peft_config: Any,
     quantization_config: Any,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """Load the policy by a config and the arguments of a trainer."""
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -89,7 +105,7 @@ def policy_of(
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     bits = quantization(dtype) if args.load_in_4bit else quantization_config
     code, options = args.trust_remote_code, init_options(args)
-    loaded = load_policy(model, dtype, device, peft_config, bits, code, options)
+    loaded = load_policy(model, dtype, device, peft_config, bits, code, options, empty)
     if args.save_merged and (bits or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded
@@ -102,6 +118,7 @@ def load_model(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """Load a model with weights in `dtype`; an object's weights are cast in place.
 
@@ -171,6 +188,11 @@ def load_model(
             adapted.name_or_path = name
         return _cast(adapted, dtype)
     check_options(name, options, trust_remote_code)
+    if empty and not (is_gguf(name) or quantization_config or options.keys() - {ATTENTION}):
+        with opening("model", name):
+            made = empty_model(auto_class, name, dtype, trust_remote_code, options.get(ATTENTION))
+        if made is not None:
+            return made
     loaded = from_pretrained(
         auto_class,
         model,

@@ -321,9 +321,13 @@ def fingerprint(module: nn.Module) -> str:
     a moving reference (SHA-256). A resumed run compares it, since these weights are not saved.
     """
     digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
+    names = {p: name.rpartition(".") for name, p in module.named_parameters()}  # tied ones once
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            if tensor.is_meta:
+                owner: Any = module.get_submodule(names[tensor][0])
+                tensor = owner.stored(names[tensor][2]).to(tensor.dtype)
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

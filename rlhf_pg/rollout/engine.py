@@ -115,7 +115,10 @@ class Session(Protocol):
         ...
 
 
-class FutureSession:
+Copied = Callable[[], AbstractContextManager[None]]  # weights; the block samples from them
+
+
+class FutureSession(ABC):
     """The base of sessions whose completions are sampled elsewhere."""
 
     def __init__(self) -> None:
@@ -127,9 +130,9 @@ class FutureSession:
         self._asked.add(future)
         future.add_done_callback(self._answers.put)
 
+    @abstractmethod
     def read(self, future: "Future[Any]") -> list[Finished]:
         """Return the completions of a future that is done."""
-        return [future.result()]
 
     def step(self) -> list[Finished]:
         arrived = []
@@ -137,8 +140,12 @@ class FutureSession:
             arrived.append(self._answers.get(timeout=MOMENT))
             while True:
                 arrived.append(self._answers.get_nowait())
-        self._asked.difference_update(arrived)
-        return [finished for future in arrived for finished in self.read(future)]
+        finished = []
+        for future in arrived:
+            if future in self._asked:  # else it has been asked elsewhere
+                self._asked.discard(future)
+                finished += self.read(future)
+        return finished
 
     @property
     def idle(self) -> bool:
@@ -211,13 +218,16 @@ class RolloutEngine(ABC):
                     yield places[id(request)] * n + sample, completion
 
     @contextmanager
-    def weights_synced(self, copied: AbstractContextManager[None] | None = None) -> Iterator[None]:
+    def weights_synced(self, copied: "Copied | None" = None) -> Iterator[None]:
         """Inside the block, sample from the weights as they are now, or from those that
         `copy_weights` has copied; nested blocks do nothing.
         """
+        if copied is not None and self._users:
+            raise RuntimeError("the engine is sampling from other weights")
+        load = copied or self._load_weights
         self._users += 1
         try:
-            with (copied or self._load_weights()) if self._users == 1 else nullcontext():
+            with load() if self._users == 1 else nullcontext():
                 yield
         finally:
             self._users -= 1
@@ -226,9 +236,13 @@ class RolloutEngine(ABC):
         """Take over the policy's weights, and on exit free what only sampling needs."""
         return nullcontext()
 
-    def copy_weights(self) -> AbstractContextManager[None]:
+    def copy_weights(self) -> "Copied":
         """Copy the policy's weights now, for a later `weights_synced`, perhaps in another thread.
 
         Only for engines that sample beside the trainer.
         """
         raise NotImplementedError
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Let all processes use the same servers, once the weights are there; collective."""
+        return

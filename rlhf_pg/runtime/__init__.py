@@ -10,6 +10,7 @@ from rlhf_pg.runtime.ddp import State as State
 from rlhf_pg.runtime.ddp import full as full
 from rlhf_pg.runtime.ddp import gathered as gathered
 from rlhf_pg.runtime.ddp import hollow as hollow
+from rlhf_pg.runtime.ddp import put as put
 from rlhf_pg.runtime.ddp import put_in_place as put_in_place
 from rlhf_pg.runtime.processes import Runtime as Runtime
 from rlhf_pg.runtime.processes import RuntimeBeside as RuntimeBeside

@@ -1,5 +1,6 @@
 """The FSDP2 backend: every process has a shard of weights, gradients and moments."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
 
@@ -58,6 +60,7 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
     there = {type(part).__name__ for part in parts}
     module._no_split_modules = sorted(names & there)  # type: ignore[assignment]
+    empty = [name for name, p in module.named_parameters() if p.is_meta]
     plugin = accelerator.state.fsdp_plugin
     wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
@@ -67,7 +70,25 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     # By default the outermost weights stay gathered after a pass without gradients, and changes to
     # them would be lost.
     sharded.set_reshard_after_forward(True, recurse=False)
+    if empty:
+        _fill(module, empty, torch.device("cpu") if plugin.cpu_offload else accelerator.device)
     return sharded
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, empty: Sequence[str], device: torch.device) -> None:
+    """Give memory to the shards of these parameters, and read their values tensor by tensor."""
+    parts = [*module.named_parameters(), *module.named_buffers()]
+    kept = ((name, x) for name, x in parts if name not in empty)
+    there = {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in kept}
+    module.to_empty(device=device)
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if name not in empty:
+            (x.to_local() if isinstance(x, DTensor) else x).copy_(there[name])
+            continue
+        place, _, leaf = name.rpartition(".")
+        part: Any = module.get_submodule(place)
+        put(x, part.stored(leaf).to(x.dtype))
 
 
 def _set_apart(module: nn.Module) -> None:

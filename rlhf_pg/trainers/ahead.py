@@ -10,8 +10,8 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -19,23 +19,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerState
 
 from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.checkpoint.atomic import sync
 from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import RolloutError
+from rlhf_pg.rollout.engine import Copied
 from rlhf_pg.runtime import Runtime, RuntimeBeside
-from rlhf_pg.runtime.termination import waits
 from rlhf_pg.trainers.sampler import Sampler
 
 # Columns of a batch that JSON can hold; `columns` are read again from the dataset.
 TOTALS = ("num_prompts", "other_tokens", "metrics", "logged_metrics")
-LISTS = ("prompts", "completions", "dataset_rows", "logged", *TOTALS)
+IN_JSON = ("prompts", "completions", "dataset_rows", "logged", *TOTALS)
 GREEDY = "greedy."
+SLICE = 10.0  # seconds for which a process waits before it says that it does not hang
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,12 +44,16 @@ class Job:
     """The batch of a step, sampled or not."""
 
     step: int  # counted from 0
-    version: int  # the number of steps behind the weights that sample it
+    version: int  # the steps that its weights have taken
     done: "Future[tuple[Batch, int, dict[str, float]]]"  # the batch, the prompt after it, seconds
+    wanted: list[int] = field(default_factory=list)  # the step, until the batch is dropped
 
 
 class Ahead:
-    """Samples the batches of the next `depth` steps in a thread; all methods are collective."""
+    """Samples the batches of the next `depth` steps, one after another, in threads.
+
+    `next` and `restore` are collective.
+    """
 
     def __init__(
         self,
@@ -58,10 +63,11 @@ class Ahead:
         progress: Callable[[int, int], TrainerState],
     ) -> None:
         self.depth, self.policy, self.runtime = depth, sampler.policy, runtime
-        self.progress, self.watch = progress, runtime.watch
+        self.progress = progress
         beside = RuntimeBeside(runtime)
         self.sampler = dataclasses.replace(sampler, runtime=beside, policy=None, begun={})
         self.queue: deque[Job] = deque()
+        self.last: Future[Any] | None = None  # begun
 
     def next(self, step: int, first: int, last: int, meter: Meter) -> Batch:
         """Return the batch of a step, and begin those of later steps.
@@ -75,52 +81,69 @@ class Ahead:
         """
         while self.queue and self.queue[0].step < step:
             self.queue.popleft()
-        end = max(last, step + 1)
-        while len(self.queue) <= self.depth and (number := step + len(self.queue)) < end:
-            assert self.policy is not None
-            with (
-                self.runtime.raise_together(RolloutError),
-                self.policy.gathered(self.runtime.device),
-            ):
-                copied = self.sampler.engine.copy_weights()
+        copied: Copied | None = None
+        while len(self.queue) <= self.depth:
+            number = step + len(self.queue)
+            if number >= max(last, step + 1):
+                break
+            copied = copied or self._copy()
             before = self.queue[-1].done if self.queue else None
-            done = call_beside(None, self._sample, number, first, before, copied)
-            self.queue.append(Job(step=number, version=step, done=done))
+            wanted = [number]
+            self.last = call_beside(None, self._sample, wanted, first, before, self.last, copied)
+            self.queue.append(Job(step=number, version=step, done=self.last, wanted=wanted))
         job = self.queue[0]
         with meter.time("wait"):
             self.drain(1)
         try:
             batch, _, seconds = job.done.result()
         except BaseException:
-            self.queue.clear()
+            self.drop()
             raise
         meter.seconds |= seconds
         staleness = {"sampling/staleness": float(step - job.version)}
         return batch.with_columns(metrics=batch.metrics | staleness)
 
+    def _copy(self) -> Copied:
+        """Copy the policy's weights."""
+        policy, runtime = self.policy, self.runtime
+        assert policy is not None
+        with runtime.raise_together(RolloutError), policy.gathered(runtime.device):
+            return self.sampler.engine.copy_weights()
+
     def _sample(
         self,
-        step: int,
+        wanted: list[int],
         first: int,
         before: "Future[tuple[Batch, int, dict[str, float]]] | None",
-        copied: AbstractContextManager[None],
+        last: "Future[Any] | None",
+        copied: Copied,
     ) -> tuple[Batch, int, dict[str, float]]:
-        """Sample the batch of a step, after the one before it."""
+        """Sample the batch of a step, after the one before it, and whatever was begun last."""
+        wait(filter(None, [last]))
         if before is not None:
             first = before.result()[1]
+        if not wanted:
+            raise RolloutError("the batch was dropped")
         meter, sampler = Meter(), self.sampler
-        sampler.progress = partial(self.progress, step, first)
-        with ExitStack() as weights:
-            # No process samples before all are here: one may update the server for all.
-            with sampler.runtime.raise_together(RolloutError):
-                weights.enter_context(sampler.engine.weights_synced(copied))
+        sampler.progress = partial(self.progress, wanted[0], first)
+        with sampler.sampling(copied):
             batch = sampler.next_batch(first, meter)
         return batch, first + batch.num_prompts, meter.seconds
 
-    @waits
     def drain(self, count: int | None = None) -> None:
         """Wait for the batches under way, or the first of them, whether or not they fail."""
-        wait([job.done for job in list(self.queue)[:count]])
+        jobs, watch = {job.done for job in list(self.queue)[:count]}, self.runtime.watch
+        if count is None and self.last is not None:
+            jobs.add(self.last)  # it may have been dropped
+        while jobs:  # it ends in time if another process fails, but works and does not hang
+            with nullcontext() if watch is None else watch.waiting("rollout_ahead"):
+                jobs = wait(jobs, SLICE).not_done
+
+    def drop(self) -> None:
+        """Forget the batches ahead; one that is being sampled is not waited for."""
+        for job in self.queue:
+            job.wanted.clear()
+        self.queue.clear()
 
     # ------------------------------------------------------------------------------- checkpoints
 
@@ -133,26 +156,30 @@ class Ahead:
             batch, end, seconds = job.done.result()
             own, rest = pack(batch)
             tensors |= {f"{i}.{name}": value for name, value in own.items()}
-            facts.append({"version": job.version, "step": job.step, "end": end, "batch": rest})
-            facts[-1]["seconds"] = seconds
-        save_file(tensors, _file(directory, rank), {"jobs": json.dumps(facts, default=str)})
+            fact = {"step": job.step, "version": job.version, "end": end, "seconds": seconds}
+            facts.append(fact | {"batch": rest})
+        file = directory / f"ahead-rank{rank}.safetensors"
+        save_file(tensors, file)
+        file.with_suffix(".json").write_text(json.dumps(facts, default=str))
+        for written in (file, file.with_suffix(".json")):
+            sync(written)  # the main process may be on another machine
 
     def restore(self, directory: Path) -> None:
-        """Read the batches of a checkpoint; other processes than it has share them out anew."""
-        rank, world, sampler = self.runtime.rank, self.runtime.world, self.sampler
-        files = sorted(directory.glob("ahead-rank*"), key=lambda path: (len(path.name), path.name))
-        saved = [read(path, sampler.prompts, self.runtime.device) for path in files]
-        jobs = saved[rank] if len(saved) == world else []
-        if len(saved) != world:
-            for parts in zip(*saved, strict=True):
-                batches = [batch for _, (batch, *_) in parts]
-                facts, (_, *rest) = parts[0]
-                jobs.append((facts, (self._share(batches), *rest)))
-        self.queue.clear()
-        for facts, result in jobs:
+        """Read the batches of a checkpoint; if the number of processes has changed, their rows are
+        shared out anew.
+        """
+        self.drop()
+        count = len(list(directory.glob("ahead-rank*.json")))
+        same = count == self.runtime.world
+        ranks = [self.runtime.rank] if same else range(count)
+        files = [directory / f"ahead-rank{rank}.safetensors" for rank in ranks]
+        prompts, device = self.sampler.prompts, self.runtime.device
+        for parts in zip(*(read(file, prompts, device) for file in files), strict=True):
+            (fact, _), batches = parts[0], [batch for _, batch in parts]
             done: Future[Any] = Future()
-            done.set_result(result)
-            self.queue.append(Job(**facts, done=done))
+            batch = batches[0] if same else self._share(batches)
+            done.set_result((batch, fact["end"], fact["seconds"]))
+            self.queue.append(Job(step=fact["step"], version=fact["version"], done=done))
 
     def _share(self, parts: Sequence[Batch]) -> Batch:
         """Return this process's rows of a batch."""
@@ -169,7 +196,7 @@ class Ahead:
 def pack(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a batch, and the rest for JSON."""
     tensors = {name: x.cpu().contiguous() for name, x in vars(batch).items() if torch.is_tensor(x)}
-    rest = {name: getattr(batch, name) for name in LISTS}
+    rest = {name: getattr(batch, name) for name in IN_JSON}
     rest["episodes"] = [{"turns": x.turns, "error": x.error} for x in batch.episodes]
     if batch.greedy is not None:
         more, rest["greedy"] = pack(batch.greedy)
@@ -189,19 +216,11 @@ def unpack(tensors: Mapping[str, Tensor], rest: dict[str, Any], prompts: Prompts
     return Batch(**own, **rest, columns=columns)
 
 
-def read(path: Path, prompts: Prompts, device: torch.device) -> list[tuple[dict[str, int], Any]]:
-    """Return the step and version of each batch in a file, with the result of its job."""
-    found = []
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        for i, facts in enumerate(json.loads(file.metadata()["jobs"])):
-            own = [name for name in names if name.startswith(f"{i}.")]
-            tensors = {name.removeprefix(f"{i}."): file.get_tensor(name).to(device) for name in own}
-            batch = unpack(tensors, facts.pop("batch"), prompts)
-            result = batch, facts.pop("end"), facts.pop("seconds")
-            found.append((facts, result))
+def read(file: Path, prompts: Prompts, device: torch.device) -> list[tuple[dict[str, Any], Batch]]:
+    """Return what `save` wrote: numbers and batch of each step."""
+    tensors, found = {name: x.to(device) for name, x in load_file(file).items()}, []
+    for i, fact in enumerate(json.loads(file.with_suffix(".json").read_text())):
+        start = f"{i}."
+        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+        found.append((fact, unpack(own, fact.pop("batch"), prompts)))
     return found
-
-
-def _file(directory: Path, rank: int) -> Path:
-    return directory / f"ahead-rank{rank}.safetensors"

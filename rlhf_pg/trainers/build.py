@@ -172,7 +172,8 @@ def build(
     trainer.dtype = getattr(torch, args.dtype)
     trainer.peft_config = adapter_of(args, peft_config) if trainer.trains else None
     trainer.model = policy_of(
-        model, args, runtime.loading_device, trainer.peft_config, quantization_config
+        *(model, args, runtime.loading_device, trainer.peft_config, quantization_config),
+        empty=runtime.kind == "FSDP2" and trainer.trains,
     )
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if trainer.trains and runtime.is_main and args.learning_rate > 2e-5 and trained > 50e6:
@@ -248,7 +249,9 @@ def build(
         tokens = args.token_budget
     logits = chunk_size(runtime) // (3 if args.compares_distributions else 1)  # p's, q's, gradient
     policy, module = assemble(trainer.model, args, trainer.critic, tokens, logits)
-    module.to(runtime.loading_device).eval()
+    module.eval()
+    if not any(p.is_meta for p in module.parameters()):  # else they come when it is sharded
+        module.to(runtime.loading_device)
     reference = teacher = optimizer = scheduler = None
     if trainer.trains:
         teacher = load_teacher(args, policy, tokenizer, runtime.loading_device, tokens)

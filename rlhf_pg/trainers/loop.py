@@ -102,7 +102,11 @@ class TrainingLoop(ABC):
         """
         choice = resume_from_checkpoint
         with run_dir_lock(Path(self.args.output_dir), self.runtime):
-            self._train(self.args.resume_from_checkpoint if choice is None else choice)
+            try:
+                self._train(self.args.resume_from_checkpoint if choice is None else choice)
+            finally:
+                if self.ahead is not None:
+                    self.ahead.drop()
         losses = [line["loss"] for line in self.history if line["loss"] is not None]
         last, mean = self.history[-1:], sum(losses) / len(losses) if losses else math.nan
         return TrainOutput(self.state.step, mean, dict(*last))

@@ -25,6 +25,7 @@ from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.scoring import Judgement, PendingCalls, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import Completion, RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout.engine import Copied
 from rlhf_pg.runtime import FullWeights, Runtime
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ class Sampler:
             return self.about
 
     @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Give the engine the weights once for all calls of `sample` inside.
+    def sampling(self, copied: Copied | None = None) -> Iterator[None]:
+        """Give the engine the weights once for all calls of `sample` inside, or those `copied`.
 
         Sharded weights are gathered first.
         """
@@ -181,7 +182,8 @@ class Sampler:
             with self.runtime.raise_together(RolloutError):
                 if self.policy is not None:
                     weights.enter_context(self.policy.gathered(self.runtime.device))
-                weights.enter_context(self.engine.weights_synced())
+                weights.enter_context(self.engine.weights_synced(copied))
+            self.engine.agree(self.runtime.gather_objects)
             yield
 
     def _batch(

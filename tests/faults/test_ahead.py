@@ -96,6 +96,7 @@ def test_killed_server_changes_no_bit(tmp_path, number: int) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_failed_batch_ends_the_run_at_its_own_step(tmp_path) -> None:
     """Not earlier, when it is sampled; and the checkpoint of the step before it can be resumed."""
     calls = []

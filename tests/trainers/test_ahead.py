@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_pg import GRPOTrainer
+from rlhf_pg.report.metrics import Meter
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
 
@@ -26,6 +27,7 @@ def slow_digits(completions: list[str], **_: Any) -> list[float]:
     return digits(completions)
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_batch_is_sampled_by_the_weights_of_its_rule(make, depth: int) -> None:
     """Step n trains on samples of the weights after step n - depth, or of the first ones."""
@@ -56,6 +58,7 @@ def test_batch_is_sampled_by_the_weights_of_its_rule(make, depth: int) -> None:
     assert all(line["sampling/effective_sample_size"] < 1 for line in trainer.history[1:])
 
 
+@pytest.mark.slow
 def test_neither_workers_nor_delays_change_a_bit(make, tmp_path: Path) -> None:
     runs = []
     for workers in (1, 2, 3):
@@ -65,3 +68,34 @@ def test_neither_workers_nor_delays_change_a_bit(make, tmp_path: Path) -> None:
         trainer.train()
         runs.append((digest(trainer), untimed(directory)))
     assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_batch_that_was_dropped_is_not_trained_on(make, tmp_path: Path) -> None:
+    """An interrupted run goes on in the same process: what was under way is sampled anew."""
+    whole = make(output_dir=str(tmp_path / "whole"), **AHEAD)
+    whole.train()
+    trainer = make(output_dir=str(tmp_path / "run"), reward_funcs=slow_digits, **AHEAD)
+    step, interrupted = trainer.step, []
+
+    def interrupt() -> Any:
+        if trainer.state.step == 2 and not interrupted:
+            interrupted.append(trainer.ahead.next(2, 8, 4, Meter()))
+            raise KeyboardInterrupt
+        return step()
+
+    trainer.step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint="latest")
+    assert digest(trainer) == digest(whole)
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_adapter_is_sampled_with_whether_merged_or_not(make) -> None:
+    """In bfloat16 a young adapter would be lost in the merged weights, so it is computed beside."""
+    options = {"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}
+    trainer = make(**AHEAD | options)
+    trainer.train()
+    assert len(trainer.sampler.engine.pickled) == 2  # merged while B is 0, and then not
+    assert all(line["agreement/kl"] < 1e-3 for line in trainer.history)

@@ -64,6 +64,7 @@ def weights(trainer) -> dict[str, torch.Tensor]:
     return {name: weight for part in there for name, weight in part}
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
     trainer_type, options = CASES[case]

@@ -1,6 +1,6 @@
 """The native engine in worker processes, which sample while the trainer trains.
 
-A request is sampled by whichever worker is free, its samples together and nothing beside them. So
+A request is sampled by whichever worker is free, and its samples form a batch of their own. So
 neither the number of workers nor their speed changes a bit of a completion or a log-probability.
 """
 
@@ -10,11 +10,10 @@ import logging
 import os
 import pickle
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from rlhf_pg.boundary.user_code import CallFailed
 from rlhf_pg.models import is_quantized
 from rlhf_pg.rollout.engine import (
     Completion,
+    Copied,
     Finished,
     FutureSession,
     Request,
@@ -36,6 +36,8 @@ from rlhf_pg.rollout.engine import (
 )
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import hollow, put_in_place
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # for a request whose workers end
 ALIGNMENT = 64  # bytes
@@ -51,7 +53,7 @@ class SharedMemory:
         os.ftruncate(file, size)
         self.place: Place = (f"/proc/{os.getpid()}/fd/{file}", size, next(NUMBERS))
         self.bytes = map_memory(self.place)
-        self.close = weakref.finalize(self, os.close, file)
+        weakref.finalize(self, os.close, file)
 
 
 def map_memory(place: Place) -> Tensor:
@@ -72,7 +74,8 @@ def places(model: nn.Module) -> list[tuple[Tensor, slice]]:
 class WorkerEngine(RolloutEngine):
     """Samples with `count` native engines in processes of their own, on CPUs with one thread each.
 
-    They share one copy of the weights, with an adapter merged. A worker that dies is replaced.
+    They share one copy of the weights. A worker that dies is replaced. A request that its caller
+    has given up (`Request.cancelled`) is sampled to its end.
 
     Args:
         model, eos_token_ids, pad_token_id, tokenizer, cache_tokens: as in `NativeEngine`.
@@ -94,42 +97,48 @@ class WorkerEngine(RolloutEngine):
             raise ValueError("rollout_workers cannot sample from quantized weights: set it to 0")
         self.native = NativeEngine(model, eos_token_ids, pad_token_id, tokenizer, cache_tokens)
         self.pool = Pool(count)
-        self.pickled: SharedMemory | None = None  # the engine, without its weights
-        self.weights: Place | None = None  # the copy in use
+        # The engine without its weights, by whether an adapter was merged into them.
+        self.pickled: dict[bool, SharedMemory] = {}
+        self.copy: tuple[SharedMemory, SharedMemory] | None = None  # engine and weights in use
 
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager["WorkerSession"]:
         """Open a session, which raises RolloutError if workers keep dying."""
         return closing(WorkerSession(self, params, seed))
 
     def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()
+        return self.copy_weights()()
 
     @torch.no_grad()
-    def copy_weights(self) -> AbstractContextManager[None]:
+    def copy_weights(self) -> Copied:
         native = self.native
         with native.weights_synced():
-            if self.pickled is None:
-                empty = hollow(native.weights)
-                for part in empty.modules():
-                    part._buffers = {
-                        n: b if b is None else b.cpu() for n, b in part._buffers.items()
-                    }
-                rest = native.pad_token_id, native.tokenizer, native.cache_tokens
-                data = pickle.dumps(NativeEngine(empty, native.eos_token_ids, *rest))
-                self.pickled = SharedMemory(len(data))
-                self.pickled.bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            placed = places(native.weights)
+            model, merged = native.weights, native.weights is not native.model
+            if merged not in self.pickled:
+                self.pickled[merged] = self._pickle(model)
+            placed = places(model)
             memory = SharedMemory(placed[-1][1].stop)
             for parameter, place in placed:
                 memory.bytes[place].view(parameter.dtype).copy_(parameter.flatten())
+        return partial(self._used, (self.pickled[merged], memory))
 
-        @contextmanager
-        def used() -> Iterator[None]:
-            self.weights = memory.place
-            yield
-            memory.close()
+    @contextmanager
+    def _used(self, copy: tuple[SharedMemory, SharedMemory]) -> Iterator[None]:
+        self.copy = copy
+        yield
+        self.copy = None
 
-        return used()
+    def _pickle(self, model: PreTrainedModel) -> SharedMemory:
+        native, empty = self.native, hollow(model)
+        if (reason := native.unsupported_reason(0)) is not None:
+            logger.warning("sampling by transformers' generate, which is slower: %s", reason)
+        for part in empty.modules():
+            there = part._buffers.items()
+            part._buffers = {name: x if x is None else x.cpu() for name, x in there}
+        rest = native.pad_token_id, native.tokenizer, native.cache_tokens
+        data = pickle.dumps(NativeEngine(empty, native.eos_token_ids, *rest))
+        memory = SharedMemory(len(data))
+        memory.bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return memory
 
 
 class WorkerSession(FutureSession):
@@ -138,30 +147,29 @@ class WorkerSession(FutureSession):
     def __init__(self, engine: WorkerEngine, params: SamplingParams, seed: int) -> None:
         super().__init__()
         self.engine, self.params, self.seed = engine, params, seed
-        self.requests: dict[Future[Any], Request] = {}
-        self.tries: Counter[int] = Counter()  # by the id of the request
+        self.sent: dict[Future[Any], tuple[Request, int]] = {}  # with the number of the attempt
 
     def add(self, request: Request) -> None:
         self.engine.native.check(request, self.params)
-        self._ask(request)
+        self._ask(request, 1)
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request, attempt: int) -> None:
         engine, plain = self.engine, dataclasses.replace(request, cancelled=never)
-        assert engine.pickled is not None
-        self.tries[id(request)] += 1
-        places = engine.pickled.place, engine.weights
-        future = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
-        self.requests[future] = request
+        assert engine.copy is not None
+        places = [memory.place for memory in engine.copy]
+        future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
+        future.memory = engine.copy  # which has to be there until it is done
+        self.sent[future] = request, attempt
         self.wait_for(future)
 
     def read(self, future: Future[Any]) -> list[Finished]:
-        request = self.requests.pop(future)
+        request, attempt = self.sent.pop(future)
         try:
             found = future.result()
         except CallFailed as failure:  # out of memory, say
-            if self.tries[id(request)] == ATTEMPTS:
+            if attempt == ATTEMPTS:
                 raise RolloutError(f"rollout_workers: a worker {failure}") from failure
-            self._ask(request)
+            self._ask(request, attempt + 1)
             return []
         if isinstance(found, FloatingPointError):
             raise found
@@ -171,12 +179,12 @@ class WorkerSession(FutureSession):
 @cache
 def engine_of(place: Place) -> NativeEngine:
     """Return the engine of this worker."""
-    logging.disable(logging.WARNING)  # the trainer has warned
+    logging.disable(logging.WARNING)  # the trainer warns
     engine: NativeEngine = pickle.loads(map_memory(place).numpy().tobytes())
     return engine
 
 
-_loaded: Place | None = None  # the weights of this worker
+_loaded: tuple[Place, Place] | None = None  # the engine and weights of this worker
 
 
 def sample_alone(
@@ -185,15 +193,16 @@ def sample_alone(
     """Sample the completions of a request in a worker; return them with their sample numbers."""
     global _loaded
     engine = engine_of(pickled)
-    if weights != _loaded:
+    if _loaded != (pickled, weights):
         whole = map_memory(weights)
         for parameter, place in places(engine.model):
             value = whole[place].view(parameter.dtype).view(parameter.shape)
             put_in_place(parameter, value)
-        _loaded = weights
+        _loaded = pickled, weights
     found = []
     try:
-        with engine.session(params, seed) as session:
+        # They are merged already.
+        with engine.weights_synced(nullcontext), engine.session(params, seed) as session:
             session.add(request)
             while not session.idle:
                 found += [(number, completion) for _, number, completion in session.step()]

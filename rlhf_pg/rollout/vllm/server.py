@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
+    Copied,
     Finished,
     FutureSession,
     Request,
@@ -87,7 +88,7 @@ class VllmServerEngine(RolloutEngine):
         self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
-        self.adapter: Path | None = None  # the directory of the adapter in use
+        self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
         if not isinstance(model, PeftModel):
             for server in self.servers:
                 server.check_replaceable(model)
@@ -110,36 +111,61 @@ class VllmServerEngine(RolloutEngine):
         if not lost:
             logger.warning("%s. It is left out, and its prompts are asked elsewhere", error)
 
+    def agree(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Leave out, in all processes, servers that have failed in one; collective."""
+        if self._users == 1:
+            everyone = gather([server.lost for server in self.servers])
+            for server, lost in zip(
+                self.servers, map(any, zip(*everyone, strict=True)), strict=True
+            ):
+                server.lost = lost
+            if all(server.lost for server in self.servers):
+                raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
+
     def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()
+        return self.copy_weights()()
 
-    def copy_weights(self) -> AbstractContextManager[None]:
+    def copy_weights(self) -> Copied:
         self.copies += 1
-        has_adapter = isinstance(self.model, PeftModel)
-        name = f"policy-{_digest(self.model) if has_adapter else self.copies}"
-        place = self._save(name) if self.is_main else None  # None: another process has it
+        adapted = isinstance(self.model, PeftModel)
+        name = f"policy-{_digest(self.model) if adapted else self.copies}"
+        copy = WeightsCopy(name, self._save(name) if self.is_main else None)
+        return partial(self._used, copy, adapted)
 
-        @contextmanager
-        def used() -> Iterator[None]:
-            for server in [one for one in self.servers if not one.lost]:
-                try:
-                    if place is not None and has_adapter:
-                        server.load_adapter(name, place)
-                    elif place is not None:
-                        server.replace_weights(place)
-                except RolloutError as error:
-                    told = f"{error}. It has to see {place} (vllm_sync_directory)"
-                    self.leave_out(server, RolloutError(told))
-                server.name = name if has_adapter else server.name
-            done, self.adapter = (self.adapter, place) if has_adapter else (place, None)
-            if done not in (None, self.adapter):
-                shutil.rmtree(done, ignore_errors=True)
-            yield
-            if not has_adapter:
-                for server in self.servers:
-                    server.check_same()
-
-        return used()
+    @contextmanager
+    def _used(self, copy: "WeightsCopy", adapted: bool) -> Iterator[None]:
+        """Sample from a copy, which the main process hands over unless the servers have it."""
+        if all(server.lost for server in self.servers):  # they may have been started again
+            for server in self.servers:
+                server.lost = False
+        new = self.copy is None or self.copy.name != copy.name
+        for server in [one for one in self.servers if not one.lost and new]:
+            try:
+                if not adapted:
+                    server.instance, _ = server.identity()
+                if copy.place is not None and adapted:
+                    server.load_adapter(copy.name, copy.place)
+                elif copy.place is not None:
+                    server.replace_weights(copy.place)
+            except RolloutError as error:
+                told = f"{error}. It has to see {copy.place} (vllm_sync_directory)"
+                self.leave_out(server, RolloutError(told))
+            server.name = copy.name if adapted else server.name
+        self.copy = copy
+        if copy.place is not None and not adapted:
+            shutil.rmtree(copy.place, ignore_errors=True)
+        yield
+        for server in [one for one in self.servers if not (one.lost or adapted)]:
+            try:
+                now, _ = server.identity()
+            except RolloutError as error:
+                self.leave_out(server, error)
+                continue
+            if now != server.instance:
+                raise RolloutError(
+                    f"the server at {server.client.url} was started again, and sampled from other "
+                    "weights: resume"
+                )
 
     @cached_property
     def _own(self) -> Path:
@@ -155,13 +181,26 @@ class VllmServerEngine(RolloutEngine):
         try:
             place = self._own / name
             if not place.exists():
-                self.model.save_pretrained(place)
+                partial_place = place.with_name(f"partial-{name}")
+                self.model.save_pretrained(partial_place)
+                partial_place.rename(place)
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"vllm_sync_directory: weights cannot be written to {self.directory} "
                 f"({tell(error)}): make room, or choose another"
             ) from error
         return place
+
+
+class WeightsCopy:
+    """A directory with weights, which goes with the object; None in processes that do not hand
+    them over.
+    """
+
+    def __init__(self, name: str, place: Path | None) -> None:
+        self.name, self.place = name, place
+        if place is not None:
+            weakref.finalize(self, _remove, place, os.getpid())
 
 
 class Server:
@@ -209,7 +248,6 @@ class Server:
     def replace_weights(self, place: Path) -> None:
         arguments = {"weights_path": str(place)}
         self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        self.check_same()
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
@@ -254,7 +292,7 @@ class Server:
                 "sampled distribution: start it with --logprobs-mode processed_logprobs"
             )
 
-    def _identity(self) -> tuple[str, bool]:
+    def identity(self) -> tuple[str, bool]:
         """Return the server's number for itself, and whether it runs on a CPU."""
 
         def read(answer: Any) -> tuple[str, bool]:
@@ -265,7 +303,7 @@ class Server:
 
     def check_replaceable(self, model: PreTrainedModel) -> None:
         try:
-            self.instance, on_cpu = self._identity()
+            self.instance, on_cpu = self.identity()
         except Refused as error:
             raise ValueError(
                 f"the server at {self.client.url} does not take weights: start it with "
@@ -283,13 +321,6 @@ class Server:
                 "weights of experts: set rollout_engine to native"
             )
 
-    def check_same(self) -> None:
-        """Refuse answers of a server that was started again, and so lost the weights."""
-        if not self.lost and self._identity()[0] != self.instance:
-            raise RolloutError(
-                f"the server at {self.client.url} was started again, and has other weights: resume"
-            )
-
 
 class _ServerSession(FutureSession):
     """A session in which every sample is a separate request.
@@ -304,16 +335,15 @@ class _ServerSession(FutureSession):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        self._sent: dict[Future[Any], tuple[Request, int, Server]] = {}
+        self._sent: dict[Future[Any], tuple[Server, tuple[Request, int, int]]] = {}
 
     def add(self, request: Request) -> None:
-        room(request, self._params, self._engine.max_model_length)
+        max_tokens = room(request, self._params, self._engine.max_model_length)
         for sample in request.samples:
-            self._ask(request, sample)
+            self._ask(request, sample, max_tokens)
 
-    def _ask(self, request: Request, sample: int) -> None:
+    def _ask(self, request: Request, sample: int, max_tokens: int) -> None:
         engine = self._engine
-        max_tokens = room(request, self._params, engine.max_model_length)
         stop = [*self._options["stop"], *request.stop]
         server = engine.server_of(request.prompt_index)
         body = self._options | {
@@ -331,17 +361,24 @@ class _ServerSession(FutureSession):
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
-        self._sent[future] = request, sample, server
+        self._sent[future] = server, (request, sample, max_tokens)
         self.wait_for(future)
 
     def read(self, future: "Future[Any]") -> list[Finished]:
-        request, sample, server = self._sent.pop(future)
+        server, asked = self._sent.pop(future)
         try:
             return [future.result()]
         except RolloutError as error:
             self._engine.leave_out(server, error)
-            self._ask(request, sample)
-            return []
+        self._ask(*asked)
+        # Nor is it waited for in other requests.
+        for other, (theirs, asked) in list(self._sent.items()):
+            if theirs is server:
+                self._asked.discard(other)
+                other.cancel()
+                del self._sent[other]
+                self._ask(*asked)
+        return []
 
 
 def _completion(

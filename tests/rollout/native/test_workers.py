@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rlhf_pg.boundary.pool import Pool
 from rlhf_pg.rollout import RolloutError, SamplingParams
 from rlhf_pg.rollout.native import workers
 from rlhf_pg.rollout.native.engine import NativeEngine
@@ -22,16 +21,8 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 PARAMS = SamplingParams(max_tokens=24)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Pool:
-    return Pool(2)
-
-
 @pytest.fixture
-def make(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines that share two workers, whose start takes seconds."""
-    monkeypatch.setattr(workers, "Pool", lambda count: pool)
-
+def make(warm_workers: None) -> Any:
     def build(model: Any) -> WorkerEngine:
         eos, pad = [TOKENIZER.eos_token_id], TOKENIZER.pad_token_id
         return WorkerEngine(model, eos, pad, TOKENIZER, 2)

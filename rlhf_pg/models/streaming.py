@@ -1,0 +1,124 @@
+"""Models that begin without memory: their files are read tensor by tensor, once they are sharded.
+
+Every module of such a model has a function `stored`, from the name of one of its parameters to the
+parameter's value in the files. Copies of the model (a critic, a reference) keep it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}
+
+
+def empty_model(
+    auto_class: Any, path: str, dtype: torch.dtype, trust_remote_code: bool, attention: Any
+) -> PreTrainedModel | None:
+    """Build a model whose parameters are on the meta device; None if its files are not safetensors,
+    or have other names than the model, so that `from_pretrained` has to convert them.
+    """
+    directory = path
+    if not Path(path).is_dir():
+        directory = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.py"])
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    with without_memory():
+        model: PreTrainedModel = auto_class.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
+        )
+    names, files = dict(model.named_parameters()).keys(), files_of(directory)
+    if names - files.keys():
+        return None
+    for name, buffer in model.named_buffers():
+        if name in files:
+            buffer.copy_(read(directory, "", name))
+    if (Path(directory) / GENERATION_CONFIG_NAME).exists() and model.can_generate():
+        own = json.loads((Path(directory) / GENERATION_CONFIG_NAME).read_text())
+        model.generation_config = GenerationConfig.from_dict(own)
+    model.name_or_path = path
+    for name, part in model.named_modules():
+        part.stored = partial(read, directory, f"{name}." if name else "")
+    return model
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Put every parameter that is made inside the block on the meta device, but no buffer."""
+    register = nn.Module.register_parameter
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # tied ones stay one
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = forget  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def write(file: Path, tensors: Iterable[tuple[str, Tensor]], most: int, keep: bool = True) -> None:
+    """Write tensors as they come to a safetensors file, or only take them, without `keep`.
+
+    The header has room for `most` tensors, whose dtypes must not grow. An error is raised after the
+    last tensor, which other processes may be waiting to send.
+    """
+    if not keep:
+        for _ in tensors:
+            pass
+        return
+    room, end, failure = 512 * (1 + most), 0, None
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    with file.open("wb") as out:
+        out.seek(8 + room)
+        for name, tensor in tensors:
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            try:
+                out.write(data)
+            except OSError as error:
+                failure = error
+            fact = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape)}
+            header[name] = fact | {"data_offsets": [end, end + data.nbytes]}
+            end += data.nbytes
+        out.seek(0)
+        out.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+    if failure is not None:
+        raise failure
+
+
+@cache
+def files_of(directory: str) -> Mapping[str, Path]:
+    """Return the file of every tensor of a model's directory, by its name."""
+    place = Path(directory)
+    if (index := place / SAFE_WEIGHTS_INDEX_NAME).exists():
+        names = json.loads(index.read_text())["weight_map"]
+        return {name: place / file for name, file in names.items()}
+    if not (file := place / SAFE_WEIGHTS_NAME).exists():
+        return {}
+    with safe_open(file, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), file)
+
+
+def read(directory: str, prefix: str, name: str) -> Tensor:
+    """Return a tensor of a model's directory."""
+    with safe_open(files_of(directory)[prefix + name], framework="pt") as file:
+        value: Tensor = file.get_tensor(prefix + name)
+    return value
