@@ -39,6 +39,8 @@ Loss | loss policy_loss train_loss | Its level says little: look at the reward.
 Ratio | ratio | Mean probability under the new policy by that under the old one: near 1.
 Sampler and policy apart | agreement/* sampling/sampling_logp_difference/* | In nats per token.
 Ratio of policy and sampler | sampling/importance_sampling_ratio/* | Near 1.
+Samples that count | sampling/effective_sample_size sampling/clipped_share | By their weights.
+Age of samples | sampling/staleness | Steps between the policy and the weights that sampled.
 Learning rate | learning_rate value_learning_rate | The rates that the optimizer used.
 Coefficients | beta entropy_coef old_kl_coef learning_rate_scale | Controllers may move them.
 # Lengths

@@ -104,7 +104,7 @@ class FakeVllm:
             if tokens[-1] in body.get("stop_token_ids", []):
                 break
         stopped = tokens[-1] in body.get("stop_token_ids", [])
-        logprob = -1.0 if self.raw else -1.0 / body["temperature"]
+        logprob = -1.0 if self.raw else -1.0 / (body["temperature"] or 1.0)
         logprobs = {
             "token_logprobs": [logprob] * len(tokens),
             "top_logprobs": [{f"token_id:{token}": logprob} for token in tokens],
