@@ -428,7 +428,8 @@ def test_server_that_dies_is_left_out(two, tmp_path, caplog, adapted):
     two[1].asked.clear()
     stir(model)
     assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected  # by their seeds
-    assert not two[1].asked
+    # What was cancelled may still arrive, but it is told of no new weights.
+    assert {path for path, _ in two[1].asked} <= {COMPLETIONS}
     [warning] = caplog.messages
     assert two[1].url in warning
     two[0].close()
