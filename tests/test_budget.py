@@ -63,7 +63,7 @@ TODAY = {
     "rollout/multi_turn": 1010,
     "rewards": 1860,
     "trainers": 3998,
-    "runtime": 1181,
+    "runtime": 1192,
     "checkpoint": 745,
     "report": 1707,
     "tasks": 773,

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
@@ -71,24 +71,35 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     # them would be lost.
     sharded.set_reshard_after_forward(True, recurse=False)
     if empty:
-        _fill(module, empty, torch.device("cpu") if plugin.cpu_offload else accelerator.device)
+        offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        _fill(module, empty, torch.device("cpu") if offloads else accelerator.device)
     return sharded
 
 
 @torch.no_grad()
 def _fill(module: nn.Module, empty: Sequence[str], device: torch.device) -> None:
     """Give memory to the shards of these parameters, and read their values tensor by tensor."""
-    parts = [*module.named_parameters(), *module.named_buffers()]
-    kept = ((name, x) for name, x in parts if name not in empty)
-    there = {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in kept}
-    module.to_empty(device=device)
-    for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        if name not in empty:
-            (x.to_local() if isinstance(x, DTensor) else x).copy_(there[name])
-            continue
-        place, _, leaf = name.rpartition(".")
-        part: Any = module.get_submodule(place)
-        put(x, part.stored(leaf).to(x.dtype))
+
+    def place(name: str) -> tuple[Any, str]:
+        part, _, leaf = name.rpartition(".")
+        return module.get_submodule(part), leaf
+
+    def local(x: Any) -> Tensor:
+        own: Tensor = x.to_local() if isinstance(x, DTensor) else x
+        return own
+
+    buffers = dict(module.named_buffers())
+    there = {name: local(x).clone() for name, x in module.named_parameters() if name not in empty}
+    module.to_empty(device=device)  # the others too
+    for name, x in module.named_parameters():
+        part, leaf = place(name)
+        if name in there:
+            local(x).copy_(there[name])
+        else:
+            put(x, part.stored(leaf).to(x.dtype))
+    for name, buffer in buffers.items():
+        part, leaf = place(name)
+        part._buffers[leaf] = buffer
 
 
 def _set_apart(module: nn.Module) -> None:
