@@ -59,7 +59,7 @@ TODAY = {
     "config": 2473,
     "data": 1365,
     "models": 2632,
-    "rollout": 4451,
+    "rollout": 4450,
     "rollout/multi_turn": 1010,
     "rewards": 1860,
     "trainers": 3998,

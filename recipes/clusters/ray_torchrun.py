@@ -15,10 +15,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 PORT = "29500"
 
 
-def address() -> str:
-    return get_node_ip_address()
-
-
 def launch(rank: int, main: str, machines: int, gpus: int, script: list[str]) -> None:
     """Run this machine's launcher to its end; CalledProcessError if it fails."""
     place = ["--node_rank", str(rank), "--master_addr", main, "--master_port", PORT]
@@ -35,7 +31,7 @@ def main(machines: int, gpus: int, *script: str) -> None:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         return {"num_gpus": gpus, "num_cpus": 0, "max_retries": 0, "scheduling_strategy": place}
 
-    first = ray.get(ray.remote(address).options(**on(0, 0)).remote())
+    first = ray.get(ray.remote(get_node_ip_address).options(**on(0, 0)).remote())
     start = ray.remote(launch)
     jobs = [
         start.options(**on(rank, gpus)).remote(rank, first, machines, gpus, list(script))

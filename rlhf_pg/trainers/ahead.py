@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ class Job:
     step: int  # counted from 0
     version: int  # the steps that its weights have taken
     done: "Future[tuple[Batch, int, dict[str, float]]]"  # the batch, the prompt after it, seconds
-    wanted: list[int] = field(default_factory=list)  # the step, until the batch is dropped
+    dropped: Event = field(default_factory=Event)  # set if the batch is not wanted any more
 
 
 class Ahead:
@@ -82,15 +83,13 @@ class Ahead:
         while self.queue and self.queue[0].step < step:
             self.queue.popleft()
         copied: Copied | None = None
-        while len(self.queue) <= self.depth:
-            number = step + len(self.queue)
-            if number >= max(last, step + 1):
-                break
+        end = min(max(last, step + 1), step + self.depth + 1)
+        while (number := step + len(self.queue)) < end:
             copied = copied or self._copy()
-            before = self.queue[-1].done if self.queue else None
-            wanted = [number]
-            self.last = call_beside(None, self._sample, wanted, first, before, self.last, copied)
-            self.queue.append(Job(step=number, version=step, done=self.last, wanted=wanted))
+            before, dropped = self.queue[-1].done if self.queue else None, Event()
+            how = first, before, self.last, copied, dropped
+            self.last = call_beside(None, self._sample, number, *how)
+            self.queue.append(Job(step=number, version=step, done=self.last, dropped=dropped))
         job = self.queue[0]
         with meter.time("wait"):
             self.drain(1)
@@ -112,20 +111,21 @@ class Ahead:
 
     def _sample(
         self,
-        wanted: list[int],
+        step: int,
         first: int,
         before: "Future[tuple[Batch, int, dict[str, float]]] | None",
         last: "Future[Any] | None",
         copied: Copied,
+        dropped: Event,
     ) -> tuple[Batch, int, dict[str, float]]:
         """Sample the batch of a step, after the one before it, and whatever was begun last."""
         wait(filter(None, [last]))
         if before is not None:
             first = before.result()[1]
-        if not wanted:
+        if dropped.is_set():
             raise RolloutError("the batch was dropped")
         meter, sampler = Meter(), self.sampler
-        sampler.progress = partial(self.progress, wanted[0], first)
+        sampler.progress = partial(self.progress, step, first)
         with sampler.sampling(copied):
             batch = sampler.next_batch(first, meter)
         return batch, first + batch.num_prompts, meter.seconds
@@ -142,7 +142,7 @@ class Ahead:
     def drop(self) -> None:
         """Forget the batches ahead; one that is being sampled is not waited for."""
         for job in self.queue:
-            job.wanted.clear()
+            job.dropped.set()
         self.queue.clear()
 
     # ------------------------------------------------------------------------------- checkpoints

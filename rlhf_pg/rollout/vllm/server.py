@@ -136,8 +136,9 @@ class VllmServerEngine(RolloutEngine):
     def _used(self, copy: "WeightsCopy", adapted: bool) -> Iterator[None]:
         """Sample from a copy, which the main process hands over unless the servers have it."""
         if all(server.lost for server in self.servers):  # they may have been started again
+            self.copy = None
             for server in self.servers:
-                server.lost = False
+                server.lost, server.name = False, server.served
         new = self.copy is None or self.copy.name != copy.name
         for server in [one for one in self.servers if not one.lost and new]:
             try:
@@ -148,8 +149,8 @@ class VllmServerEngine(RolloutEngine):
                 elif copy.place is not None:
                     server.replace_weights(copy.place)
             except RolloutError as error:
-                told = f"{error}. It has to see {copy.place} (vllm_sync_directory)"
-                self.leave_out(server, RolloutError(told))
+                see = f". It has to see {copy.place} (vllm_sync_directory)" if copy.place else ""
+                self.leave_out(server, RolloutError(f"{error}{see}"))
             server.name = copy.name if adapted else server.name
         self.copy = copy
         if copy.place is not None and not adapted:
@@ -193,9 +194,7 @@ class VllmServerEngine(RolloutEngine):
 
 
 class WeightsCopy:
-    """A directory with weights, which goes with the object; None in processes that do not hand
-    them over.
-    """
+    """A directory of weights, removed with the object; None where another process has it."""
 
     def __init__(self, name: str, place: Path | None) -> None:
         self.name, self.place = name, place

@@ -435,6 +435,9 @@ def test_server_that_dies_is_left_out(two, tmp_path, caplog, adapted):
     two[0].close()
     with pytest.raises(RolloutError, match=two[0].url):
         engine.generate([[5], [8]], 1, PARAMS, 0)
+    two[1].answers.clear()  # started again, without what it had been given
+    two[1].models[1:] = []
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected
 
 
 def test_server_that_dies_with_new_weights_is_left_out(two, tmp_path):
