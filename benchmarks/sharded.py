@@ -1,7 +1,8 @@
 """Host memory of each process that loads, shards and saves a model of 1B random weights by FSDP2.
 
     python -m benchmarks.sharded make /tmp/model
-    torchrun --nproc_per_node 4 -m benchmarks.sharded load /tmp/model
+    torchrun --nproc_per_node 4 -m benchmarks.sharded fsdp2 /tmp/model
+    torchrun --nproc_per_node 4 -m benchmarks.sharded zero3 /tmp/model bfloat16
 
 Memory is what a process alone has (`RssAnon`), above that after the imports: files that are mapped
 are shared, and the system drops them.
@@ -39,9 +40,11 @@ def anonymous() -> int:
     return int(line.split()[1]) * 1024
 
 
-def load(path: str) -> None:
-    os.environ |= backends.environment("fsdp2")
-    backends.install("fsdp2")  # on CPUs
+def load(backend: str, path: str, dtype: str = "float32") -> None:
+    os.environ |= backends.environment(backend)
+    backends.install(backend)  # on CPUs
+    if backend == "zero3":
+        import deepspeed  # noqa: F401
     peak, before = [0], anonymous()
 
     def watch() -> None:
@@ -56,24 +59,27 @@ def load(path: str) -> None:
         max_completion_length=64,
         beta=0.1,
         micro_batch_tokens=512,
-        dtype="float32",
+        dtype=dtype,
     )
     rows = [{"prompt": "a"}]
     trainer = GRPOTrainer(path, lambda completions, **_: [0.0] * len(completions), args, rows)
-    whole = sum(p.numel() * 4 for p in trainer.model.parameters())
-    share = 2 * whole / trainer.runtime.world  # policy and reference
-    largest = max(p.numel() * 4 for p in trainer.model.parameters())
+    sizes = [getattr(p, "ds_numel", 0) or p.numel() for p in trainer.model.parameters()]
+    width = 2 if dtype == "bfloat16" else 4
+    # Policy and reference; DeepSpeed also has float32 weights and moments from the start.
+    each = 2 * width + (12 if backend == "zero3" else 0)
+    share, largest = sum(sizes) * each / trainer.runtime.world, max(sizes) * width
     loaded, peak[0] = peak[0] - before, 0
     trainer.save_checkpoint()
     saved = peak[0] - before
     limit = 1.3 * share + largest
     print(
-        f"rank {trainer.runtime.rank}: {whole / 4e9:.2f}B weights, share {share / 1e9:.2f} GB, "
-        f"loading {loaded / 1e9:.2f} GB, saving {saved / 1e9:.2f} GB, limit {limit / 1e9:.2f} GB",
+        f"rank {trainer.runtime.rank}: {sum(sizes) / 1e9:.2f}B weights, "
+        f"share {share / 1e9:.2f} GB, loading {loaded / 1e9:.2f} GB, "
+        f"saving {saved / 1e9:.2f} GB, limit {limit / 1e9:.2f} GB",
         flush=True,
     )
     trainer.runtime.barrier()
 
 
 if __name__ == "__main__":
-    {"make": make, "load": load}[sys.argv[1]](sys.argv[2])
+    make(sys.argv[2]) if sys.argv[1] == "make" else load(*sys.argv[1:])

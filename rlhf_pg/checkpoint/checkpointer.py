@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg import __version__
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.models import load_weights, merge
-from rlhf_pg.models.streaming import read, write
+from rlhf_pg.models import load_weights, merge, streaming
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 
@@ -104,7 +103,8 @@ class Checkpointer:
         found = optimizer_tensors(self.trained, names)
         if runtime.splits:  # one by one
             with save.step():
-                write(partial / OPTIMIZER, found, 4 * len(names), runtime.is_main)
+                file = partial / OPTIMIZER if runtime.is_main else None
+                streaming.write(file, found, 4 * len(names))
         else:
             tensors = dict(found)
             save.main(lambda: _save_tensors(tensors, partial / OPTIMIZER))
@@ -168,26 +168,18 @@ class Checkpointer:
         self, save: atomic.Save, name: str, whole: FullWeights, trunk: Any, path: Path
     ) -> None:
         """Save a model like `save_models`, tensor by tensor."""
-        prefix, pieces = PREFIXES[name], dict(whole.pieces.named_parameters())
-        own = [(n.removeprefix(prefix), p) for n, p in pieces.items() if n.startswith(prefix)]
-        own += [(n, b) for n, b in trunk.named_buffers() if n in trunk.state_dict()]
-        own.sort(key=lambda pair: -pair[1].itemsize)
-
-        def begin() -> None:
-            failpoint("save-models")
-            trunk.save_pretrained(path, state_dict={})  # the files beside the weights
-            if name == "model":
-                self.tokenizer.save_pretrained(path)
-
-        save.main(begin)
+        is_main, pieces = save.runtime.is_main, dict(whole.pieces.named_parameters())
         with save.step():
-            tensors = ((n, full(p)) for n, p in own)
-            write(path / "model.safetensors", tensors, len(own), save.runtime.is_main)
+            streaming.save(path if is_main else None, trunk, *whole.tensors(PREFIXES[name], trunk))
+            if is_main:
+                failpoint("save-models")
+        if name == "model":
+            save.main(lambda: self.tokenizer.save_pretrained(path))
         critic: Any = whole.module
         if name == "critic":
             with save.step():
                 head = {n: full(pieces[f"head.{n}"]).cpu() for n in ("weight", "bias")}
-                if save.runtime.is_main:
+                if is_main:
                     critic.save_head(path, self.running.get("value_moments"), head)
 
     def numbers(self) -> dict[str, Any]:
@@ -306,7 +298,7 @@ class Checkpointer:
             if full_name.startswith("head."):
                 put(piece, critic.saved_head(path)[full_name.removeprefix("head.")])
             else:
-                put(piece, read(str(path), "", full_name.removeprefix(PREFIXES[name])))
+                put(piece, streaming.read(str(path), "", full_name.removeprefix(PREFIXES[name])))
 
 
 def _trunk(name: str, part: Any) -> Any:

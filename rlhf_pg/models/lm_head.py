@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from rlhf_pg.kl import IMPOSSIBLE
 from rlhf_pg.masking import widen
@@ -391,20 +392,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class Known(BaseModelOutput):  # type: ignore[misc]
+    """The output of a trunk that has nothing but hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 @torch.no_grad()
 def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     """Find the model's transform after its head, by replacing the head's output by known numbers.
 
-    It runs the model, so call it before sharding. None if `ChunkedLMHead` cannot replace the head:
-    the module is of another kind, the head reads something other than the trunk's last hidden
-    states, or another operation follows it.
+    It runs the model, so call it before sharding; of a model on the meta device it runs only what
+    is outside of trunk and head. None if `ChunkedLMHead` cannot replace the head: the module is of
+    another kind, the head reads something other than the trunk's last hidden states, or another
+    operation follows it.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
     # A model that does not name its trunk, such as Llama4ForCausalLM, returns itself as trunk.
     if layer is None or layer in trunk(model).modules():
         return None
-    if next(model.parameters()).is_meta:  # there are no numbers to measure
-        return NOTHING
+    layer, body = cast(Any, layer), trunk(model)
+    hollow = next(model.parameters()).is_meta
     read: list[Any] = []
     shown: list[Tensor] = []
 
@@ -416,16 +425,28 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
         shown.append(x.to(output.device))
         return shown[-1]
 
-    ids = torch.tensor([[0, 1, 2]], device=next(model.parameters()).device)
+    device = torch.device("cpu") if hollow else next(model.parameters()).device
+    ids = torch.tensor([[0, 1, 2]], device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     with evaluating(model):
-        hidden = trunk(model)(**inputs).last_hidden_state
+        if hollow:
+            hidden = torch.arange(3.0 * layer.weight.shape[1]).reshape(1, 3, -1)
+            body.forward = lambda *_, **__: Known(hidden)
+            layer.forward = lambda x: x.new_zeros(*x.shape[:-1], len(layer.weight))
+        else:
+            hidden = body(**inputs).last_hidden_state
         hook = layer.register_forward_hook(exchange)
         try:
             made = model(**inputs).logits
+        except RuntimeError:
+            if not hollow:
+                raise
+            return None  # other modules need weights
         finally:
             hook.remove()
-    if len(shown) != 1 or len(read) != 1 or not torch.equal(read[0], hidden):
+            if hollow:
+                del body.forward, layer.forward
+    if len(shown) != 1 or len(read) != 1 or read[0].is_meta or not torch.equal(read[0], hidden):
         return None
     x, made = shown[0], made.double()
     if made.shape != x.shape:

@@ -5,7 +5,7 @@ parameter's value in the files. Copies of the model (a critic, a reference) keep
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -44,7 +44,9 @@ def empty_model(
             config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
         )
     names, files = dict(model.named_parameters()).keys(), files_of(directory)
-    if names - files.keys():
+    # Some parts of these models stay in float32 (experts' biases of DeepSeek-V3).
+    keeps = model._keep_in_fp32_modules_strict or model._keep_in_fp32_modules
+    if names - files.keys() or (keeps and dtype != torch.float32):
         return None
     for name, buffer in model.named_buffers():
         if name in files:
@@ -75,33 +77,48 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def write(file: Path, tensors: Iterable[tuple[str, Tensor]], most: int, keep: bool = True) -> None:
-    """Write tensors as they come to a safetensors file, or only take them, without `keep`.
+def save(
+    path: Path | None, model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], most: int
+) -> None:
+    """Save a model like `save_pretrained`, with `tensors` in place of its own; see `write`."""
+    file = None if path is None else path / SAFE_WEIGHTS_NAME
+    write(file, tensors, most, lambda: model.save_pretrained(path, state_dict={}))
+
+
+def write(
+    file: Path | None,
+    tensors: Iterable[tuple[str, Tensor]],
+    most: int,
+    before: Callable[[], Any] = lambda: None,
+) -> None:
+    """Write tensors as they come to a safetensors file, or only take them, without a file.
 
     The header has room for `most` tensors, whose dtypes must not grow. An error is raised after the
     last tensor, which other processes may be waiting to send.
     """
-    if not keep:
-        for _ in tensors:
+    left = iter(tensors)
+    try:
+        if file is not None:
+            before()
+            _write(file, left, most)
+    finally:
+        for _ in left:
             pass
-        return
-    room, end, failure = 512 * (1 + most), 0, None
+
+
+def _write(file: Path, tensors: Iterator[tuple[str, Tensor]], most: int) -> None:
+    room, end = 512 * (1 + most), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     with file.open("wb") as out:
         out.seek(8 + room)
         for name, tensor in tensors:
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            try:
-                out.write(data)
-            except OSError as error:
-                failure = error
+            out.write(data)
             fact = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape)}
             header[name] = fact | {"data_offsets": [end, end + data.nbytes]}
             end += data.nbytes
         out.seek(0)
         out.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
-    if failure is not None:
-        raise failure
 
 
 @cache

@@ -156,8 +156,11 @@ def predict_memory(
         wide = next(meta.policy.parameters()).element_size() * config.hidden_size
         update["teacher"] += rows * args.max_completion_length * wide
 
+    serves = args.rollout_engine == "vllm_server"  # it has the copy, the keys and the values
+    if serves:
+        rollout["copy to sample from"] = 0.0
     left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
-    each = attention_support(meta.policy.model).bytes_per_token
+    each = 0 if serves else attention_support(meta.policy.model).bytes_per_token
     groups = math.ceil(args.prompts_per_step / processes)
     cached = args.rollout_cache_tokens or int(max(left, 0.0) // max(each, 1))
     fitting = min(MAX_ROWS, (cached - groups * meta.prompt) // width)

@@ -161,6 +161,7 @@ class RolloutEngine(ABC):
     """The base class of all engines that sample completions."""
 
     _users = 0
+    gathers: str = "all"  # the weights that it needs whole: "all", "trained" or "none"
 
     @abstractmethod
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:

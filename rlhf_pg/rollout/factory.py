@@ -116,6 +116,7 @@ def new_engine(
     tokenizer: PreTrainedTokenizerBase,
     is_main: bool,
     longest: int = 1,
+    save: Callable[[Path | None], None] | None = None,
 ) -> RolloutEngine:
     """Create the engine that `args.rollout_engine` names, which is not auto.
 
@@ -123,6 +124,7 @@ def new_engine(
         model: the policy; its weights are read only when sampling begins.
         is_main: whether this process sends weights to a server.
         longest: tokens of the longest prompt with its completion.
+        save: saves the weights for a server, if they are never whole; see `VllmServerEngine`.
 
     Raises:
         ValueError: the engine is not available, or cannot sample from the model.
@@ -152,6 +154,7 @@ def new_engine(
             Path(directory),
             timeout=args.vllm_server_timeout,
             is_main=is_main,
+            save=save,
         )
     if model.device.type == "cuda" and is_main:
         logger.warning("the native engine has no GPU kernels of its own; vLLM is faster")

@@ -263,6 +263,18 @@ class FullWeights:
                     if not own.is_meta:
                         put_in_place(own, own.to("meta"))
 
+    def tensors(self, prefix: str, model: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], int]:
+        """Return what `model`, a part of `module`, has in its files, whole tensors that are
+        gathered one by one (collective), the widest first; and their number.
+        """
+        pieces = self.pieces.named_parameters()
+        own: list[tuple[str, Tensor]]
+        own = [(n.removeprefix(prefix), p) for n, p in pieces if n.startswith(prefix)]
+        saved = model.state_dict().keys()
+        own += [(n, b) for n, b in model.named_buffers() if n in saved]
+        own.sort(key=lambda pair: -pair[1].itemsize)
+        return ((n, full(x)) for n, x in own), len(own)
+
     @contextmanager
     def modify(self, trained: bool = False) -> Iterator[None]:
         """Write changes of `module` in the block, on the CPU, back to the shards; collective."""

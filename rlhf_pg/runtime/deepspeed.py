@@ -19,7 +19,15 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
-from rlhf_pg.runtime.ddp import COUNTER, MASTER, DDPBackend, State, check_divisible, count
+from rlhf_pg.runtime.ddp import (
+    COUNTER,
+    MASTER,
+    DDPBackend,
+    State,
+    check_divisible,
+    count,
+    put_in_place,
+)
 from rlhf_pg.runtime.termination import waits
 
 
@@ -41,6 +49,7 @@ class DeepSpeedBackend(DDPBackend):
         optimizer = self.optimizer
         if where != "none" and forced and type(optimizer) in (Adam, AdamW):  # others are refused
             optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+        _read(self.module, config, self._accelerator.device)
         engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
@@ -58,7 +67,9 @@ class DeepSpeedBackend(DDPBackend):
         if accelerator.state.deepspeed_plugin.zero_stage < 3:
             return module.to(accelerator.device)
         bf16 = any(p.dtype == torch.bfloat16 for p in module.parameters())
-        engine, *_ = deepspeed.initialize(model=module, config=_config(accelerator, bf16))
+        config = _config(accelerator, bf16)
+        _read(module, config, accelerator.device)
+        engine, *_ = deepspeed.initialize(model=module, config=config)
         # The engine's hooks gather the weights. Not a child, since it would contain its parent.
         object.__setattr__(module, "engine", engine)
         return module
@@ -159,6 +170,28 @@ class DeepSpeedBackend(DDPBackend):
         if self._three:
             return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
         return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+
+
+def _read(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Shard a module with weights on the meta device, each as it is read from its file."""
+
+    class Weights(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            for name, parameter in module.named_parameters():
+                part, _, leaf = name.rpartition(".")
+                owner: Any = module.get_submodule(part)
+                value: Tensor = parameter
+                if parameter.is_meta:
+                    value = owner.stored(leaf).to(parameter.dtype)
+                elif config["bf16"]["enabled"]:
+                    value = parameter.detach().bfloat16()
+                put_in_place(parameter, value)
+                yield parameter
+
+    if any(p.is_meta for p in module.parameters()):
+        deepspeed.zero.Init(module=Weights(), config_dict_or_path=config)
+        for buffer in module.buffers():
+            buffer.data = buffer.to(device)
 
 
 def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:

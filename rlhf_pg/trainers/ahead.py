@@ -31,7 +31,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.engine import Copied
 from rlhf_pg.runtime import Runtime, RuntimeBeside
-from rlhf_pg.trainers.sampler import Sampler
+from rlhf_pg.trainers.sampler import Sampler, gathered_for
 
 # Columns of a batch that JSON can hold; `columns` are read again from the dataset.
 TOTALS = ("num_prompts", "other_tokens", "metrics", "logged_metrics")
@@ -104,10 +104,10 @@ class Ahead:
 
     def _copy(self) -> Copied:
         """Copy the policy's weights."""
-        policy, runtime = self.policy, self.runtime
-        assert policy is not None
-        with runtime.raise_together(RolloutError), policy.gathered(runtime.device):
-            return self.sampler.engine.copy_weights()
+        engine, runtime = self.sampler.engine, self.runtime
+        whole = gathered_for(engine, self.policy, runtime.device)
+        with runtime.raise_together(RolloutError), whole:
+            return engine.copy_weights()
 
     def _sample(
         self,

@@ -27,7 +27,7 @@ from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.inputs import load_texts, settle_data
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of
+from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of, streaming
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
@@ -173,7 +173,7 @@ def build(
     trainer.peft_config = adapter_of(args, peft_config) if trainer.trains else None
     trainer.model = policy_of(
         *(model, args, runtime.loading_device, trainer.peft_config, quantization_config),
-        empty=runtime.kind == "FSDP2" and trainer.trains,
+        empty=runtime.splits and trainer.trains,
     )
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if trainer.trains and runtime.is_main and args.learning_rate > 2e-5 and trained > 50e6:
@@ -288,9 +288,15 @@ def build(
         room = None if limit is None else limit - least
         runner = dataclasses.replace(runner, longest_prompt=room)
     stops = models.stop_token_ids(trainer.model, tokenizer)
-    weights = trainer.learner.full_policy.module
+    whole = trainer.learner.full_policy
+    weights, save = whole.module, None
+    if hasattr(weights, "stored"):  # no process has it whole
+
+        def save(place: Path | None) -> None:
+            streaming.save(place, weights, *whole.tensors("", weights))
+
     trainer.make_engine = lambda name: new_engine(
-        with_engine(args, name), weights, stops, tokenizer, runtime.is_main, longest_row
+        with_engine(args, name), weights, stops, tokenizer, runtime.is_main, longest_row, save
     )
     engine, trainer.engine_name, trainer.why_engine = start_engine(
         args, *chosen, runtime, trainer.make_engine

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +180,7 @@ class Sampler:
         with ExitStack() as weights:
             # No process samples before all are here: one may update the server for all.
             with self.runtime.raise_together(RolloutError):
-                if self.policy is not None:
-                    weights.enter_context(self.policy.gathered(self.runtime.device))
+                weights.enter_context(gathered_for(self.engine, self.policy, self.runtime.device))
                 weights.enter_context(self.engine.weights_synced(copied))
             self.engine.agree(self.runtime.gather_objects)
             yield
@@ -401,6 +400,15 @@ class Sampler:
             greedy = self.score(greedy)
         tokens = batch.other_tokens + int(self.runtime.all_reduce_sum(greedy.num_tokens))
         return batch.with_columns(greedy=greedy, other_tokens=tokens)
+
+
+def gathered_for(
+    engine: RolloutEngine, policy: FullWeights | None, device: torch.device
+) -> AbstractContextManager[None]:
+    """Gather what an engine reads of sharded weights; collective."""
+    if policy is None or engine.gathers == "none":
+        return nullcontext()
+    return policy.gathered(device, engine.gathers == "trained")
 
 
 def prompt_and_completion(

@@ -40,9 +40,9 @@ def test_model_without_known_trunk_has_no_transform() -> None:
 def test_scale_and_soft_cap_are_found_for_tiny_logits(arch, dtype) -> None:
     """Logits far below the cap look as if there were none."""
     options, expected = FINISHED[arch]
-    assert close(
-        logit_transform_of(tiny_model(arch, dtype=dtype, scale=0.001, **options)), expected
-    )
+    model = tiny_model(arch, dtype=dtype, scale=0.001, **options)
+    assert close(logit_transform_of(model), expected)
+    assert close(logit_transform_of(model.to("meta")), expected)  # without numbers
 
 
 @pytest.mark.parametrize("arch", FINISHED)
@@ -68,7 +68,9 @@ def test_scores_match_model_logits(arch) -> None:
 
 
 def test_head_with_other_input_has_no_transform() -> None:
-    assert logit_transform_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
+    model = tiny_model("minicpm3")  # it scales the hidden states first
+    assert logit_transform_of(model) is None
+    assert logit_transform_of(model.to("meta")) is None
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.clamp(-9, 9), lambda x: x[1:]])

@@ -1,5 +1,6 @@
 """`rlhf-pg plan`."""
 
+import dataclasses
 import re
 from pathlib import Path
 from unittest.mock import patch
@@ -109,6 +110,12 @@ def test_parts_on_eight_ranks_by_hand(drawn, name, own, of_reference) -> None:
     assert parts == pytest.approx([size * count for size in own])
     assert memory.update["critic"] == pytest.approx(sum(own) * critic)
     assert memory.update["reference"] == pytest.approx(of_reference * count)
+    copied = 0.0 if name == "ZeRO-2" else 4.0 * count
+    assert memory.rollout["copy to sample from"] == copied
+    keys = {"rollout_engine": "vllm_server", "vllm_server_base_url": ["http://localhost:8000"]}
+    served = drawn._replace(args=dataclasses.replace(drawn.args, **keys))
+    rollout = predict_memory(served, BY_NAME[name], 8, 80e9, "cuda").rollout
+    assert rollout["copy to sample from"] == rollout["keys and values"] == 0.0
 
 
 @pytest.mark.parametrize(

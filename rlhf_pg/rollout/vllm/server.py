@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,11 +66,13 @@ class VllmServerEngine(RolloutEngine):
             subdirectory with a secret name, which is removed at exit.
         timeout: seconds for one answer.
         is_main: whether this process hands over the weights; the others have to wait for it.
+        save: saves the model's weights in a directory, or with None helps the main process to do
+            so (collective); by default they have to be whole.
 
     Raises:
         ValueError: a server is not a vLLM of a supported version, or was started without a needed
             option.
-        RolloutError: a server does not answer.
+        RolloutError: a server does not answer, or the directory cannot be made.
     """
 
     def __init__(
@@ -81,15 +83,20 @@ class VllmServerEngine(RolloutEngine):
         directory: Path,
         timeout: float = 300.0,
         is_main: bool = True,
+        save: Callable[[Path | None], None] | None = None,
     ) -> None:
         self.model, self.eos_token_ids = model, list(eos_token_ids)
-        self.directory, self.is_main = directory.absolute(), is_main
+        self.directory = directory.absolute()
+        self.save = save or (lambda place: place and model.save_pretrained(place))
+        adapted = isinstance(model, PeftModel)
+        self.gathers = "trained" if adapted else "none" if save else "all"
+        self.own = self._make_directory() if is_main else None  # of this run alone
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
-        if not isinstance(model, PeftModel):
+        if not adapted:
             for server in self.servers:
                 server.check_replaceable(model)
 
@@ -129,8 +136,7 @@ class VllmServerEngine(RolloutEngine):
         self.copies += 1
         adapted = isinstance(self.model, PeftModel)
         name = f"policy-{_digest(self.model) if adapted else self.copies}"
-        copy = WeightsCopy(name, self._save(name) if self.is_main else None)
-        return partial(self._used, copy, adapted)
+        return partial(self._used, WeightsCopy(name, self._save(name)), adapted)
 
     @contextmanager
     def _used(self, copy: "WeightsCopy", adapted: bool) -> Iterator[None]:
@@ -168,29 +174,35 @@ class VllmServerEngine(RolloutEngine):
                     "weights: resume"
                 )
 
-    @cached_property
-    def _own(self) -> Path:
-        """The private directory of this run."""
-        for place in [*reversed(self.directory.parents), self.directory]:
-            place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
-        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+    def _make_directory(self) -> Path:
+        with self._writing():
+            for place in [*reversed(self.directory.parents), self.directory]:
+                place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+            own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
         weakref.finalize(self, _remove, own, os.getpid())
         return own
 
-    def _save(self, name: str) -> Path:
-        """Save weights for the servers, and return their path."""
-        try:
-            place = self._own / name
-            if not place.exists():
+    def _save(self, name: str) -> Path | None:
+        """Save weights for the servers; return their path in the main process."""
+        place = None if self.own is None else self.own / name
+        with self._writing():
+            if place is None:
+                self.save(None)
+            elif not place.exists():
                 partial_place = place.with_name(f"partial-{name}")
-                self.model.save_pretrained(partial_place)
+                self.save(partial_place)
                 partial_place.rename(place)
+        return place
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise RolloutError(
                 f"vllm_sync_directory: weights cannot be written to {self.directory} "
                 f"({tell(error)}): make room, or choose another"
             ) from error
-        return place
 
 
 class WeightsCopy:
