@@ -143,10 +143,11 @@ class Checkpointer:
         adapter merged, in `merged/`.
         """
         for name, whole, part in self._parts_to_save(final):
-            if hasattr(trunk := _trunk(name, part), "stored"):
+            adapted, trunk = _saves_adapter(part), _trunk(name, part)
+            if hasattr(trunk, "stored") and not adapted:
                 self._stream(save, name, whole, trunk, path if name == "model" else path / name)
                 continue
-            with whole.gathered(save.runtime.main_host, _saves_adapter(part)), save.step():
+            with whole.gathered(save.runtime.main_host, adapted), save.step():
                 if not save.runtime.is_main:
                     continue
                 if name == "model":
@@ -269,10 +270,11 @@ class Checkpointer:
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
         for name, whole, part in self._parts_to_save():
-            if hasattr(_trunk(name, part), "stored"):
+            adapted = _saves_adapter(part)
+            if hasattr(_trunk(name, part), "stored") and not adapted:
                 self._read(name, whole, path if name == "model" else path / name)
                 continue
-            with whole.modify(_saves_adapter(part)):
+            with whole.modify(adapted):
                 if name == "model":
                     load_weights(part, path)
                 else:

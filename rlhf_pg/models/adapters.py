@@ -111,6 +111,13 @@ def check_kind(model: PreTrainedModel) -> None:
         raise ValueError(f"peft_config is a {kind}, which has no weights to adapt: use LoraConfig")
 
 
+def is_plain(config: Any) -> bool:
+    """Return whether an adapter begins without reading the weights that it adapts."""
+    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (True, "gaussian"):
+        return False
+    return not (config.use_dora or config.trainable_token_indices)
+
+
 def adds_nothing(model: PreTrainedModel) -> bool:
     """Return whether the model has a newly created LoRA adapter, with B = 0."""
     if not isinstance(model, PeftModel):

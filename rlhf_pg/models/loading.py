@@ -32,8 +32,8 @@ from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
-from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread
-from rlhf_pg.models.streaming import empty_model
+from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread, is_plain
+from rlhf_pg.models.streaming import empty_model, zeros_in_place
 
 POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
@@ -65,7 +65,7 @@ def load_policy(
     If it may be `empty`, the weights of a model by path or Hub id stay in its files where that is
     possible (`empty_model`).
     """
-    empty = empty and peft_config is None
+    empty = empty and (peft_config is None or is_plain(peft_config))
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
         loaded = load_model(
             model,
@@ -79,7 +79,8 @@ def load_policy(
     if not hasattr(loaded, "stored"):
         loaded = loaded.to(device)
     if peft_config is not None:
-        loaded = add_adapter(loaded, peft_config)
+        with zeros_in_place(loaded):
+            loaded = add_adapter(loaded, peft_config)
     freeze_unread(loaded)
     if quantization_config is not None and not isinstance(loaded, PeftModel):
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")

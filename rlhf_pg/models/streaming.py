@@ -77,6 +77,27 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def zeros_in_place(model: nn.Module) -> Iterator[None]:
+    """Show zeros without memory inside the block in place of weights that are not read yet, so that
+    adapters are made for weights on the CPU.
+    """
+
+    def replace(make: Callable[[nn.Parameter], Tensor]) -> None:
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        for part in model.modules():
+            for name, old in part._parameters.items() if "stored" in vars(part) else ():
+                if old is not None and old not in made:
+                    made[old] = nn.Parameter(make(old), old.requires_grad)
+                part._parameters[name] = None if old is None else made[old]
+
+    replace(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    try:
+        yield
+    finally:
+        replace(lambda p: p.to("meta"))
+
+
 def save(
     path: Path | None, model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], most: int
 ) -> None:

@@ -290,7 +290,7 @@ def build(
     stops = models.stop_token_ids(trainer.model, tokenizer)
     whole = trainer.learner.full_policy
     weights, save = whole.module, None
-    if hasattr(weights, "stored"):  # no process has it whole
+    if hasattr(weights, "stored") and trainer.peft_config is None:  # no process has it whole
 
         def save(place: Path | None) -> None:
             streaming.save(place, weights, *whole.tensors("", weights))

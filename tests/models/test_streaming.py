@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_pg.models.loading import load_model
+from rlhf_pg.models.loading import load_model, load_policy
 from rlhf_pg.models.policy import fingerprint
 from rlhf_pg.models.streaming import empty_model, write
-from tests.tiny import tiny_model
+from tests.tiny import adapter, tiny_model
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
@@ -33,6 +33,23 @@ def test_empty_model_is_that_of_its_files(tmp_path: Path, name: str) -> None:
     for x in (made, whole):
         x.requires_grad_(False)
     assert fingerprint(made) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}])
+def test_adapter_begins_like_one_on_whole_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    models: list[Any] = []
+    for empty in (False, True):
+        torch.manual_seed(3)
+        here = torch.float32, torch.device("cpu"), adapter(**options)
+        models.append(load_policy(str(tmp_path), *here, empty=empty))
+    whole, made = models
+    for (name, own), other in zip(made.named_parameters(), whole.parameters(), strict=True):
+        assert own.requires_grad == other.requires_grad
+        assert own.is_meta == ("lora_" not in name)
+        place, _, leaf = name.rpartition(".")
+        value = made.get_submodule(place).stored(leaf) if own.is_meta else own
+        assert value.equal(other), name
 
 
 def test_files_with_other_names_are_loaded_whole(tmp_path: Path) -> None:
