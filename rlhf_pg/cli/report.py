@@ -12,8 +12,13 @@ from rich.text import Text
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
-from rlhf_pg.replay.comparison import difference_tables, name_runs, write_comparison
-from rlhf_pg.replay.diff import describe, diff_runs
+from rlhf_pg.replay.comparison import (
+    describe,
+    diff_runs,
+    difference_tables,
+    name_runs,
+    write_comparison,
+)
 from rlhf_pg.report.run_files import run_of
 from rlhf_pg.report.run_page import write_report
 

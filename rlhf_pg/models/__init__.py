@@ -35,10 +35,10 @@ from rlhf_pg.models.loading import quantization as quantization
 from rlhf_pg.models.loading import set_options as set_options
 from rlhf_pg.models.loading import stop_token_ids as stop_token_ids
 from rlhf_pg.models.loading import tokenizer_from_pretrained as tokenizer_from_pretrained
-from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
-from rlhf_pg.models.modes import disable_dropout as disable_dropout
 from rlhf_pg.models.policy import Policy as Policy
 from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
 from rlhf_pg.models.policy import Reference as Reference
 from rlhf_pg.models.policy import Teacher as Teacher
+from rlhf_pg.models.policy import checkpoint_activations as checkpoint_activations
+from rlhf_pg.models.policy import disable_dropout as disable_dropout
 from rlhf_pg.models.policy import fingerprint as fingerprint

@@ -30,9 +30,16 @@ from rlhf_pg.models.loading import (
     opening,
     tokenizer_from_pretrained,
 )
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.policy import Policy, Reference, Teacher, train_as_evaluated
+from rlhf_pg.models.policy import (
+    Policy,
+    Reference,
+    Teacher,
+    checkpoint_activations,
+    checkpoints,
+    disable_dropout,
+    train_as_evaluated,
+)
 from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"

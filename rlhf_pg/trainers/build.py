@@ -42,9 +42,9 @@ from rlhf_pg.rollout.factory import (
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.trainers.ahead import Ahead
-from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.loop import Callback
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler

@@ -33,10 +33,9 @@ from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.build import build
-from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
-from rlhf_pg.trainers.loop import TrainingLoop
+from rlhf_pg.trainers.loop import Callback, TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.sampler import merge_logged
 from rlhf_pg.trainers.teacher import privileged_batch

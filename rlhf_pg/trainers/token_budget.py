@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, chunk_size_for
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
+from rlhf_pg.models.policy import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
