@@ -80,11 +80,10 @@ def build_meta_models(
     kind: str = "cpu",
     memory: float | None = None,
 ) -> MetaModels:
-    """Build the models of a recipe on the meta device.
+    """Build the models of a recipe on the meta device; ValueError if there is none.
 
     Prompts have `max_prompt_length` tokens, or else the longest of the recipe's data. Kernels are
-    those of `device`, which is here; the run has a `kind` of device, "cuda" or "cpu", and GPUs with
-    `memory` bytes. ValueError if there is no such model, or the config is refused.
+    those of `device`, which is here; the run has a `kind` of device, and GPUs with `memory` bytes.
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -226,12 +225,8 @@ def verdict(
     name: str,
 ) -> Iterator[Table | Text]:
     """Yield the bytes by part, whether they fit into `room` bytes on each process, and flags with
-    which they would: keys first, then more GPUs, and if need be both.
-
-    Args:
-        sharding: a key of `BY_FLAG`.
-        here, kind: the device whose kernels are used, and the kind of the run's device.
-        name: of the run's device, for a reader.
+    which they would: keys first, then more GPUs, and if need be both. Kernels are those of `here`;
+    the run has a `kind` of device, called `name`, and a `sharding` of `BY_FLAG`.
     """
 
     def build(**changes: Any) -> MetaModels:

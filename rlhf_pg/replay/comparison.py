@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.checkpoint.compatibility import PLACES
 from rlhf_pg.report.html import table, write_document
-from rlhf_pg.report.run_files import PLACES, RunFiles, StepTokens, tokens_file
+from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
 from rlhf_pg.report.run_page import charts_of, curve_data, plain
 from rlhf_pg.report.troubles import WINDOW, values
 

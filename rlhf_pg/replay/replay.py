@@ -1,7 +1,5 @@
-"""Replay a step of a run from the checkpoint before it.
-
-Ids and scores come from the record of the step, so no engine or reward is called; updates do not
-depend on the clock, and checkpoints are exact.
+"""Replay a step of a run from the checkpoint before it, bit for bit: ids and scores come from the
+record of the step, so no engine or reward is called.
 """
 
 import dataclasses
@@ -39,9 +37,8 @@ class Made:
 class Replay:
     """Replays the steps of a run with a trainer that has its config and Python arguments.
 
-    It does not write to the run directory, by default the trainer's `output_dir`, and calls no
-    callback. All methods are collective. ValueError if there is no run, or its initial weights are
-    not the trainer's.
+    It neither writes to the run directory nor calls a callback. All methods are collective.
+    ValueError if there is no run, or its initial weights are not the trainer's.
     """
 
     def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
@@ -71,11 +68,9 @@ class Replay:
                 )
 
     def make(self, step: int, resample: bool = False) -> Made:
-        """Replay a step, counted from 1; with `resample` sample and score again, too.
-
-        Raises:
-            ValueError: the run did not take the step, its record or an earlier checkpoint is
-                missing, or an external judge, server or environment would be called.
+        """Replay a step, counted from 1; with `resample` sample and score again, too. ValueError if
+        the run did not take it, its record or an earlier checkpoint is missing, or something
+        external would be called.
         """
         self.go_to(step - 1)
         trainer, meter = self.trainer, Meter()
@@ -85,8 +80,7 @@ class Replay:
             asked += [trainer.engine_name] * (trainer.engine_name != "native")
             if asked:
                 raise ValueError(
-                    f"--resample would ask {', '.join(asked)} again, which may not answer as "
-                    "before: leave it out"
+                    f"--resample would ask {', '.join(asked)} again, which may not answer as before"
                 )
             with torch.no_grad():
                 batch = trainer.sampler.next_batch(trainer.state.prompt_index, meter)
@@ -129,8 +123,7 @@ class Replay:
         elif now < began:
             raise ValueError(
                 f"the run was resumed from a checkpoint of step {began} that is missing "
-                "(resume_from_checkpoint), and has none of its own before "
-                f"step {step + 1}: put one back"
+                f"(resume_from_checkpoint), and has none before step {step + 1}: put one back"
             )
         while trainer.state.step < step:
             trainer.learn(self.batch(trainer.state.step + 1), Meter())
@@ -210,9 +203,8 @@ class Replay:
 
 
 def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
-    """Make the trainer of a run from its config.yaml, with other keys; else ValueError.
-
-    A reward given in Python that cannot be found by name is not called: its scores are recorded.
+    """Make the trainer of a run from its config.yaml, with other keys; else ValueError. A reward
+    given in Python that cannot be found by name is not called.
     """
     if not run.config:
         raise ValueError(f"{run.directory} holds no run: it lacks config.yaml")
