@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.config.fields import ConfigError, as_list, config, is_config
+from rlhf_pg.config.fields import ConfigError, as_list, config
 from rlhf_pg.config.foreign_keys import algorithms_with
 
 logger = logging.getLogger(__name__)
@@ -39,20 +39,17 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     """Parse a config: defaults < the YAML files given as `--config` < the other flags.
 
     Of several files the later ones win. In a file for another algorithm, or for none, keys that
-    only other algorithms have are left out, so that one file serves all.
-
-    Args:
-        prog: the name of the program in `--help`.
-
-    Raises:
-        SystemExit: status 2, after a line for each wrong key, with its file if it has one.
+    only other algorithms have are left out, so that one file serves all. SystemExit with status 2,
+    after a line for each wrong key, with its file if it has one.
     """
     words = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(words):
         print(f"usage: {prog or Path(sys.argv[0]).name} [--config RECIPE] [--key value ...]\n")
         print(help_on_keys(config_type))
         raise SystemExit(0)
-    kind: Any = config_type if is_config(config_type) else config(config_type)
+    kind: Any = config_type
+    if not hasattr(kind.__init__, "checks_keys"):  # a dataclass that is derived from a config
+        kind = config(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
     values, origin = dict[str, Any](), dict[str, str]()
