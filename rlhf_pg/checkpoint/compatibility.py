@@ -10,20 +10,23 @@ OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
 }
+# Keys of a config with locations, which do not affect the result.
+PLACES = {
+    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
+    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
+    "vllm_sync_directory",
+}
 # Keys that a resumed run may change: length, intervals, paths, failures, and keys that never change
 # a result.
-MAY_CHANGE = {
-    *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
-    *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
-    *("save_total_limit", "trust_remote_code", "num_generations_eval", "eval_success_threshold"),
-    *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
-    *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
-    *("micro_batch_tokens", "micro_batch_size", "gradient_checkpointing", "rollout_cache_tokens"),
-    *("ddp_timeout", "environment_timeout", "max_skipped_steps"),
-    *("reward_timeout", "reward_workers", "rollout_workers"),
-    *("on_reward_error", "reward_error_value"),
+MAY_CHANGE = PLACES | {
+    *("model_name_or_path", "value_model_name_or_path", "max_steps", "num_train_epochs"),
+    *("save_best", "save_merged", "trust_remote_code", "max_skipped_steps"),
+    *("eval_steps", "num_generations_eval", "eval_success_threshold", "gradient_checkpointing"),
+    *("micro_batch_tokens", "micro_batch_size", "rollout_cache_tokens", "rollout_workers"),
+    *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-    *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
+    *("vllm_server_timeout", "environment_timeout"),
     *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
     # Models and adapters have fingerprints.
     *("teacher_model_name_or_path", "trainer", "given_in_python"),
@@ -54,9 +57,8 @@ def check(
     running: Iterable[str],
     counters: Iterable[str],
 ) -> str:
-    """Compare `saved`, from `state.json`, with this run; return the changes to warn of.
-
-    ValueError if the runs do not match; the message has the change and the remedy.
+    """Compare `saved`, from `state.json`, with this run; return the changes to warn of. ValueError,
+    with a remedy, if the runs do not match.
     """
     if saved["counters"].keys() != set(counters):
         raise ValueError(
@@ -67,8 +69,7 @@ def check(
     fixed = saved["config"].keys() - MAY_CHANGE - WARNED
     if other := describe_changes(saved["config"], now, fixed):
         raise ValueError(
-            f"{path} was saved with another config: {other}. Resume with the same config, or start "
-            "a new run from its weights"
+            f"{path} was saved with another config: {other}. Resume with the same config"
         )
     for name, remedy in REMEDIES.items():
         if saved["fingerprints"].get(name) != fingerprints.get(name):

@@ -36,10 +36,7 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
 def check_hub(args: PolicyGradientConfig) -> None:
     """Refuse to train with push_to_hub but without a token (ValueError)."""
     if args.push_to_hub and huggingface_hub.get_token() is None:
-        raise ValueError(
-            "push_to_hub needs a Hub token: set HF_TOKEN, run `hf auth login`, or leave "
-            "push_to_hub out"
-        )
+        raise ValueError("push_to_hub needs a Hub token: set HF_TOKEN, or run `hf auth login`")
 
 
 def push(path: Path, args: PolicyGradientConfig) -> str | None:

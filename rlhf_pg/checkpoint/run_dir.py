@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -39,13 +39,23 @@ def set_aside(directory: Path) -> str | None:
 
 
 @contextmanager
-def lock(directory: Path) -> Iterator[None]:
+def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
     """Make the directory of a run, and hold its lock; the system releases it with the process.
 
-    ValueError if another run uses the directory, or it cannot be written to.
+    ValueError on all processes if another run uses the directory, or it cannot be written to.
     """
+    lock = FileLock(directory / LOCK, fallback_to_soft=False)
+    try:
+        with runtime.raise_together(ValueError):
+            if runtime.is_main:
+                _acquire(lock, directory)
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire(lock: FileLock, directory: Path) -> None:
     file = directory / LOCK
-    lock = FileLock(file, fallback_to_soft=False)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         failpoint("lock")
@@ -59,23 +69,8 @@ def lock(directory: Path) -> Iterator[None]:
     except Timeout as error:
         holder = file.read_text(errors="replace").strip()
         raise ValueError(
-            f"output_dir {directory} is in use by another run ({holder}): wait for it, end it, or "
-            "choose another"
+            f"output_dir {directory} is in use by another run ({holder}): end it, or choose another"
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning("%s cannot be locked (%s): do not use it for other runs", directory, error)
-    try:
-        file.write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """`lock` the directory on the main process; ValueError on all processes if it fails."""
-    with ExitStack() as held:
-        with runtime.raise_together(ValueError):
-            if runtime.is_main:
-                held.enter_context(lock(directory))
-        yield
+    file.write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")

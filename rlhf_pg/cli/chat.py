@@ -18,9 +18,8 @@ AGAIN = "/new"
 
 
 def chat(flags: Sequence[str]) -> None:
-    """Load a model, and answer every line until the input ends.
-
-    A model without a chat template continues each line by itself, without a history.
+    """Load a model, and answer every line until the input ends; without a chat template the model
+    continues each line by itself.
     """
     options = parser_of("chat").parse_args(flags)
     on_gpu = torch.cuda.is_available()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import rlhf_pg
 from rlhf_pg.boundary.quoted import frames, tell
 from rlhf_pg.cli.options import USAGE, parser_of
-from rlhf_pg.config.parse import fail
+from rlhf_pg.config.parse import fail, help_on_keys, load
 
 # Files of commands if their names differ, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report", "diff": "report"}
@@ -84,8 +84,7 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     if command not in ("train", "plan", "audit", "eval", "demo"):
         return parser.format_help().strip()
     from rlhf_pg.cli import recipes
-    from rlhf_pg.config import PolicyGradientConfig, help
-    from rlhf_pg.config.parse import load
+    from rlhf_pg.config import PolicyGradientConfig
 
     about = f"{parser.description} Every key of a recipe is a flag as well, and flags win."
     given = [flag for flag in flags if flag not in HELP]
@@ -96,12 +95,12 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     files, others = recipes.split_recipe(given)
     if files:
         kind = recipes.config_type_of(files, others, recipes.CONFIGS)
-        keys = help.of_config(kind, {k: v for file in files for k, v in load(file).items()})
+        keys = help_on_keys(kind, {k: v for file in files for k, v in load(file).items()})
     else:
         about += (
             f" Below are the keys that all algorithms have; `rlhf-pg {command} PRESET --help` "
             f"shows those of one. Presets: {', '.join(recipes.presets())}."
         )
-        keys = help.of_config(PolicyGradientConfig)
+        keys = help_on_keys(PolicyGradientConfig)
     parser.description = about
     return f"{parser.format_help().strip()}\n\n{keys}"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import config_of, split_recipe
-from rlhf_pg.plan.verdict import verdict
+from rlhf_pg.plan.memory import verdict
 
 
 def plan(flags: Sequence[str]) -> None:

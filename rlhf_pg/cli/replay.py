@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
-from rlhf_pg.replay.rebuild import rebuild
-from rlhf_pg.replay.replay import Replay
+from rlhf_pg.replay.replay import Replay, rebuild
 from rlhf_pg.replay.tables import show_step, show_what_if
 from rlhf_pg.replay.what_if import what_if
 from rlhf_pg.report.run_files import run_of

@@ -12,8 +12,7 @@ from rich.text import Text
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
-from rlhf_pg.replay.comparison import difference_tables, name_runs, write_comparison
-from rlhf_pg.replay.diff import describe, diff_runs
+from rlhf_pg.replay import comparison
 from rlhf_pg.report.run_files import run_of
 from rlhf_pg.report.run_page import write_report
 
@@ -31,8 +30,8 @@ def compare(flags: Sequence[str]) -> None:
     if len(options.runs) < 2:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
     directories = [run_of(name).directory for name in options.runs]
-    write_comparison(directories, Path(options.out))
-    for shown in difference_tables(name_runs(directories)):
+    comparison.write_comparison(directories, Path(options.out))
+    for shown in comparison.difference_tables(comparison.name_runs(directories)):
         if shown["rows"]:
             drawn = Table(box=None, pad_edge=False)
             for i, name in enumerate(shown["head"]):
@@ -49,10 +48,10 @@ def diff(flags: Sequence[str]) -> None:
     """Print the first difference between two runs; exit with status 1 if there is one."""
     options = parser_of("diff").parse_args(flags)
     a, b = (run_of(name).directory for name in options.runs)
-    found = diff_runs(a, b, options.rtol)
+    found = comparison.diff_runs(a, b, options.rtol)
     if options.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
     else:
-        print(visible("\n".join(describe(found, a, b))))
+        print(visible("\n".join(comparison.describe(found, a, b))))
     if found:
         raise SystemExit(1)

@@ -1,7 +1,4 @@
-"""Config keys, each with a type, a default, a range and a help text.
-
-A config is an ordinary dataclass; pydantic checks its keys, from Python, YAML and flags alike.
-"""
+"""Config keys, each with a type, a default, a range and a help text; pydantic checks them."""
 
 import dataclasses
 import inspect
@@ -97,11 +94,6 @@ def config(cls: type[C]) -> type[C]:
     made.__init__ = __init__
     made.__init__.checks_keys = True
     return made  # type: ignore[no-any-return]
-
-
-def is_config(cls: Any) -> bool:
-    """Return whether a class is a config; an ordinary dataclass derived from one is not."""
-    return hasattr(cls.__init__, "checks_keys")
 
 
 class ConfigError(ValueError):

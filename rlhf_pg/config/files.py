@@ -10,6 +10,8 @@ from typing import Any
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.config.rules import registry
 
+PROGRAMS = ("trainer", "privileged_prompt", "agent_program")
+
 
 def absolute(name: str, beside: Path | None) -> str:
     """Return the absolute path of a file or folder, or the name if there is none."""
@@ -26,9 +28,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
-        elif key in ("trainer", "privileged_prompt", "agent_program") and names_function(
-            value or ""
-        ):
+        elif key in PROGRAMS and names_function(value or ""):
             keys[key] = locate_reward(value, beside)
         elif key == "reward_funcs":
             keys[key] = [locate_reward(name, beside) for name in value]
@@ -50,9 +50,8 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
 
 
 def locate_reward(name: str, beside: Path | None) -> str:
-    """Return the name of a reward with its file, model or module made absolute, if it exists.
-
-    A module is prefixed with its directory: DIRECTORY/package.module:function.
+    """Return the name of a reward with its file, model or module made absolute, if it exists; a
+    module as DIRECTORY/package.module:function.
     """
     if name.startswith("model:"):
         return f"model:{absolute(name.removeprefix('model:'), beside)}"

@@ -1,18 +1,21 @@
-"""Parse configs: defaults < YAML < flags; all errors are reported at once."""
+"""Parse configs: defaults < YAML < flags, with all errors at once; and help on their keys."""
 
+import argparse
 import dataclasses
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.config import help
-from rlhf_pg.config.fields import ConfigError, as_list, config, is_config
+from rlhf_pg.config.fields import ConfigError, as_list, config
 from rlhf_pg.config.foreign_keys import algorithms_with
 
 logger = logging.getLogger(__name__)
@@ -36,20 +39,17 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     """Parse a config: defaults < the YAML files given as `--config` < the other flags.
 
     Of several files the later ones win. In a file for another algorithm, or for none, keys that
-    only other algorithms have are left out, so that one file serves all.
-
-    Args:
-        prog: the name of the program in `--help`.
-
-    Raises:
-        SystemExit: status 2, after a line for each wrong key, with its file if it has one.
+    only other algorithms have are left out, so that one file serves all. SystemExit with status 2,
+    after a line for each wrong key, with its file if it has one.
     """
     words = list(sys.argv[1:] if args is None else args)
     if {"-h", "--help"} & set(words):
         print(f"usage: {prog or Path(sys.argv[0]).name} [--config RECIPE] [--key value ...]\n")
-        print(help.of_config(config_type))
+        print(help_on_keys(config_type))
         raise SystemExit(0)
-    kind: Any = config_type if is_config(config_type) else config(config_type)
+    kind: Any = config_type
+    if not hasattr(kind.__init__, "checks_keys"):  # a dataclass that is derived from a config
+        kind = config(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
     values, origin = dict[str, Any](), dict[str, str]()
@@ -134,3 +134,47 @@ def fail(message: str) -> NoReturn:
 def dump(config: Any, path: Path) -> None:
     """Write the resolved config as YAML from which `parse` reads the same config."""
     path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:
+    """Return help on the keys of a config class, with a recipe's values as defaults."""
+    form = partial(argparse.HelpFormatter, max_help_position=6)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=form)
+    hints = get_type_hints(config)
+    for owner, fields in groups(config).items():
+        title = owner.__name__.removesuffix("Config").lower()
+        group = parser.add_argument_group(title, (owner.__doc__ or "").partition("\n\n")[0])
+        for field in fields:
+            made = field.default_factory is not dataclasses.MISSING
+            default = values.get(field.name, "none" if made else field.default)
+            text, names = field.metadata.get("help", ""), field.metadata.get("names", ())
+            text += f" One of: {', '.join(names)}." * bool(names)
+            several = default if isinstance(default, tuple | list) else [default]
+            shown = " ".join(map(str, several))
+            shown = shown.lower() if shown in ("True", "False", "None") else shown or "none"
+            kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {shown})"
+            group.add_argument(f"--{field.name}", metavar=kind, help=text.replace("%", "%%"))
+    return parser.format_help().strip()
+
+
+def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
+    """Group the keys of a config by the most general class that declares them."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    found = {
+        owner: [fields.pop(name) for name in inspect.get_annotations(owner) if name in fields]
+        for owner in reversed(config.__mro__)
+    }
+    return {owner: own for owner, own in found.items() if own}
+
+
+def kinds(hint: Any) -> list[str]:
+    """Return a type as flags show it: `float`, `none`, a literal word, `str ...`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return [kind for one in inner for kind in kinds(one)]
+    if origin is Literal:
+        return [str(word) for word in inner]
+    if origin is tuple:
+        return [f"{'|'.join(kinds(inner[0]))} ..."]
+    plain = {dict: ["JSON"], bool: ["true", "false"], NoneType: ["none"]}
+    return plain.get(origin or hint, [getattr(hint, "__name__", str(hint))])

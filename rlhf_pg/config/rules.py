@@ -1,7 +1,4 @@
-"""Rules on which keys go together: keys that would be ignored or wrong are refused by name.
-
-A rule yields a message for every violation; all messages are reported at once.
-"""
+"""Rules on which keys go together; each yields a message for every key that is ignored or wrong."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -94,10 +91,7 @@ def of_samples(args: Any) -> Iterator[str]:
         if value != everything and args.truncated_sampling == "refuse":
             yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
     if any({"@", "?", "#"} & set(url) for url in args.vllm_server_base_url):
-        yield (
-            "vllm_server_base_url has a user, password or query, which config.yaml would keep: "
-            "leave it out"
-        )
+        yield "vllm_server_base_url has a user, password or query, which config.yaml would keep"
     elif not args.vllm_server_base_url:
         yield "vllm_server_base_url must have a URL"
     elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url):
@@ -190,6 +184,7 @@ def of_updates(args: Any) -> Iterator[str]:
 def of_use(args: Any) -> Iterator[str]:
     """Yield the keys that would be ignored."""
     engine, given = args.rollout_engine, vars(args).get
+    of_native = "rollout_cache_tokens rollout_workers"
     in_process = "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_max_model_length"
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
     corrects = args.correction_of(engine) != "none"
@@ -202,11 +197,7 @@ def of_use(args: Any) -> Iterator[str]:
     to_go = args.teacher_placement == "reward" and not args.has_critic
     yield from idle(
         args,
-        (
-            "rollout_engine native",
-            engine in ("auto", "native"),
-            "rollout_cache_tokens rollout_workers",
-        ),
+        ("rollout_engine native", engine in ("auto", "native"), of_native),
         ("rollout_engine vllm", engine in ("auto", "vllm"), in_process),
         ("rollout_engine vllm_server", engine == "vllm_server", of_server),
         ("sampler_correction", corrects, "sampler_clip_max sampler_clip_min"),

@@ -19,7 +19,6 @@ from rlhf_pg.models.lm_head import evaluating as evaluating
 from rlhf_pg.models.loading import about as about
 from rlhf_pg.models.loading import check_directory as check_directory
 from rlhf_pg.models.loading import check_options as check_options
-from rlhf_pg.models.loading import check_vocabulary as check_vocabulary
 from rlhf_pg.models.loading import from_pretrained as from_pretrained
 from rlhf_pg.models.loading import has_tokenizer as has_tokenizer
 from rlhf_pg.models.loading import init_options as init_options
@@ -35,10 +34,11 @@ from rlhf_pg.models.loading import quantization as quantization
 from rlhf_pg.models.loading import set_options as set_options
 from rlhf_pg.models.loading import stop_token_ids as stop_token_ids
 from rlhf_pg.models.loading import tokenizer_from_pretrained as tokenizer_from_pretrained
-from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
-from rlhf_pg.models.modes import disable_dropout as disable_dropout
+from rlhf_pg.models.loading import tokenizer_of as tokenizer_of
 from rlhf_pg.models.policy import Policy as Policy
 from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
 from rlhf_pg.models.policy import Reference as Reference
 from rlhf_pg.models.policy import Teacher as Teacher
+from rlhf_pg.models.policy import checkpoint_activations as checkpoint_activations
+from rlhf_pg.models.policy import disable_dropout as disable_dropout
 from rlhf_pg.models.policy import fingerprint as fingerprint

@@ -1,6 +1,4 @@
-"""LoRA and similar adapters: a few trained weights on top of frozen ones.
-
-Policy, critic and reference are separate modules that share every frozen tensor, so the base
+"""LoRA and similar adapters; policy, critic and reference share every frozen tensor, so the base
 weights are in memory only once.
 """
 
@@ -56,10 +54,7 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     model has an adapter, a target matches no module, or the kind of adapter cannot be trained.
     """
     if isinstance(model, PeftModel):
-        raise ValueError(
-            "the model comes with an adapter, which will be trained: leave peft_config (use_peft) "
-            "out, or merge the adapter first"
-        )
+        raise ValueError("the model comes with an adapter: leave peft_config (use_peft) out")
     _check_targets(model, config)
     config = copy.deepcopy(config)
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
@@ -149,10 +144,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def merge(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain model with the adapter merged into the weights.
-
-    Weights that the adapter changes are copied; the others are shared with the original.
-    """
+    """Return a model with the adapter merged into a copy of its layers; others are shared."""
     if not isinstance(model, PeftModel):
         return model
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]

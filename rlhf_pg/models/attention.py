@@ -132,11 +132,10 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def settle_positions(model: nn.Module, longest: int) -> None:
-    """Fix the frequencies of LongRoPE (Ding et al. 2024) for rows of all lengths.
+    """Fix the frequencies of LongRoPE (Ding et al. 2024) for rows of all lengths, as vLLM does.
 
-    Such a model changes its frequencies if a row of the batch is longer than its original length,
-    in sampling from that token on, so sampling and scoring would disagree. Here the longest row of
-    the run decides, as in vLLM.
+    Such a model changes them if a row of the batch is longer than its original length, in sampling
+    from that token on, so sampling and scoring would disagree. Here the longest row decides.
     """
     rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]
     for module in rotary:

@@ -17,22 +17,19 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.masking import widen
+from rlhf_pg.models import loading
 from rlhf_pg.models.adapters import add_adapter, freeze_all_but, freeze_unread, share_frozen
 from rlhf_pg.models.lm_head import LOADED, trunk
-from rlhf_pg.models.loading import (
-    ATTENTION,
-    PLACES,
-    about,
-    check_vocabulary,
-    has_tokenizer,
-    load_model,
-    load_weights,
-    opening,
-    tokenizer_from_pretrained,
-)
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
-from rlhf_pg.models.policy import Policy, Reference, Teacher, train_as_evaluated
+from rlhf_pg.models.policy import (
+    Policy,
+    Reference,
+    Teacher,
+    checkpoint_activations,
+    checkpoints,
+    disable_dropout,
+    train_as_evaluated,
+)
 from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
@@ -115,10 +112,8 @@ class Critic(nn.Module):
         return torch.where(mask, before, 0.0), ends
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
-        """Save trunk or adapter as `from_pretrained` reads them, and the head beside them.
-
-        With `moments` of the returns the trained head predicts (R - mean) / std. It is saved, and
-        beside it a head that predicts R.
+        """Save trunk or adapter as `from_pretrained` reads them, and the head beside them; with
+        `moments` of the returns the trained head, for (R - mean) / std, and one that predicts R.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
@@ -147,7 +142,7 @@ class Critic(nn.Module):
         if self.head is not None:
             self.head.load_state_dict(self.saved_head(path))
         if isinstance(self.model, LOADED):
-            load_weights(self.model, path)
+            loading.load_weights(self.model, path)
         elif self.model is not None:
             safetensors.load_model(self.model, path / MODULE_FILE)
 
@@ -155,8 +150,8 @@ class Critic(nn.Module):
 class ActorCritic(nn.Module):
     """A policy and its critic as one module, wrapped once and trained by one optimizer.
 
-    `recompute` recomputes the activations of a separate critic in the backward pass, which reaches
-    the critic after the policy's are freed: the peak is the same as without a critic.
+    `recompute` recomputes a separate critic's activations in the backward pass, which comes after
+    the policy's are freed: the peak is the same as without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
@@ -252,15 +247,12 @@ def new_critic(
         return Critic(None, _head(policy_model, dtype))
     if random_seed is not None:
         if isinstance(policy_model, PeftModel):
-            raise ValueError(
-                "value_init random cannot be used with an adapter, which the policy has: leave it "
-                "out"
-            )
+            raise ValueError("value_init random cannot be used with an adapter: leave it out")
         bare: Any = trunk(policy_model)
         with torch.random.fork_rng(devices=[]):  # leaves other random numbers unchanged
             torch.manual_seed(random_seed)
             fresh = type(bare)(copy.deepcopy(bare.config))
-        return Critic(load_model(fresh, dtype), _head(policy_model, dtype))
+        return Critic(loading.load_model(fresh, dtype), _head(policy_model, dtype))
     if value_model is None:
         # An adapter is saved for the whole model; all but the adapter is shared with the policy.
         adapted = isinstance(policy_model, PeftModel)
@@ -278,22 +270,19 @@ def new_critic(
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
     given = (model_options or {}).items()
-    options = {k: v for k, v in given if k == ATTENTION or (path and k not in PLACES)}
-    with about(VALUE_MODEL):
-        model = load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
-    check_vocabulary(tokenizer, model, "value_model")
-    if path is not None and has_tokenizer(path):
-        with about(VALUE_MODEL):
-            own = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
-        if own.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(
-                f"value_model {path} has another vocabulary than the policy, but must read its "
-                "tokens: start the critic from a model with the same tokenizer"
-            )
+    options = {
+        k: v for k, v in given if k == loading.ATTENTION or (path and k not in loading.PLACES)
+    }
+    with loading.about(VALUE_MODEL):
+        model = loading.load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
+    loading.check_vocabulary(tokenizer, model, "value_model")
+    if path is not None and loading.has_tokenizer(path):
+        with loading.about(VALUE_MODEL):
+            loading.check_same_tokens(str(path), tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if path is not None and (file := Path(path) / HEAD_FILE).exists():
-        with about(VALUE_MODEL), opening("value head", path):
+        with loading.about(VALUE_MODEL), loading.opening("value head", path):
             head.load_state_dict(safetensors.load_file(file))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):

@@ -276,9 +276,8 @@ def _split(count: int, chunks: int) -> list[slice]:
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that `layer` is or wraps, if its output is nothing but linear.
-
-    None for an adapter, quantised weights, or a hook that expects logits.
+    """Return the linear layer that `layer` is or wraps; None for an adapter, quantised weights, or
+    a hook that expects logits.
     """
     weights = list(layer.parameters())  # access by name would make ZeRO-3 gather them
     has_hooks = bool(layer._forward_hooks or layer._backward_hooks)

@@ -32,6 +32,8 @@ from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
+from rlhf_pg.config.supervised import SupervisedConfig
+from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread, is_plain
 from rlhf_pg.models.streaming import empty_model, zeros_in_place
 
@@ -60,22 +62,13 @@ def load_policy(
     options: Mapping[str, Any] | None = None,
     empty: bool = False,
 ) -> PreTrainedModel:
-    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained.
-
-    If it may be `empty`, the weights of a model by path or Hub id stay in its files where that is
-    possible (`empty_model`).
+    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained. If it
+    may be `empty`, weights by path or Hub id stay in their files where possible (`empty_model`).
     """
     empty = empty and (peft_config is None or is_plain(peft_config))
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
-        loaded = load_model(
-            model,
-            dtype,
-            AutoModelForCausalLM,
-            quantization_config,
-            trust_remote_code,
-            options,
-            empty,
-        )
+        how = quantization_config, trust_remote_code, options, empty
+        loaded = load_model(model, dtype, AutoModelForCausalLM, *how)
     if not hasattr(loaded, "stored"):
         loaded = loaded.to(device)
     if peft_config is not None:
@@ -86,27 +79,27 @@ def load_policy(
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
         raise ValueError(
-            "every weight of the model is frozen: load its adapter with is_trainable=True, or give "
-            "peft_config or use_peft"
+            "every weight of the model is frozen: load it with is_trainable=True or give an adapter"
         )
     return loaded
 
 
 def policy_of(
     model: str | PathLike[str] | PreTrainedModel,
-    args: PolicyGradientConfig,
+    args: PolicyGradientConfig | SupervisedConfig,
     device: torch.device,
     peft_config: Any,
-    quantization_config: Any,
+    quantization_config: Any = None,
     empty: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Load the policy by a config and the arguments of a trainer."""
-    dtype: torch.dtype = getattr(torch, args.dtype)
+    """Load a model to train by a config, by default with weights in its dtype."""
+    computes: torch.dtype = getattr(torch, args.dtype)
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
-    bits = quantization(dtype) if args.load_in_4bit else quantization_config
+    bits = quantization(computes) if args.load_in_4bit else quantization_config
     code, options = args.trust_remote_code, init_options(args)
-    loaded = load_policy(model, dtype, device, peft_config, bits, code, options, empty)
+    loaded = load_policy(model, dtype or computes, device, peft_config, bits, code, options, empty)
     if args.save_merged and (bits or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded
@@ -138,9 +131,7 @@ def load_model(
     options = options or {}
     if quantization_config is not None:
         if not isinstance(model, str | PathLike):
-            raise ValueError(
-                "quantization_config is for loading: give the model as a path or Hub id"
-            )
+            raise ValueError("quantization_config is for loading: give the model as a path or id")
         if not getattr(quantization_config, "load_in_4bit", False):
             raise ValueError(
                 "quantization_config must be a BitsAndBytesConfig with load_in_4bit: in 8 bits a "
@@ -194,14 +185,9 @@ def load_model(
             made = empty_model(auto_class, name, dtype, trust_remote_code, options.get(ATTENTION))
         if made is not None:
             return made
+    given = {**options, "dtype": dtype, "quantization_config": quantization_config}
     loaded = from_pretrained(
-        auto_class,
-        model,
-        POOLER,
-        dtype=dtype,
-        quantization_config=quantization_config,
-        trust_remote_code=trust_remote_code,
-        **options,
+        auto_class, model, POOLER, trust_remote_code=trust_remote_code, **given
     )
     for module in loaded.modules():
         # bitsandbytes (0.50) repacks weights in place for some CPUs, but its backward pass then
@@ -298,9 +284,8 @@ def is_adapter(path: str | PathLike[str]) -> bool:
 
 
 def check_directory(model: str | PathLike[str]) -> None:
-    """Refuse a path without a model directory, or a Hub id if there is no network (ValueError).
-
-    A name is a path if it cannot be a Hub id, or if it begins with an existing directory.
+    """Refuse a path without a model directory, or a Hub id if there is no network (ValueError). A
+    name is a path if it cannot be a Hub id, or if it begins with an existing directory.
     """
     name = str(model)
     first = name.partition("/")[0]
@@ -354,9 +339,7 @@ def init_options(args: ModelConfig) -> dict[str, Any]:
 
 
 def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config
-    (ValueError), since some models would ignore it.
-    """
+    """Refuse what is neither an argument of `from_pretrained` nor a config field (ValueError)."""
     fields = options.keys() - PLACES - READING - {ATTENTION}
     if not fields:
         return
@@ -400,10 +383,8 @@ def load_tokenizer(
     key: str = "processing_class",
     needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, or load the one saved beside the model.
-
-    ValueError if there is none, or it has no EOS token, no pad token (`pad_token` is missing or
-    unknown), or ids beyond the model's embedding rows.
+    """Return the given tokenizer, or load the one saved beside the model; ValueError if it has no
+    EOS or pad token (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -434,6 +415,19 @@ def load_tokenizer(
     return tokenizer
 
 
+def tokenizer_of(
+    args: PolicyGradientConfig | SupervisedConfig,
+    model: PreTrainedModel,
+    given: PreTrainedTokenizerBase | None,
+    needs_eos: bool = True,
+) -> PreTrainedTokenizerBase:
+    """Return the given tokenizer, or `load_tokenizer` by a config, with its template arguments."""
+    how = args.pad_token, args.trust_remote_code, args.model_init_kwargs.get("revision")
+    tokenizer = load_tokenizer(given, model, *how, needs_eos=needs_eos)
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    return tokenizer
+
+
 def tokenizer_from_pretrained(
     path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -443,6 +437,16 @@ def tokenizer_from_pretrained(
             **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     return tokenizer
+
+
+def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, trust: bool) -> None:
+    """Refuse a model whose own tokenizer differs from that of the tokens it reads (ValueError)."""
+    own = tokenizer_from_pretrained(path, trust_remote_code=trust)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"{path} has another vocabulary than the policy, whose tokens it must read: choose a "
+            "model with the same tokenizer"
+        )
 
 
 def has_tokenizer(path: str | PathLike[str]) -> bool:

@@ -134,10 +134,7 @@ def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def lay_out_packed(batch: Batch) -> DecoderInput:
-    """Lay all real tokens one after another, (1,N), in the order of `PrefixTree`.
-
-    Indices are computed on the host and moved to the device in one piece.
-    """
+    """Lay all real tokens one after another, (1,N), in the order of `PrefixTree`."""
     rows = batch.with_counts().host_rows or ()
     device, prompt = batch.completion_ids.device, batch.prompt_ids.shape[1]
     segments = _segments(batch, rows)
@@ -335,9 +332,8 @@ class PrefixTree:
 
 
 def _blocks(spans: Sequence[Span]) -> Iterator[_Block]:
-    """Yield the blocks: a causal one for each segment, then one to it from all that continues it.
-
-    Neighbours of equal length that follow the same are together in one.
+    """Yield a causal block for each run of segments of equal length that follow the same, then one
+    to each segment from all that continues it.
     """
     for _, run in groupby(spans, key=lambda span: (span.parent, span.stop - span.start)):
         siblings = list(run)
@@ -405,10 +401,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return the operands of the kernel, (sequences,H,length,D) each.
-
-    A key head is repeated for each of its query heads.
-    """
+    """Return (sequences,H,length,D) each; a key head is repeated for each of its query heads."""
     copies = query.shape[0] // key.shape[0]
     keys = (_split(x[:, block.keys], block.sequences) for x in (key, value))
     repeated = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in keys)

@@ -1,31 +1,24 @@
-"""The policy, which scores each action; its frozen reference; and load balancing of experts."""
+"""The policy, its frozen reference, load balancing of experts, recomputation and dropout."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlhf_pg.data.batch import Batch
+from rlhf_pg.models import lm_head
 from rlhf_pg.models.adapters import adds_nothing, share_frozen
-from rlhf_pg.models.lm_head import (
-    CHUNK_SIZE,
-    ChunkedLMHead,
-    Divergence,
-    TeacherHead,
-    TokenDistribution,
-    logit_transform_of,
-    num_chunks,
-    output_layer,
-    plain,
-    token_scores,
-    trunk,
-)
+from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 
@@ -101,8 +94,6 @@ class Policy(nn.Module):
     """A causal language model that scores completions.
 
     Args:
-        model: any `transformers` decoder, with adapters or without.
-        temperature: divides every logit, as in sampling.
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
         most_tokens: the most tokens of a batch on any process.
         chunk_size: logits in memory at a time, the same on every process (`chunk_size_for`).
@@ -116,7 +107,7 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
         most_tokens: int = 1,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int = lm_head.CHUNK_SIZE,
         balanced: bool = False,
     ) -> None:
         super().__init__()
@@ -124,15 +115,19 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.chunk_size = chunk_size
-        self.head: ChunkedLMHead | None = None
+        self.head: lm_head.ChunkedLMHead | None = None
         self.drops = False  # whether training has dropout
         self.window = 0.0  # longest packed row, in tokens
-        self.teacher: TeacherHead | None = None  # for batches with `teacher_hidden`
-        transform = logit_transform_of(model)
+        self.teacher: lm_head.TeacherHead | None = None  # for batches with `teacher_hidden`
+        transform = lm_head.logit_transform_of(model)
         if transform is not None:
-            chunks = num_chunks(most_tokens, model.config.get_text_config().vocab_size, chunk_size)
-            self.head = ChunkedLMHead(model, temperature, entropy_gradient, chunks, transform)
-            self.window = packing_window(trunk(model))
+            chunks = lm_head.num_chunks(
+                most_tokens, model.config.get_text_config().vocab_size, chunk_size
+            )
+            self.head = lm_head.ChunkedLMHead(
+                model, temperature, entropy_gradient, chunks, transform
+            )
+            self.window = packing_window(lm_head.trunk(model))
         self.balance = balance_of(model, self.head is not None) if balanced else None
 
     def train(self, mode: bool = True) -> Self:
@@ -145,7 +140,7 @@ class Policy(nn.Module):
     def keep_dropout(self) -> None:
         """Train with dropout; unpacked if the attention has dropout, which ours cannot apply."""
         self.drops = True
-        self.window = self.window and packing_window(trunk(self.model), training=True)
+        self.window = self.window and packing_window(lm_head.trunk(self.model), training=True)
 
     def forward(self, batch: Batch, routes_alone: bool = False) -> Any:
         """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch,
@@ -160,12 +155,14 @@ class Policy(nn.Module):
         slots = batch.action_slots()
         logits = self.logits(batch).flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        scores = token_scores(logits, tokens, self.temperature, self.entropy_gradient)
+        scores = lm_head.token_scores(logits, tokens, self.temperature, self.entropy_gradient)
         return _spread(batch, slots, *scores)
 
     def hidden_states(self, batch: Batch) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
-        return hidden_states(trunk(self.model), batch, self.window, self.balance is not None)
+        return hidden_states(
+            lm_head.trunk(self.model), batch, self.window, self.balance is not None
+        )
 
     def score(self, batch: Batch, trunk: Hidden) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
@@ -199,9 +196,8 @@ class Policy(nn.Module):
 
 
 def train_as_evaluated(model: nn.Module) -> None:
-    """Train a model in evaluation mode, so that training and sampling have the same distribution.
-
-    Train mode is more than dropout (jitter in routers, clipped coefficients). Only parts that
+    """Train a model in evaluation mode, so that training and sampling have the same distribution:
+    train mode is more than dropout (jitter in routers, clipped coefficients). Only parts that
     recompute their activations are in train mode, without their children.
     """
     model.eval()
@@ -250,11 +246,10 @@ class Reference(nn.Module):
 
             ref <- alpha policy + (1 - alpha) ref
 
-        Buffers move too. With `alpha` 1 the reference becomes an exact copy. With a small `alpha`
-        at every step it is an exponential average; in bfloat16, moves below the last bit of a
-        weight are lost. For LoRA the factors A and B are averaged, not their product.
-
-        `gathered(own, theirs, write=True)` is entered around each move, for sharded tensors.
+        Buffers move too; with `alpha` 1 the reference becomes an exact copy. In bfloat16, moves
+        below the last bit of a weight are lost. For LoRA the factors A and B are averaged, not
+        their product. `gathered(own, theirs, write=True)` is entered around each move, for sharded
+        tensors.
         """
         pairs = zip(policy.parameters(), self.policy.parameters(), strict=True)
         buffers = zip(policy.buffers(), self.policy.buffers(), strict=True)
@@ -281,17 +276,16 @@ class Reference(nn.Module):
 
 
 class Teacher(Reference):
-    """A frozen policy whose distribution the trained policy is pulled towards.
-
-    `divergence` is of whole distributions; None if only sampled tokens are compared.
+    """A frozen policy whose distribution the trained policy is pulled towards; `divergence` is of
+    whole distributions, or None.
     """
 
-    def __init__(self, policy: Policy, moves: bool, divergence: Divergence | None) -> None:
+    def __init__(self, policy: Policy, moves: bool, divergence: lm_head.Divergence | None) -> None:
         super().__init__(policy, moves)
         self.divergence = divergence
-        layer = output_layer(self.policy.model)
+        layer = lm_head.output_layer(self.policy.model)
         # Looked up before sharding, and in a list, so that it is not a second child.
-        self.layer = [None if self.policy.head is None or layer is None else plain(layer)]
+        self.layer = [None if self.policy.head is None or layer is None else lm_head.plain(layer)]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
@@ -306,14 +300,14 @@ class Teacher(Reference):
         hidden[slots] = before
         return self.policy.score(batch, trunk).logprobs, hidden.view(*batch.action_mask.shape, -1)
 
-    def head(self, whole: Callable[[Tensor], Tensor]) -> TeacherHead | None:
+    def head(self, whole: Callable[[Tensor], Tensor]) -> lm_head.TeacherHead | None:
         """Return the head for a policy to compare with; `whole` gathers a sharded weight."""
         (layer,), head = self.layer, self.policy.head
         if self.divergence is None or layer is None or head is None:
             return None
         bias = None if layer.bias is None else whole(layer.bias)
-        distribution = TokenDistribution(head.temperature, head.transform, False)
-        return TeacherHead(whole(layer.weight), bias, distribution, self.divergence)
+        distribution = lm_head.TokenDistribution(head.temperature, head.transform, False)
+        return lm_head.TeacherHead(whole(layer.weight), bias, distribution, self.divergence)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -335,3 +329,70 @@ def fingerprint(module: nn.Module) -> str:
 def has_experts(model: nn.Module) -> bool:
     """Return whether the model is a mixture of experts."""
     return any(".experts." in name for name, _ in model.named_parameters())
+
+
+def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
+    """Recompute activations in the backward pass; `offload` keeps layer inputs on the host."""
+    if not isinstance(model, lm_head.LOADED):
+        return
+    configs = configs_of(model)
+
+    def contexts(part: nn.Module) -> tuple[Any, Any]:
+        names = [config._attn_implementation for config in configs]  # for the recomputation too
+        return _as_forward(part, configs, names), _as_forward(part, configs, names)
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            part._gradient_checkpointing_func = partial(
+                _offload if offload else checkpoint,
+                use_reentrant=False,
+                context_fn=partial(contexts, part),
+            )
+
+
+@contextmanager
+def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterator[None]:
+    """Use the same attention in the forward pass and its recomputation, and the mode of the
+    children, since a part's own only switches recomputation on.
+    """
+    own = part.training
+    part.training = all(child.training for child in part.children())
+    try:
+        with replace_attention(configs, names):
+            yield
+    finally:
+        part.training = own
+
+
+def _offload(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Recompute a layer like `checkpoint`, from inputs kept on the host."""
+    kept: Any = save_on_cpu(pin_memory=True)
+    if any(isinstance(x, FakeTensor) for x in inputs):
+        # Fake tensors only measure the device's memory, so they are not kept on the host.
+        kept = saved_tensors_hooks(
+            lambda x: (x.new_empty(0), x.shape), lambda saved: saved[0].new_empty(saved[1])
+        )
+    with kept:
+        return checkpoint(layer, *inputs, **options)
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Return whether any part of the model recomputes its activations."""
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+def offloads(model: nn.Module) -> bool:
+    """Return whether recomputation starts from inputs in the host's memory."""
+    functions = (getattr(part, "_gradient_checkpointing_func", None) for part in model.modules())
+    return any(getattr(function, "func", None) is _offload for function in functions)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0, in modules and in rates that attention functions read."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

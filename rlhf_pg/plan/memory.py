@@ -1,14 +1,20 @@
-"""Bytes on one process, part by part, while it updates and while it samples; the models are built
-from configs, without reading any weights.
+"""Bytes on one process, part by part, while it updates and while it samples, whether they fit, and
+changes that would make them fit; the models are built from configs, without reading any weights.
 """
 
+import dataclasses
 import math
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -22,6 +28,7 @@ from rlhf_pg.models import Critic, Policy, adapter_of, assemble
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.trainers.token_budget import (
+    SHARDINGS,
     SHARE,
     Growth,
     Sharding,
@@ -35,6 +42,11 @@ from rlhf_pg.trainers.token_budget import (
 META = torch.device("meta")
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the unquantized layers
 CPU_CACHE = 4 * 2**30  # bytes of the native engine's cache on a CPU
+BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
+# Keys that save memory, by what they cost; each is tried together with those before it.
+SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "gradient_checkpointing": True}
+SAVINGS |= {"dtype": "bfloat16", "use_peft": True}
+GIB = 2**30
 
 
 class MetaModels(NamedTuple):
@@ -68,11 +80,10 @@ def build_meta_models(
     kind: str = "cpu",
     memory: float | None = None,
 ) -> MetaModels:
-    """Build the models of a recipe on the meta device.
+    """Build the models of a recipe on the meta device; ValueError if there is none.
 
     Prompts have `max_prompt_length` tokens, or else the longest of the recipe's data. Kernels are
-    those of `device`, which is here; the run has a `kind` of device, "cuda" or "cpu", and GPUs with
-    `memory` bytes. ValueError if there is no such model, or the config is refused.
+    those of `device`, which is here; the run has a `kind` of device, and GPUs with `memory` bytes.
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -202,3 +213,82 @@ def _weight_bytes(
         moves = meta.args.teacher_mixup_alpha > 0
         parts["teacher"] = copy_bytes(meta.args, meta.policy, moves, *place)
     return parts
+
+
+def verdict(
+    args: PolicyGradientConfig,
+    sharding: str,
+    processes: int,
+    here: torch.device,
+    kind: str,
+    room: float,
+    name: str,
+) -> Iterator[Table | Text]:
+    """Yield the bytes by part, whether they fit into `room` bytes on each process, and flags with
+    which they would: keys first, then more GPUs, and if need be both. Kernels are those of `here`;
+    the run has a `kind` of device, called `name`, and a `sharding` of `BY_FLAG`.
+    """
+
+    def build(**changes: Any) -> MetaModels:
+        chosen = dataclasses.replace(args, **changes)
+        return build_meta_models(chosen, here, kind, room if kind == "cuda" else None)
+
+    def estimate(meta: MetaModels, sharding: str, processes: int) -> Memory:
+        return predict_memory(meta, BY_FLAG[sharding], processes, room, kind)
+
+    meta = build()
+    memory = estimate(meta, sharding, processes)
+    spare = (room - memory.peak) / GIB
+    where = f"one {name}" if processes == 1 else f"{processes} x {name}"
+    sizes = f"{_short(memory.peak / GIB)} of {_short(room / GIB)} GiB"
+    yield _table(memory)
+    yield Text(
+        f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
+        f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
+        "completions sampled at a time by the native engine."
+    )
+    if spare >= 0:
+        yield Text(f"It fits on {where}, with {_short(spare)} GiB to spare: {sizes}.")
+        return
+    yield Text(
+        f"It does not fit on {where}, by {_short(-spare)} GiB: {sizes}. What would make it fit:"
+    )
+    changes, tried, fits = dict[str, Any](), meta, False
+    for key, value in SAVINGS.items():
+        if not fits and getattr(args, key) not in (value, "offload"):
+            with suppress(ValueError):  # the recipe has a key that forbids this one
+                tried = build(**changes, **{key: value})
+                changes[key] = value
+                fits = estimate(tried, sharding, processes).peak <= room
+    four = tried._replace(args=dataclasses.replace(tried.args, load_in_4bit=True))
+    if not fits and sharding == "ddp" and estimate(four, sharding, processes).peak <= room:
+        changes["load_in_4bit"] = fits = True
+    if fits:
+        yield _flags(changes)
+    layouts = ("ddp",) if args.load_in_4bit else ("zero2", "zero3")  # 4-bit weights are not sharded
+    for more, built in [({}, meta)] if fits else [({}, meta), (changes, tried)]:
+        for count, layout in product((2, 4, 8, 16, 32, 64), layouts):
+            if count >= processes and estimate(built, layout, count).peak <= room:
+                yield _flags(more | {"num_processes": count, "sharding": layout})
+                return
+    if not fits:
+        yield Text("  nothing that was tried: take a smaller model")
+
+
+def _flags(keys: Mapping[str, Any]) -> Text:
+    return Text("  " + " ".join(f"--{key} {value}" for key, value in keys.items()))
+
+
+def _table(memory: Memory) -> Table:
+    unit, name = (GIB, "GiB") if memory.peak >= GIB else (2**20, "MiB")
+    table = Table(f"{name} on each process", "update", "rollout")
+    phases = (memory.update, memory.rollout)
+    for part in dict.fromkeys([*memory.update, *memory.rollout]):
+        if any(sizes := [phase.get(part, 0.0) for phase in phases]):
+            table.add_row(part, *(_short(size / unit) for size in sizes))
+    table.add_row("total", *(_short(sum(x.values()) / unit) for x in phases), style="bold")
+    return table
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,9 +1,8 @@
-"""Replay a step of a run from the checkpoint before it.
-
-Ids and scores come from the record of the step, so no engine or reward is called; updates do not
-depend on the clock, and checkpoints are exact.
+"""Replay a step of a run from the checkpoint before it, bit for bit: ids and scores come from the
+record of the step, so no engine or reward is called.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.checkpoint import atomic
+from rlhf_pg.config.parse import parse
 from rlhf_pg.data.batch import Batch, pad_rows
-from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens, compare_weights
+from rlhf_pg.replay.comparison import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
-from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.rewards.named import PYTHON, make_rewards
+from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer, trainer_type
 from rlhf_pg.trainers.sampler import prompt_and_completion
 
 
@@ -35,9 +37,8 @@ class Made:
 class Replay:
     """Replays the steps of a run with a trainer that has its config and Python arguments.
 
-    It does not write to the run directory, by default the trainer's `output_dir`, and calls no
-    callback. All methods are collective. ValueError if there is no run, or its initial weights are
-    not the trainer's.
+    It neither writes to the run directory nor calls a callback. All methods are collective.
+    ValueError if there is no run, or its initial weights are not the trainer's.
     """
 
     def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
@@ -67,11 +68,9 @@ class Replay:
                 )
 
     def make(self, step: int, resample: bool = False) -> Made:
-        """Replay a step, counted from 1; with `resample` sample and score again, too.
-
-        Raises:
-            ValueError: the run did not take the step, its record or an earlier checkpoint is
-                missing, or an external judge, server or environment would be called.
+        """Replay a step, counted from 1; with `resample` sample and score again, too. ValueError if
+        the run did not take it, its record or an earlier checkpoint is missing, or something
+        external would be called.
         """
         self.go_to(step - 1)
         trainer, meter = self.trainer, Meter()
@@ -81,8 +80,7 @@ class Replay:
             asked += [trainer.engine_name] * (trainer.engine_name != "native")
             if asked:
                 raise ValueError(
-                    f"--resample would ask {', '.join(asked)} again, which may not answer as "
-                    "before: leave it out"
+                    f"--resample would ask {', '.join(asked)} again, which may not answer as before"
                 )
             with torch.no_grad():
                 batch = trainer.sampler.next_batch(trainer.state.prompt_index, meter)
@@ -125,8 +123,7 @@ class Replay:
         elif now < began:
             raise ValueError(
                 f"the run was resumed from a checkpoint of step {began} that is missing "
-                "(resume_from_checkpoint), and has none of its own before "
-                f"step {step + 1}: put one back"
+                f"(resume_from_checkpoint), and has none before step {step + 1}: put one back"
             )
         while trainer.state.step < step:
             trainer.learn(self.batch(trainer.state.step + 1), Meter())
@@ -203,3 +200,42 @@ class Replay:
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place
         return None
+
+
+def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
+    """Make the trainer of a run from its config.yaml, with other keys; else ValueError. A reward
+    given in Python that cannot be found by name is not called.
+    """
+    if not run.config:
+        raise ValueError(f"{run.directory} holds no run: it lacks config.yaml")
+    algorithm = run.config.get("algorithm")
+    if algorithm not in TRAINERS:
+        raise ValueError(
+            f"{run.directory / 'config.yaml'}: the key algorithm must be one of "
+            f"{', '.join(TRAINERS)}, got {show(algorithm)}"
+        )
+    kind = trainer_type(algorithm, run.config.get("trainer"))
+    recipe = ["--config", str(run.directory / "config.yaml")]
+    args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
+    given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]
+    given += ["its data"] * (args.task is None and not args.dataset_name)
+    if given:
+        how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
+        raise ValueError(f"the run was given {', '.join(given)} in Python: {how}")
+    if not keys:  # the same run, perhaps in another directory now
+        args = dataclasses.replace(args, output_dir=str(run.directory))
+    names, options, functions = args.reward_funcs, args.reward_options, list[Any]()
+    if any(name.startswith(PYTHON) for name in names):
+        args = dataclasses.replace(args, reward_funcs=(), reward_options={})
+        for name in names:
+            own = {name: options[name]} if name in options else {}
+            functions += [_missing(name)] if name.startswith(PYTHON) else make_rewards([name], own)
+    return kind(args=args, reward_funcs=functions)
+
+
+def _missing(name: str) -> Any:
+    def missing(**_: Any) -> Any:
+        raise ValueError(f"{quote(name)} was given in Python, and is not there to be asked")
+
+    missing.__name__ = name.removeprefix(PYTHON)
+    return missing

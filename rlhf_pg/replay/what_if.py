@@ -74,11 +74,9 @@ class WhatIf:
 
 
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
-    """Compare a step with the same under the config of another trainer; neither takes it.
-
-    The other trainer gets state and completions of the run, and only computes rewards, if these
-    differ. ValueError if there are several processes, no key differs, or a key differs that would
-    have changed the completions.
+    """Compare a step with the same under the config of another trainer, which only computes
+    rewards, if these differ; neither takes it. ValueError if there are several processes, no key
+    differs, or a key differs that would have changed the completions.
     """
     own = replay.trainer
     other.on_resume(replay.run.config)
@@ -115,24 +113,17 @@ def _changes(
     if own.runtime.world > 1 or own.runtime.kind != "DDP":
         raise ValueError("replay with other keys runs in one process: use no launcher")
     before, after = (asdict(one.resolved_args()) for one in (own, other))
-    changes = {
-        key: (before[key], after[key])
-        for key in before
-        if key != "output_dir" and before[key] != after[key]
-    }
+    others = [key for key in before if key != "output_dir" and before[key] != after[key]]
+    changes = {key: (before[key], after[key]) for key in others}
     for key in changes:
         if key in OTHER_RUN:
-            raise ValueError(
-                f"{key} cannot be changed for existing completions: train another run, and "
-                "compare the two with rlhf-pg compare"
-            )
+            raise ValueError(f"{key} cannot be changed for existing completions: train another run")
         if key in REWARDS and has_episodes:
             raise ValueError(f"{key} cannot be changed for episodes, which are not played again")
     estimator = after["advantage_estimator"]
     if estimator in NEED_GREEDY and before["advantage_estimator"] not in NEED_GREEDY:
         raise ValueError(
-            f"advantage_estimator {estimator} needs greedy completions, which the run did not "
-            "sample: choose another"
+            f"advantage_estimator {estimator} needs greedy completions: choose another"
         )
     if not changes:
         raise ValueError("no key differs from the run's: name one, such as --beta 0.1")

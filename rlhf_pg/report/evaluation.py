@@ -27,9 +27,8 @@ def tables(
     sets: Sequence[str],
     columns: Sequence[str] = ("sampled", "greedy"),
 ) -> list[Table]:
-    """Return a table for each evaluation set (one without a name is ""), and for their mean.
-
-    Rewards that never reach the threshold of pass@k, such as penalties, have no row for it.
+    """Return a table for each evaluation set (one without a name is ""), and for their mean;
+    rewards that never reach the threshold have no row for pass@k.
     """
     heads = {name: f"eval_{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
     known = intervals(metrics)

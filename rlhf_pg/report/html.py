@@ -26,10 +26,7 @@ OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 def table(
     title: str, head: list[str], rows: list[list[str]], dimmed: int = 0, note: str = ""
 ) -> dict[str, Any]:
-    """Return a small text table for a page, with control characters made visible.
-
-    The last `dimmed` rows are shown dimmed; the note is below the title.
-    """
+    """Return a text table for a page, in visible characters; the last `dimmed` rows are dim."""
     return {
         "title": visible(title),
         "head": list(map(visible, head)),
@@ -42,9 +39,8 @@ def table(
 def write_document(
     path: Path, title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
 ) -> None:
-    """Write a page with data for its script, and packed tokens by step.
-
-    The earlier page stays intact until the new one is complete, and after an OSError.
+    """Write a page with data for its script, and packed tokens by step; until it is complete, and
+    after an OSError, the earlier page stays.
     """
     style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"]

@@ -19,16 +19,7 @@ from safetensors import SafetensorError
 from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.report.run_files import (
-    COMPLETIONS,
-    METRICS,
-    TOKENS,
-    TRACE,
-    JsonLines,
-    StepRecord,
-    read,
-    tokens_file,
-)
+from rlhf_pg.report import run_files
 from rlhf_pg.report.troubles import troubles
 
 logger = logging.getLogger(__name__)
@@ -59,14 +50,14 @@ class Journal:
             self.say(f"resuming after step {after_step}")
         elif (moved := set_aside(directory)) is not None:
             self.say(moved)
-        self._metrics = JsonLines(directory / METRICS, after_step)
-        self._completions = JsonLines(directory / COMPLETIONS, after_step)
-        self._trace = JsonLines(directory / TRACE, after_step, synced=False)
+        self._metrics = run_files.JsonLines(directory / run_files.METRICS, after_step)
+        self._completions = run_files.JsonLines(directory / run_files.COMPLETIONS, after_step)
+        self._trace = run_files.JsonLines(directory / run_files.TRACE, after_step, synced=False)
         self._directory = directory
         self._report_due, self._report_failed = time.monotonic() + FIRST, False
-        self._lines = read(directory / METRICS)
+        self._lines = run_files.read(directory / run_files.METRICS)
         self._warned = {trouble.title for trouble in troubles(self._lines)}
-        for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+        for file in (directory / run_files.TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
             if int(file.stem[-8:]) > after_step:  # a resumed run repeats this step
                 file.unlink()
 
@@ -86,9 +77,7 @@ class Journal:
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
-        """Show a progress bar in a terminal or a notebook with ipywidgets, or else about twenty
-        lines, and report at the end.
-        """
+        """Show a progress bar, or about twenty lines if it cannot move; report at the end."""
         self._total = total_steps
         self._bar.update(self._task, total=total_steps)
         self._show(self._bar.start)
@@ -145,14 +134,14 @@ class Journal:
         if self.is_main:
             self._trace.write(line)
 
-    def record(self, record: StepRecord) -> None:
+    def record(self, record: run_files.StepRecord) -> None:
         """Save the record of a step, and show some of its completions, escaped."""
         if not self.is_main:
             return
         step = record.trace["step"]
         self._trace.write(record.trace)
         for tokens, greedy in ((record.tokens, False), (record.greedy, True)):
-            file = tokens_file(self._directory, step, greedy)
+            file = run_files.tokens_file(self._directory, step, greedy)
             try:
                 if tokens is not None:
                     tokens.save(file)

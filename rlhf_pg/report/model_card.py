@@ -1,7 +1,5 @@
-"""The model card of a run, `final/README.md`: method, data, rewards, settings and curves.
-
-Names and texts in it are untrusted: they are escaped, and paths of this machine and addresses of
-servers are left out.
+"""The model card of a run, `final/README.md`. Names and texts in it are untrusted: they are
+escaped, and paths of this machine and addresses of servers are left out.
 """
 
 import html
@@ -18,7 +16,8 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from rlhf_pg.boundary.quoted import quote, visible
-from rlhf_pg.report.run_files import PACKAGES, PLACES, RunFiles, version
+from rlhf_pg.checkpoint.compatibility import PLACES
+from rlhf_pg.report.run_files import PACKAGES, RunFiles, version
 
 MOST_ROWS = 12  # rows in the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
@@ -36,9 +35,8 @@ PAPERS = {
 
 
 def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Path) -> str:
-    """Return the model card of a run in Markdown, from its config and `metrics.jsonl`.
-
-    The config includes the name of the algorithm; `fingerprint` is the training data's.
+    """Return the model card in Markdown, from a config with its algorithm, the fingerprint of the
+    training data, and the run's `metrics.jsonl`.
     """
     algorithm = str(config["algorithm"])
     base = config.get("model_name_or_path")

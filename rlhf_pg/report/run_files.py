@@ -41,13 +41,6 @@ TOKENS = "tokens"
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
-# Keys of a config with locations, which do not affect the result.
-PLACES = {
-    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
-    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
-    "vllm_sync_directory",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +65,9 @@ class Start:
 class StepTokens:
     """The N completions of a step with their M tokens, one completion after another.
 
-    `numbers` are NaN where the policy did not choose the token. "advantage" and "sampler_logprob"
-    are exact; other numbers, in logged steps, are rounded to float16. The texts of a logged step
-    join to the completions; a token that ends within a character has an empty text, and the next
-    one has the character.
+    `numbers` are NaN where the policy did not choose the token; only `EXACT` ones are not rounded
+    to float16. The texts of a logged step join to the completions; a token that ends within a
+    character has an empty text, and the next one has the character.
     """
 
     prompt_index: NDArray[np.int64]  # (N,)

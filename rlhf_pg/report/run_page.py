@@ -68,11 +68,7 @@ OF_SEVERAL_UPDATES = ("approx_kl", "ratio", "ratio_overflow", "clip_ratio/*")
 
 
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
-    """Write the report of a run, only from its files, and return its path.
-
-    Data that a killed or old run lacks are not shown. With `running` the page reloads itself, since
-    the run updates it.
-    """
+    """Write the report of a run from its files; `running`, it reloads itself. Return its path."""
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
     lines, curve = files.metrics, curve_data(files)
@@ -126,9 +122,8 @@ def _subtitle(files: RunFiles) -> list[str]:
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts of these metrics, in order; each metric is in one of them.
-
-    A chart has a heading (`group`), a `title`, a description (`what`), and `keys`.
+    """Return the charts of these metrics, in order, as dicts of `group`, `title`, `what` and
+    `keys`; each metric is in one of them.
     """
     left = [key for key in keys if key not in NO_CURVES]
     charts, group = [], ""

@@ -78,14 +78,10 @@ class LoggedSteps:
             entries: dict[tuple[int, str], int] = {}
             pairs = zip(tokens.ids.tolist(), tokens.texts, strict=True)
             entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
-            header |= {
-                "tokens": len(tokens.ids),
-                "columns": [name for name in NAMES if name in tokens.numbers],
-                "vocabulary": {
-                    "ids": [one for one, _ in entries],
-                    "texts": [visible(text) for _, text in entries],
-                },
-            }
+            ids, texts = zip(*entries, strict=True) if entries else ((), ())
+            header["vocabulary"] = {"ids": ids, "texts": list(map(visible, texts))}
+            header["columns"] = [name for name in NAMES if name in tokens.numbers]
+            header["tokens"] = len(tokens.ids)
             arrays.append(_planes(np.array(entry, "<u4")))
             arrays.append(tokens.action.astype(np.uint8).tobytes())
             arrays += [_planes(half(tokens.numbers[name])) for name in header["columns"]]
@@ -96,15 +92,9 @@ class LoggedSteps:
             if index not in numbers:
                 numbers[index] = len(prompts)
                 prompts.append({"index": index, "turns": _turns(record.get("prompt"))})
-            completions.append(
-                {
-                    "prompt": numbers[index],
-                    "sample": sample,
-                    "length": length,
-                    "turns": _turns(record.get("completion")) if length is None else None,
-                    **_facts(record, self.weights),
-                }
-            )
+            turns = _turns(record.get("completion")) if length is None else None
+            own = {"prompt": numbers[index], "sample": sample, "length": length, "turns": turns}
+            completions.append(own | _facts(record, self.weights))
         header |= {"prompts": prompts, "completions": completions}
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         return gzip.compress(b"".join([struct.pack("<I", len(text)), text, *arrays]), 6, mtime=0)
@@ -176,10 +166,7 @@ def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str,
 
 
 def _turns(said: Any) -> list[list[str]]:
-    """Return the roles and texts of a chat; for plain text one pair without a role.
-
-    Parts other than text, tool calls and other fields of a message are shown as JSON.
-    """
+    """Return roles and texts of a chat, or one text without a role; other parts are JSON."""
     turns = []
     for one in said if isinstance(said, list) else [said] if said else []:
         turn = one if isinstance(one, dict) else {"content": one}

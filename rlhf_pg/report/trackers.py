@@ -27,11 +27,7 @@ PROJECT = "rlhf_pg"
 
 
 class Trackers:
-    """The trackers of the main process; other processes open none.
-
-    In `Accelerator` a tracker that fails would end the others and the run. `names` come from
-    `report_to`; ValueError if a tracker is not installed.
-    """
+    """The trackers `names` of the main process, which fail alone; ValueError if not installed."""
 
     def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
         for name in names:
@@ -46,10 +42,8 @@ class Trackers:
     def open(
         self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
     ) -> Iterator[None]:
-        """Open the trackers for a run, and close them at its end.
-
-        If a tracker cannot start, a resumed run goes on without it; a new run raises ValueError, on
-        all processes so that none hangs.
+        """Open the trackers for a run, and close them at its end. If one cannot start, a resumed
+        run goes on without it; a new run raises ValueError on all processes.
         """
         try:
             failure = self._start(directory, run_name, config)

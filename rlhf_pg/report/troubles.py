@@ -190,9 +190,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 def _stretch(
     points: Points, is_bad: Callable[[float], bool], window: int
 ) -> tuple[int, int | None] | None:
-    """Return the latest stretch of steps with a bad mean of the window, if any.
-
-    Of windows of two steps it is the first, which may have ruined the policy.
+    """Return the latest stretch of steps with a bad mean of the window, if any; of windows of two
+    steps the first, which may have ruined the policy.
     """
     bad = [
         is_bad(fmean(value for _, value in points[end - window : end]))

@@ -32,7 +32,7 @@ from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import SHARE, with_system
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.supervised.examples import load_all, settle_data
+from rlhf_pg.supervised.examples import left_over, load_all, settle_data
 from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
@@ -155,39 +155,28 @@ def load_pairs(
 ) -> list[Pair]:
     """Tokenize both texts of every pair; strings end with the EOS if `args.append_eos`.
 
-    The columns are `chosen` and `rejected`, and optionally `prompt` and `margin`. ValueError, with
-    the name of the dataset, if there are no rows, a column is missing, or a pair is invalid: equal
-    texts, a text of more than `limit` tokens, chats without a chat template.
+    ValueError, with the name of the dataset, if there are no rows, a column is missing, or a pair
+    is invalid: equal texts, a text of more than `limit` tokens, chats without a chat template.
     """
     with models.about(name):
         dataset = as_dataset(dataset)
-        if not len(dataset):
-            raise ValueError("it has no rows: give some")
         if missing := {"chosen", "rejected"} - set(dataset.column_names):
             raise ValueError(
                 f"the dataset has no column {min(missing)!r} (it has "
-                f"{', '.join(dataset.column_names)}): rename the one with these texts, for "
-                "example by dataset_columns"
+                f"{', '.join(dataset.column_names)}): rename one by dataset_columns"
             )
-        pairs = []
+        pairs: list[Pair | None] = []
         for row, texts in enumerate(dataset):
             pair = _tokenize_pair(texts, args, tokenizer, row)
             size = max(len(pair.chosen), len(pair.rejected))
-            if limit is None or size <= limit:
-                pairs.append(pair)
-            elif args.long_examples == "error":
+            fits = limit is None or size <= limit
+            pairs.append(pair if fits else None)
+            if not fits and args.long_examples == "error":
                 raise ValueError(
-                    f"a text in row {row} has {size} tokens, more than the {limit} that "
-                    "max_length or the model's positions allow: set long_examples to drop, or "
-                    "shorten them"
+                    f"a text in row {row} has {size} tokens, more than the {limit} of max_length "
+                    "or the model: set long_examples to drop, or shorten them"
                 )
-        if not pairs:
-            raise ValueError(
-                f"each of its {len(dataset)} pairs is too long: raise max_length, or shorten them"
-            )
-    if len(pairs) < len(dataset):
-        print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
-    return pairs
+    return left_over(pairs, name, "pairs")
 
 
 def _tokenize_pair(
@@ -217,9 +206,8 @@ def _tokenize_pair(
 
 
 def _without_repeats(prompt: Any, text: Any) -> tuple[Any, Any]:
-    """Return prompt and text as messages if either is, without messages that are in both.
-
-    Public datasets repeat the prompt as text beside whole conversations.
+    """Return prompt and text as messages if either is, without messages in both: public datasets
+    repeat the prompt as text beside whole conversations.
     """
     if isinstance(text, str) and isinstance(prompt, list):
         return prompt, [{"role": "assistant", "content": text}]

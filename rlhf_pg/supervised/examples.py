@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,15 +12,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.chat import encode, set_template_arguments
+from rlhf_pg.data.chat import encode
 from rlhf_pg.data.inputs import load_data, make_sets
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import make_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
-from rlhf_pg.models import about, load_tokenizer, max_positions
+from rlhf_pg.models import about, max_positions, tokenizer_of
 
 UNLABELLED = -100  # the label that losses of transformers ignore
 
+Made = TypeVar("Made")
 Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 
 
@@ -64,9 +65,8 @@ class ExampleMaker:
         if self.limit is not None and len(ids) > self.limit:
             if self.args.long_examples == "error":
                 raise ValueError(
-                    f"row {number} has {len(ids)} tokens, more than the {self.limit} that "
-                    "max_length or the model's positions allow: set long_examples to drop or "
-                    "truncate, or shorten them"
+                    f"row {number} has {len(ids)} tokens, more than the {self.limit} of max_length "
+                    "or the model: set long_examples to drop or truncate, or shorten them"
                 )
             ids, mask = ids[: self.limit], mask[: self.limit]
             if self.args.long_examples == "drop" or not any(mask[1:]):
@@ -101,8 +101,7 @@ class ExampleMaker:
         """Encode text after a prompt, tokenized together if that keeps the prompt's tokens."""
         if self.args.assistant_only_loss:
             raise ValueError(
-                f"row {number} is text, but assistant_only_loss is for chats: leave it out, or "
-                "give messages"
+                f"row {number} is text, but assistant_only_loss is for chats: leave it out"
             )
         if not isinstance(text, str) or not text:
             raise ValueError(f"the text in row {number} must be text, got {show(text)}")
@@ -120,10 +119,8 @@ class ExampleMaker:
 def load_examples(
     data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
 ) -> list[Example]:
-    """Make the examples of a dataset with columns `prompt` and `completion` (or `answer`),
-    `messages`, or `text`, of at most `limit` tokens.
-
-    ValueError, with the dataset's name, if a column is missing, a row is invalid, or none is left.
+    """Make the examples of a dataset, of at most `limit` tokens; ValueError, with its name, if a
+    column is missing, a row is invalid, or none is left.
     """
     with about(name):
         data = as_dataset(data)
@@ -137,25 +134,27 @@ def load_examples(
             )
         if args.completion_only_loss and not has_prompts:
             raise ValueError(
-                "completion_only_loss needs columns prompt and completion: it has "
-                f"{', '.join(columns)}"
+                f"completion_only_loss needs columns prompt and completion; it has {columns}"
             )
         made = [maker(row, number) for number, row in enumerate(data)]
-    kept = [example for example in made if example is not None]
+    return left_over(made, name)
+
+
+def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> list[Made]:
+    """Return what is not None, and print how many were too long; ValueError if nothing is left."""
+    kept = [one for one in made if one is not None]
     if not kept:
-        long = f"each of its {len(made)} rows is too long: raise max_length, or shorten them"
+        long = f"each of its {len(made)} {what} is too long: raise max_length, or shorten them"
         raise ValueError(f"{name}: {long if made else 'it has no rows: give some'}")
     if len(kept) < len(made):
-        print(f"{name}: {len(made) - len(kept)} of {len(made)} rows are too long: left out")
+        print(f"{name}: {len(made) - len(kept)} of {len(made)} {what} are too long: left out")
     return kept
 
 
 def settle_data(
     args: SupervisedConfig, train_dataset: Any, eval_dataset: Any
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return training rows and held-out sets by name, given or named by the config, with their
-    prompts; ValueError if there are none, or a named dataset does not exist.
-    """
+    """Return training rows and held-out sets by name; ValueError if there are none."""
     train, held_out = load_data(args, train_dataset, eval_dataset)
     train = make_prompts(train, args, "train_dataset", of_texts=False)
     return train, make_sets(held_out, args, of_texts=False)
@@ -170,15 +169,7 @@ def load_all(
     needs_eos: bool = True,
 ) -> tuple[PreTrainedTokenizerBase, Any, dict[str, Any]]:
     """Return the tokenizer, and what `load` makes of the training data and of the held-out sets."""
-    tokenizer = load_tokenizer(
-        processing_class,
-        model,
-        args.pad_token,
-        args.trust_remote_code,
-        args.model_init_kwargs.get("revision"),
-        needs_eos=needs_eos,
-    )
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    tokenizer = tokenizer_of(args, model, processing_class, needs_eos)
     limits = [n for n in (args.max_length, max_positions(model)) if n is not None]
     make = partial(load, args=args, tokenizer=tokenizer, limit=min(limits, default=None))
     train, sets = make(data[0], name="train_dataset"), data[1].items()

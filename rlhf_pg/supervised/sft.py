@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     DataCollatorWithFlattening,
@@ -70,19 +69,8 @@ def train_sft(
     peft_config, model = models.adapter_of(args, peft_config), model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
-    frozen = peft_config is not None
-    computes: torch.dtype = getattr(torch, args.dtype)
-    policy = models.load_policy(
-        model,
-        computes if frozen else weight_dtype(args),
-        runtime.loading_device,
-        peft_config,
-        models.quantization(computes) if args.load_in_4bit else None,
-        args.trust_remote_code,
-        models.init_options(args),
-    )
-    if args.save_merged and (args.load_in_4bit or not isinstance(policy, PeftModel)):
-        raise ValueError("save_merged is for a model with an adapter on unquantized weights")
+    dtype = weight_dtype(args) if peft_config is None else None  # frozen weights are not updated
+    policy = models.policy_of(model, args, runtime.loading_device, peft_config, dtype=dtype)
     tokenizer, examples, held_out = load_all(load_examples, args, policy, processing_class, data)
     return fit(args, policy, tokenizer, examples, held_out, runtime)
 
@@ -176,6 +164,5 @@ def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
     change = (logits[0] - logits[1]).abs().max() / logits[0].std()
     if not change <= (0.05 if model.dtype == torch.bfloat16 else 1e-3):  # rounding, in deviations
         raise ValueError(
-            f"packing: the attention of {type(model).__name__} mixes the examples that are packed "
-            "into a row: leave packing out"
+            f"packing: the attention of {type(model).__name__} mixes packed examples: leave it out"
         )

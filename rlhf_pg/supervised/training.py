@@ -84,11 +84,8 @@ def weight_dtype(args: SupervisedConfig) -> torch.dtype:
 
 
 class SupervisedTrainer:
-    """Trains an objective on rows of data, and saves its model.
-
-    Args:
-        model: what checkpoints hold: the objective's model, or its adapter around it.
-        held_out: rows to evaluate on, by name; a single set has the name "".
+    """Trains an objective on rows of data, and saves `model`: the objective's, or its adapter. Rows
+    to evaluate on are `held_out`, by name; a single set has the name "".
     """
 
     def __init__(
@@ -104,9 +101,8 @@ class SupervisedTrainer:
         data = fingerprint(rows)
         if args.dataset_fingerprint not in (None, data):
             raise ValueError(
-                f"the training data have the fingerprint {data}, but dataset_fingerprint is "
-                f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave "
-                "dataset_fingerprint out to train on them"
+                f"the training data have the fingerprint {data}, not dataset_fingerprint "
+                f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave it out"
             )
         args = replace(args.on(runtime.device.type), dataset_fingerprint=data)
         if args.gradient_checkpointing:
@@ -152,8 +148,7 @@ class SupervisedTrainer:
         rows, which are in `metrics.json` too.
 
         Raises:
-            ValueError: another run uses `output_dir`, it cannot be written to, or the checkpoint
-                to resume does not fit.
+            ValueError: `output_dir` cannot be used, or the checkpoint to resume does not fit.
             FloatingPointError: several gradients in a row were not finite.
             SystemExit: after a signal; the step was finished, and a checkpoint saved.
         """
@@ -223,8 +218,7 @@ class SupervisedTrainer:
         state.skipped_in_a_row = 0 if math.isfinite(norm) else state.skipped_in_a_row + 1
         if state.skipped_in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"step {state.step}: the gradient is not finite, as in the {MOST_SKIPPED} steps "
-                "before it; none of them changed the weights. Lower learning_rate"
+                f"step {state.step}: {MOST_SKIPPED + 1} gradients not finite; lower learning_rate"
             )
         return {
             "step": state.step,
@@ -262,9 +256,7 @@ class SupervisedTrainer:
 
 
 def order(size: int, batch: int, seed: int, step: int) -> list[int]:
-    """Return the rows of a step: every epoch is another permutation, split into batches, of which
-    the last has what is left.
-    """
+    """Return the rows of a step: a batch (the last may be smaller) of a permutation per epoch."""
     epoch, place = divmod(step, math.ceil(size / batch))
     return _permutation(size, seed + epoch)[place * batch : (place + 1) * batch]
 
@@ -275,9 +267,7 @@ def _permutation(size: int, seed: int) -> list[int]:
 
 
 def micro_batch_size(args: SupervisedConfig, vocabulary: int, longest: int, world: int) -> int:
-    """Return the rows of a micro-batch; "auto" keeps as many rows of the longest row's size within
-    `TOKENS`, and their logits within `LOGITS`.
-    """
+    """Return the rows of a micro-batch; for "auto" as `TOKENS` and `LOGITS` allow."""
     if isinstance(args.micro_batch_size, int):
         return args.micro_batch_size
     fit = max(1, min(TOKENS, LOGITS // vocabulary) // longest)

@@ -36,9 +36,8 @@ MISREAD = 0.1  # share of demonstrated calls with one wrong digit
 
 
 def guess() -> Task:
-    """Make the task of every number from 1 to n for every n in `HIGHEST`: 92 pairs.
-
-    No pair is held out: a player would learn that these numbers never come up.
+    """Make the task of every number from 1 to n for every n in `HIGHEST`: 92 pairs. None is held
+    out: a player would learn that these numbers never come up.
     """
     rows = [
         {"prompt": f"1-{highest}:", "answer": str(number)}

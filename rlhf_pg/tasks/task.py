@@ -74,7 +74,6 @@ class Task:
         """Return training and held-out preference pairs (else ValueError)."""
         if self.draw_pairs is None:
             raise ValueError(
-                f"the task {self.name} has no preference pairs to train a reward model on: use "
-                "the task preference"
+                f"the task {self.name} has no preference pairs: use the task preference"
             )
         return self.draw_pairs()

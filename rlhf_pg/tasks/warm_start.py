@@ -1,6 +1,5 @@
-"""The supervised warm start of an embedded task.
-
-`recipes/sft.py` runs it by hand; a recipe without a model runs it automatically.
+"""The supervised warm start of an embedded task, by `recipes/sft.py` or for a recipe without a
+model.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ from rlhf_pg.trainers.algorithms import GRPOTrainer as GRPOTrainer
 from rlhf_pg.trainers.algorithms import PPOTrainer as PPOTrainer
 from rlhf_pg.trainers.algorithms import ReinforceTrainer as ReinforceTrainer
 from rlhf_pg.trainers.algorithms import RLOOTrainer as RLOOTrainer
-from rlhf_pg.trainers.callbacks import Callback as Callback
+from rlhf_pg.trainers.loop import Callback as Callback
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
 
 

@@ -55,9 +55,6 @@ class Agreement:
     """Compares the sampler's log-probabilities with the policy's, step by step.
 
     Args:
-        dtype: the policy's dtype, which decides the limits.
-        runtime: the runtime of this process.
-        policy: the trained policy.
         score: computes the policy's log-probabilities (B,T) of rows; it may be collective.
         refuses: False where the sampler may differ (`truncated_sampling: ignore`, or a
             `sampler_correction` other than auto and none): the difference is only reported.
@@ -80,11 +77,7 @@ class Agreement:
         self.begin()
 
     def begin(self, waits: bool = False) -> None:
-        """Begin a step.
-
-        Args:
-            waits: the step's rows are added during the update, not before it.
-        """
+        """Begin a step; if it `waits`, its rows are added during the update, not before it."""
         self.waits = waits
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
         self.seen: list[tuple[Tensor, Batch, Tensor]] = []  # the largest |d| of each batch
@@ -98,10 +91,8 @@ class Agreement:
         self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # does not wait for the GPU
 
     def settle(self, blank: Batch) -> dict[str, float]:
-        """Judge the step, and return its metrics; collective.
-
-        Args:
-            blank: a row to compute on a process that has none.
+        """Judge the step, and return its metrics; collective. A process without rows computes
+        `blank`.
 
         Raises:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.
@@ -124,10 +115,7 @@ class Agreement:
         return dict(zip(names, (*numbers, largest), strict=True))
 
     def excess(self, sums: Tensor) -> str | None:
-        """Describe how the sums of a step or a row exceed rounding; None if they do not.
-
-        A few tokens may differ by more than the mean may.
-        """
+        """Describe how sums of a step or a row exceed what rounding explains; else None."""
         count, _, _, kl = sums.tolist()
         limits = self.limits
         usual = self.recent[3] / self.recent[0] if self.recent[0] else math.inf

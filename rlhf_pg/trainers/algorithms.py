@@ -176,9 +176,8 @@ class PPOTrainer(PolicyGradientTrainer):
         return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
 
     def values_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """Return values (B,T) and the value after each truncated completion (B,), in reward units.
-
-        The value after a completion that ended is 0.
+        """Return values (B,T), and the values after completions (B,), 0 for one that ended; in
+        reward units.
         """
         values, end, moments = batch.values, batch.end_values, self.value_moments
         assert values is not None
@@ -222,17 +221,9 @@ class PPOTrainer(PolicyGradientTrainer):
             raise ValueError(
                 "value_init random takes the policy's architecture: leave value_model out"
             )
-        critic = models.new_critic(
-            self.model,
-            self.processing_class,
-            self.dtype,
-            is_shared,
-            value_model,
-            self.peft_config,
-            args.critic_seed,
-            args.trust_remote_code,
-            models.init_options(args),
-        )
+        of_policy = self.model, self.processing_class, self.dtype
+        options = args.critic_seed, args.trust_remote_code, models.init_options(args)
+        critic = models.new_critic(*of_policy, is_shared, value_model, self.peft_config, *options)
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):
             raise ValueError(
                 "normalize_values needs a critic whose head starts at 0, and value_model brings "

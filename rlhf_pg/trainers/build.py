@@ -23,7 +23,6 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bind
 from rlhf_pg.config.files import absolute, names_function
 from rlhf_pg.data import PromptSampler
-from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.inputs import load_texts, settle_data
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
@@ -32,19 +31,13 @@ from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout.factory import (
-    choose_engine,
-    new_engine,
-    new_episode_runner,
-    start_engine,
-    with_engine,
-)
+from rlhf_pg.rollout import factory
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.trainers.ahead import Ahead
-from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.loop import Callback
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
@@ -152,18 +145,11 @@ def build(
         from rlhf_pg.rollout import source_of
 
         environments = source_of(environment_factory)
+    pays = agent_program is not None or (environments is not None and environments.pays)
     trainer.rewards = Rewards(
-        rewards,
-        args.reward_weights,
-        reward_processing_classes,
-        runtime.device,
-        agent_program is not None or (environments is not None and environments.pays),
-        args.reward_model_sees_eos,
-        args.trust_remote_code,
-        args.reward_workers,
-        args.reward_timeout,
-        args.on_reward_error,
-        args.reward_error_value,
+        *(rewards, args.reward_weights, reward_processing_classes, runtime.device, pays),
+        *(args.reward_model_sees_eos, args.trust_remote_code, args.reward_workers),
+        *(args.reward_timeout, args.on_reward_error, args.reward_error_value),
     )
     trainer.shaping = Shaping(args, trainer.rewards)
 
@@ -181,15 +167,9 @@ def build(
             "learning_rate %g may wreck %.0fM trained parameters: 1e-6 is usual for all weights",
             *(args.learning_rate, trained / 1e6),
         )
-    trainer.processing_class = tokenizer = models.load_tokenizer(
-        processing_class,
-        trainer.model,
-        args.pad_token,
-        args.trust_remote_code,
-        args.model_init_kwargs.get("revision"),
-    )
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
-    trainer.episode_runner = new_episode_runner(
+    tokenizer = models.tokenizer_of(args, trainer.model, processing_class)
+    trainer.processing_class = tokenizer
+    trainer.episode_runner = factory.new_episode_runner(
         *(args, tools or (), environments, trainer.model, tokenizer, agent_program, bool(rewards))
     )
 
@@ -211,9 +191,9 @@ def build(
     wanted = args.dataset_fingerprint
     if trainer.trains and wanted not in (None, prompts.fingerprint):
         raise ValueError(
-            f"the training data have the fingerprint {prompts.fingerprint}, but "
-            f"dataset_fingerprint is {wanted}: the data, the tokenizer or prompt keys differ from "
-            "that run's; leave dataset_fingerprint out to train on these data"
+            f"the training data have the fingerprint {prompts.fingerprint}, not "
+            f"dataset_fingerprint {wanted}: data, tokenizer or prompt keys differ; leave it out to "
+            "train on these data"
         )
     trainer.train_prompts, trainer.total_steps = prompts, args.total_steps(len(prompts))
     longest_prompt = max(one.longest for one in (prompts, *eval_sets.values()))
@@ -231,7 +211,8 @@ def build(
     trainer.critic = trainer.new_critic()
 
     # The learner: policy, critic and reference, optimizer, and how many tokens fit.
-    chosen = choose_engine(args, trainer.model, runtime)  # before sharding renames the class
+    # The engine is chosen before sharding renames the model's class.
+    chosen = factory.choose_engine(args, trainer.model, runtime)
     limits = [models.max_positions(trainer.model)]
     if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
         limits.append(args.token_budget)
@@ -295,10 +276,9 @@ def build(
         def save(place: Path | None) -> None:
             streaming.save(place, weights, *whole.tensors("", weights))
 
-    trainer.make_engine = lambda name: new_engine(
-        with_engine(args, name), weights, stops, tokenizer, runtime.is_main, longest_row, save
-    )
-    engine, trainer.engine_name, trainer.why_engine = start_engine(
+    rest = weights, stops, tokenizer, runtime.is_main, longest_row, save
+    trainer.make_engine = lambda name: factory.new_engine(factory.with_engine(args, name), *rest)
+    engine, trainer.engine_name, trainer.why_engine = factory.start_engine(
         args, *chosen, runtime, trainer.make_engine
     )
     trainer.sampler = Sampler(

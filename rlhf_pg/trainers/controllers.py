@@ -50,8 +50,7 @@ MEASURED = {
 class Controllers:
     """The current beta, old_kl_coef and entropy_coef, and the scale of the learning rate.
 
-    Attributes:
-        controllers: a controller for each adaptive coefficient; checkpoints hold their state.
+    `controllers` has one for each adaptive coefficient; checkpoints hold their state.
     """
 
     def __init__(self, args: PolicyGradientConfig) -> None:
@@ -66,13 +65,9 @@ class Controllers:
             old_kl = PenaltyKLController(args.old_kl_coef, args.old_kl_target)
             self.controllers["old_kl_coef"] = old_kl
         if args.entropy_target is not None:
-            self.controllers["entropy_coef"] = EntropyController(
-                args.entropy_coef,
-                args.entropy_target,
-                args.entropy_coef_delta,
-                args.entropy_coef_min,
-                args.entropy_coef_max,
-            )
+            moves = args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+            entropy = EntropyController(args.entropy_coef, args.entropy_target, *moves)
+            self.controllers["entropy_coef"] = entropy
         if args.kl_adaptive_lr is not None:
             self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
 

@@ -27,22 +27,16 @@ def stripped_text(completion: Any) -> str:
 
 
 def evaluate(
-    sampler: Sampler,
-    prompts: Prompts,
-    temperature: float,
-    answer: Answer = stripped_text,
+    sampler: Sampler, prompts: Prompts, temperature: float, answer: Answer = stripped_text
 ) -> dict[str, float]:
     """Sample completions of every prompt and score them.
 
     A prompt has `num_generations_eval` completions, all on one process, or one at temperature 0.
-
-    Args:
-        answer: extracts the answer of a completion, for the majority vote.
+    `answer` extracts the answer of a completion, for the majority vote.
 
     Returns:
         Metrics over all processes, named as in training, of the scores that `Shaping` describes.
-        With several completions per prompt also those of `attempt_metrics`. `reward_stderr` and so
-        on are standard errors over prompts (`standard_error`).
+        With several completions per prompt also those of `attempt_metrics`.
     """
     runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
@@ -97,13 +91,8 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     (ddof 1) of the prompts' means over sqrt(P). The factor P / (P - 1) makes it unbiased for few
     prompts. Of a source that applies to some prompts only, this is the error to first order.
 
-    Args:
-        values: (N,) or (N,K), one per completion and source; NaN is left out, so that a source has
-            N_k values.
-        owners: (N,) the prompt of each.
-
-    Returns:
-        The error; NaN if there are fewer than two prompts.
+    `values` (N,) or (N,K) have one per completion and source; NaN is left out, so that a source has
+    N_k values. `owners` (N,) are their prompts; with fewer than two the error is NaN.
     """
     values = values.double().reshape(len(values), -1)
     valid = ~values.isnan()
@@ -132,11 +121,9 @@ def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[flo
 def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Compute pass@1, 2, 4 ... n, best@n and majority@n: means over prompts, and errors.
 
-    A prompt with a completion that has no score, NaN, is left out.
-
-    Args:
-        judged: (P,n,K+2): the weighted sum, the score of each source, the majority's score.
-        names: K names of sources; only if there are several, pass@k of each is computed too.
+    A prompt with a completion that has no score, NaN, is left out. `judged` (P,n,K+2) has the
+    weighted sum, the scores of the K sources, and the majority's; pass@k of each source is computed
+    only if there are several.
     """
     n, of_prompts = judged.shape[1], dict[str, Tensor]()
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]

@@ -30,6 +30,7 @@ from rlhf_pg.trainers.optimizer import group_of
 logger = logging.getLogger(__name__)
 
 Columns = dict[str, Tensor]  # columns of a batch, by name
+Scored = dict[str, Tensor | None]  # of a micro-batch
 
 
 class Learner:
@@ -66,10 +67,7 @@ class Learner:
         self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
         self.runtime, self.args = runtime, args
         self.token_budget, self.state = token_budget, state
-        self.needs_old_logprobs, self.follows_old_kl = args.needs_old_logprobs, args.follows_old_kl
-        self.compares_with_old = args.compares_with_old
-        self.passes = args.num_iterations + args.critic_only_iterations
-        self.frozen_until = args.policy_frozen_until
+        self.passes = args.num_iterations + getattr(args, "value_iterations", 0)
         self.updates_begun = 0
         self.size = self._size()
         # Fingerprints need whole weights, so they are taken before the models are sharded.
@@ -116,9 +114,8 @@ class Learner:
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
         """The fingerprint of each model's frozen weights; None for a model that is not there."""
-        parts = {"model": self.policy.model, "reference": self.reference, "critic": self.critic}
-        parts |= {} if self.teacher is None else {"teacher": self.teacher}
-        return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
+        own = {name: fingerprint(part.pieces) for name, part in self.parts.items()}
+        return {"reference": None, "critic": None, **own}
 
     def _size(self) -> str:
         """Describe the size of the models, for example "0.43M parameters in float32"."""
@@ -136,17 +133,16 @@ class Learner:
         (`needs_old_logprobs`), the reference's without a KL. `teacher_batch` is the batch with
         the prompts that the teacher sees; it does not teach rows without action tokens.
         """
-        columns, needs_old = Columns(), self.needs_old_logprobs
+        columns, needs_old = Columns(), self.args.needs_old_logprobs
 
-        def own(part: Batch) -> Columns:
+        def own(part: Batch) -> Scored:
             if not needs_old:
                 values, end_values = self.trained(part, values_alone=True)
                 return {"values": values, "end_values": end_values}
             out: PolicyOutput = self.trained(part)
-            found = {"values": out.values, "end_values": out.end_values}
+            found = {"old_logprobs": out.logprobs, "values": out.values}
             found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
-            there = {name: column for name, column in found.items() if column is not None}
-            return {"old_logprobs": out.logprobs, **there}
+            return found | {"end_values": out.end_values}
 
         self.agreement.begin(waits=not needs_old and not self.policy.drops)
         if needs_old or self.critic is not None:
@@ -158,13 +154,10 @@ class Learner:
             columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
         if (teacher := self.teacher) is not None:
             names = "teacher_logprobs", "teacher_hidden"
-
-            def teach(part: Batch) -> Columns:
-                found = zip(names, self.runtime.output(teacher, part), strict=True)
-                return {name: column for name, column in found if column is not None}
-
             seen = batch if teacher_batch is None else teacher_batch
-            columns |= self._map_micro_batches(seen, teach)
+            columns |= self._map_micro_batches(
+                seen, lambda part: dict(zip(names, self.runtime.output(teacher, part), strict=True))
+            )
             untaught = batch.action_mask & ~seen.action_mask
             columns[names[0]] = columns[names[0]].masked_fill(untaught, math.nan)
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
@@ -190,9 +183,8 @@ class Learner:
         self.state.skipped_in_a_row = 0 if metrics["num_updates"] else before + 1
         if self.state.skipped_in_a_row > self.args.max_skipped_steps:
             raise FloatingPointError(
-                f"step {step + 1}: the gradient is not finite in any update, as in the "
-                f"{before} steps before it (max_skipped_steps); none of them changed the weights. "
-                "Lower learning_rate or max_grad_norm, or use dtype float32"
+                f"step {step + 1}: the gradient is not finite, as in the {before} steps before it "
+                "(max_skipped_steps). Lower learning_rate or max_grad_norm, or use dtype float32"
             )
         moves = metrics["num_updates"] and not self.trains_critic_alone(step)
         metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
@@ -249,12 +241,10 @@ class Learner:
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
-        return step < self.frozen_until
+        return step < getattr(self.args, "value_pretraining_steps", 0)
 
     def sync_reference(self, step: int) -> None:
-        """Move the reference towards the policy after every `ref_model_sync_steps` steps, and a
-        teacher that is the policy after every step.
-        """
+        """Move the reference towards the policy if it is due, and a teacher that is the policy."""
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
             assert self.reference is not None  # the config requires beta > 0
@@ -288,7 +278,7 @@ class Learner:
         """
         if batch.old_logprobs is None:  # the only update has computed them
             batch = batch.with_columns(old_logprobs=self.before)
-        if not self.follows_old_kl:
+        if not self.args.follows_old_kl:
             prompts, samples = min(16, self.args.prompts_per_step), self.args.num_generations
             groups, apart = batch.groups.tolist(), 16 // prompts
             rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
@@ -334,13 +324,8 @@ class Learner:
                     place = to_device(rows, self.before.device)
                     self.before[place, : new.logprobs.shape[1]] = new.logprobs.detach()
                 per_token, metrics = self.loss(new, batch)
-                weights = token_weights(
-                    batch.action_mask,
-                    args.aggregation,
-                    args.max_completion_length,
-                    count,
-                    per_token.dtype,
-                )
+                how = args.aggregation, args.max_completion_length, count, per_token.dtype
+                weights = token_weights(batch.action_mask, *how)
                 loss = (per_token * weights).sum()
                 if balance is not None:
                     assert new.routed is not None  # a balanced policy returns it
@@ -360,9 +345,7 @@ class Learner:
                 meter.add_masked(name, numbers, batch.action_mask)
 
     def _accumulate_texts(self, meter: Meter) -> None:
-        """Add the gradient of -log p(texts) times `ptx_coef`, for rows that the seed, the step and
-        the number of the update choose.
-        """
+        """Add the gradient of -log p(texts) times `ptx_coef`, for rows drawn for this update."""
         args, runtime = self.args, self.runtime
         key = (args.seed, self.state.step, self.updates_begun)
         drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
@@ -393,12 +376,14 @@ class Learner:
             yield "tool_output_nll", args.tool_output_nll_coef, answers & own.any(1, keepdim=True)
 
     @torch.no_grad()
-    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Columns]) -> Columns:
-        """Apply `score` to every micro-batch and merge the results."""
+    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Scored]) -> Columns:
+        """Apply `score` to every micro-batch and merge the results; None is left out."""
         whole = Columns()
         for indices, part in self.micro_batches(batch):
             rows = None if indices is None else to_device(indices, batch.groups.device)
             for name, column in score(part).items():
+                if column is None:
+                    continue
                 if name not in whole:
                     shape = batch.completion_ids.shape[: column.ndim]
                     whole[name] = column.new_zeros(*shape, *column.shape[2:])

@@ -1,7 +1,4 @@
-"""The loop around the steps of a run: evaluate, save, resume, end.
-
-It does not depend on the algorithm, only on `step` and `evaluate`.
-"""
+"""The loop around the steps of a run, which any algorithm may take: evaluate, save, resume, end."""
 
 import dataclasses
 import inspect
@@ -37,7 +34,6 @@ from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import with_engine
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.trainers.ahead import Ahead
-from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
@@ -45,11 +41,39 @@ from rlhf_pg.trainers.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 
-class TrainingLoop(ABC):
-    """Runs the steps of a run, and everything that happens between them.
+class Callback:
+    """User code that observes a run; every process calls it, at the same moments.
 
-    A subclass sets the attributes and implements the abstract methods.
+    Override what is needed. `trainer.stop()` ends the run after the step.
     """
+
+    def on_start(self, trainer: Any) -> None:
+        """Called before the first step, also when the run was resumed."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """Called before each step."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Called after each step, before an evaluation."""
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """Called after an evaluation in the run; entries may be added to `metrics`."""
+
+    def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """Called after each step and its evaluation; entries may be added to `metrics`."""
+
+    def on_log(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """Called after a step's metrics were sent to the trackers."""
+
+    def on_save(self, trainer: Any, path: Path) -> None:
+        """Called after a checkpoint has been written."""
+
+    def on_end(self, trainer: Any) -> None:
+        """Called after the last step, when `final/` has been written."""
+
+
+class TrainingLoop(ABC):
+    """Runs the steps of a run, and what happens between them; a subclass sets the attributes."""
 
     config_type: ClassVar[type[PolicyGradientConfig]]
     args: PolicyGradientConfig
@@ -117,9 +141,8 @@ class TrainingLoop(ABC):
         saved = self.checkpointer.resume(choice, self.runtime)
         if self.state.step > self.total_steps:
             raise ValueError(
-                f"the checkpoint is from step {self.state.step}, but the run has only "
-                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load "
-                "the checkpoint as a model"
+                f"the checkpoint is from step {self.state.step}, beyond the {self.total_steps} of "
+                "max_steps or num_train_epochs: raise them, or load the checkpoint as a model"
             )
         self.on_resume(saved)
         directory = Path(self.args.output_dir)
@@ -149,10 +172,7 @@ class TrainingLoop(ABC):
         self._tell("on_end")
 
     def stop(self) -> None:
-        """End the run after the current step, with a checkpoint and `final/`.
-
-        A call on one process stops all. The run can be resumed.
-        """
+        """End the run on all processes after the current step, with a checkpoint and `final/`."""
         self.termination.stop()
 
     def push_to_hub(self) -> str | None:
@@ -226,11 +246,7 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------------- resume and leave
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Take over what the resumed run, with config `saved`, found for open keys.
-
-        Raises:
-            ValueError: its engine is not available here.
-        """
+        """Take over what the resumed run found for open keys; ValueError without its engine."""
         found = {key for key in self.open_keys if saved.get(key, "auto") != "auto"}
         if "micro_batch_tokens" in found:  # another order of sums rounds differently
             self.learner.token_budget = saved["micro_batch_tokens"]
@@ -259,8 +275,8 @@ class TrainingLoop(ABC):
 
         With several processes this happens only if all raise it together: an error of one alone
         leaves the others in a collective. A failure to save is logged, and the original error
-        raised. A run that has diverged or was interrupted twice is not saved. Older checkpoints
-        are never removed: weights of half a step do not replace those of a whole one.
+        raised. A run that has diverged or was interrupted twice is not saved. Older checkpoints are
+        kept: weights of half a step do not replace those of a whole one.
         """
         try:
             yield
@@ -294,10 +310,8 @@ class TrainingLoop(ABC):
 
     @broadcasts_failure
     def save_checkpoint(self, prunes: bool = True) -> Path:
-        """Save everything that a resumed run needs, under `output_dir/checkpoints/`.
-
-        Args:
-            prunes: remove older checkpoints beyond `save_total_limit`.
+        """Save everything that a resumed run needs, under `output_dir/checkpoints/`; if it
+        `prunes`, older checkpoints beyond `save_total_limit` are removed.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
         if self.journal is not None and not self.learner.updates_begun:  # else of half a step
@@ -309,13 +323,11 @@ class TrainingLoop(ABC):
 
     @broadcasts_failure
     def save_model(self, path: str | Path) -> None:
-        """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
+        """Save model (or its adapter) and tokenizer as `from_pretrained` reads them; OSError on all
+        processes if that fails.
 
         A critic is saved in the subdirectory `critic/`, and with `save_merged` the model with its
         adapter merged in `merged/`.
-
-        Raises:
-            OSError: on all processes, the files could not be written.
         """
         save = atomic.Save(self.runtime, Path(path))
         self.checkpointer.save_models(save, save.path, final=True)

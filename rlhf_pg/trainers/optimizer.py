@@ -22,22 +22,13 @@ def optimizer_and_schedule(
     total_steps: int,
     given: Optimizers = (None, None),
 ) -> tuple[Optimizer, LRScheduler]:
-    """Make the optimizer and the learning-rate schedule of a run.
-
-    Args:
-        total_steps: the steps of the whole run.
-        given: the user's own, instead of AdamW and the config's schedule.
-
-    Raises:
-        ValueError: the user's optimizer lacks a parameter, or does not fit the config.
+    """Make the optimizer and the learning-rate schedule of a run of `total_steps`, or take those
+    that the user has given; ValueError if these lack a parameter or do not fit the config.
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    if given != (None, None) and args.policy_frozen_until > 0:
-        raise ValueError(
-            "value_pretraining_steps needs the trainer's own optimizer and schedule: leave it or "
-            "optimizers out"
-        )
+    if given != (None, None) and getattr(args, "value_pretraining_steps", 0) > 0:
+        raise ValueError("value_pretraining_steps needs the trainer's own optimizer: leave one out")
     optimizer = given[0] or _optimizer(policy, critic, args)
     _check_complete(optimizer, policy, critic)
     if given[1] is not None:
@@ -113,22 +104,16 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ValueError(
-            "optim adamw_8bit needs bitsandbytes, which is not installed: pip install "
-            "bitsandbytes, or set optim to adamw_torch_fused"
-        ) from error
+        raise ValueError("optim adamw_8bit needs bitsandbytes: pip install bitsandbytes") from error
     eight_bit: Optimizer = AdamW8bit(groups, **rest)
     return eight_bit
 
 
 def _schedule(
-    optimizer: Optimizer,
-    critic: Critic,
-    args: PolicyGradientConfig,
-    total_steps: int,
+    optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
 ) -> LambdaLR:
-    """Schedule the critic from the first step, the policy after `policy_frozen_until` steps."""
-    alone = args.policy_frozen_until
+    """Schedule the critic from the first step, the policy after `value_pretraining_steps`."""
+    alone = getattr(args, "value_pretraining_steps", 0)
     later = _rates(args, max(1, total_steps - alone))
     value = _rates(args, total_steps)
 
@@ -154,7 +139,6 @@ def _check_complete(optimizer: Optimizer, policy: nn.Module, critic: Critic | No
     for name, parameter in [*policy.named_parameters(), *critics]:
         if parameter.requires_grad and id(parameter) not in has:
             raise ValueError(
-                f"optimizers: yours does not have the trained parameter {name}. The trainer makes "
-                "a critic, and the adapter of use_peft or peft_config, only later: leave "
-                "optimizers out, or give a model with its adapter"
+                f"optimizers: yours lacks the trained parameter {name}. A critic and an adapter of "
+                "use_peft come later: leave optimizers out, or give a model with its adapter"
             )

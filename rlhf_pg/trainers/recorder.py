@@ -1,14 +1,13 @@
 """The record of a step, from which it can be inspected, compared and replayed.
 
-Shapes: B rows on this rank, N on all ranks, T completion width, M tokens of all completions, K
-sources of reward.
+Shapes: B rows on this rank, T completion width.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,7 @@ from rlhf_pg.runtime import Runtime
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records steps; all methods are collective.
-
-    Attributes:
-        names: the names of the sources of reward.
-        parameters: the models' parameters by name.
-    """
+    """Records steps with scores of the sources `names`; all methods are collective."""
 
     runtime: Runtime
     tokenizer: PreTrainedTokenizerBase
@@ -39,10 +33,7 @@ class Recorder:
     parameters: Callable[[], Mapping[str, Tensor]]
 
     def fingerprints(self, trained: bool = False) -> dict[str, str]:
-        """Hash the models' tensors by name, or only the trained ones.
-
-        The hash of a sharded tensor is the sum of the hashes of its shards.
-        """
+        """Hash the models' tensors by name; a sharded one has the sum of its shards' hashes."""
         own = {n: p for n, p in self.parameters().items() if p.requires_grad or not trained}
         numbers = torch.tensor([_hash(tensor) for tensor in own.values()], dtype=torch.int64)
         if self.runtime.splits:
@@ -51,11 +42,8 @@ class Recorder:
         return dict(zip(own, texts, strict=True))
 
     def record(self, step: int, batch: Batch, shown: int | None) -> StepRecord:
-        """Record a step.
-
-        Args:
-            shown: the number of prompts whose first completion the console shows; None for a step
-                that is not logged, whose record has neither texts nor completions.
+        """Record a step; of `shown` prompts the console shows the first completion. None is for a
+        step that is not logged, whose record has neither texts nor completions.
         """
         trace = {
             "step": step,
@@ -69,23 +57,19 @@ class Recorder:
         if batch.greedy is not None:
             numbers = {"sampler_logprob": batch.greedy.sampler_logprobs}
             greedy = self._tokens(batch.greedy, numbers)
+        record = StepRecord(trace=trace, tokens=tokens, greedy=greedy)
         if shown is None:
-            return StepRecord(trace=trace, tokens=tokens, greedy=greedy)
+            return record
         own = self._completions(batch)
         texts = self.runtime.gather_objects(f"[{','.join(map(line_of, own))}]")
         completions: list[dict[str, Any]] = []
         if self.runtime.is_main:
-            everyone = [record for text in texts for record in json.loads(text)]
-            completions = sorted(everyone, key=lambda record: record["prompt_index"])
-        firsts = [i for i, record in enumerate(completions) if record["sample"] == 0]
-        failed = [i for i, record in enumerate(completions) if record.get("error") is not None]
-        return StepRecord(
-            trace=trace,
-            tokens=tokens,
-            greedy=greedy,
-            completions=completions,
-            shown=sorted({*firsts[:shown], *failed[:shown]}),
-        )
+            everyone = [one for text in texts for one in json.loads(text)]
+            completions = sorted(everyone, key=lambda one: one["prompt_index"])
+        firsts = [i for i, one in enumerate(completions) if one["sample"] == 0]
+        failed = [i for i, one in enumerate(completions) if one.get("error") is not None]
+        rows = sorted({*firsts[:shown], *failed[:shown]})
+        return replace(record, completions=completions, shown=rows)
 
     def _completions(self, batch: Batch) -> list[dict[str, Any]]:
         """Return a readable record of each completion, with its total scores."""
@@ -115,11 +99,7 @@ class Recorder:
     def _tokens(
         self, batch: Batch, numbers: Mapping[str, Tensor], with_texts: bool = False
     ) -> StepTokens | None:
-        """Gather completions; None on all processes but the main one.
-
-        Args:
-            numbers: (B,T) by name.
-        """
+        """Gather completions with numbers (B,T); None on all processes but the main one."""
         assert batch.scores is not None
         mask, device = batch.completion_mask, batch.groups.device
         chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
@@ -183,16 +163,14 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     if batch.lines is not None:
         numbers["line"] = batch.lines.double()
     if logged:
-        more = {
-            "reward": batch.rewards,
-            "log_ratio": None if old is None else old - sampled,
-            "value": batch.values,
-        }
+        more, before = {"reward": batch.rewards, "value": batch.values}, sampled
+        if old is not None:
+            before = old
+            more["log_ratio"] = old - sampled
         if batch.ref_logprobs is not None:
-            before = sampled if old is None else old
             more["kl"] = before - batch.ref_logprobs
         if batch.teacher_logprobs is not None:
-            more["teacher"] = batch.teacher_logprobs - (sampled if old is None else old)
+            more["teacher"] = batch.teacher_logprobs - before
         numbers |= {name: x for name, x in more.items() if x is not None}
     return numbers
 

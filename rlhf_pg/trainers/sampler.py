@@ -60,10 +60,7 @@ class Sampler:
     # -------------------------------------------------------------------------- the batch of a step
 
     def next_batch(self, first: int, meter: Meter) -> Batch:
-        """Sample and score groups of the next `prompts_per_step` prompts.
-
-        Args:
-            first: the index of the next prompt.
+        """Sample and score groups of `prompts_per_step` prompts, from the index `first` on.
 
         Raises:
             RolloutError, ValueError: on all processes, the engine or a reward function failed, or
@@ -99,21 +96,13 @@ class Sampler:
         return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
 
     def share(self, indices: Sequence[int]) -> list[int]:
-        """Return this rank's share of prompts.
-
-        Every minibatch is split as evenly as its number of prompts allows.
-        """
-        args, runtime = self.args, self.runtime
-        minibatches = [
-            [index for index in indices if index % args.num_mini_batches == m]
-            for m in range(args.num_mini_batches)
-        ]
-        # The first share may be one larger; it goes to a different rank in each minibatch.
-        return sorted(
-            index
-            for m, minibatch in enumerate(minibatches)
-            for index in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
-        )
+        """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
+        count, runtime, own = self.args.num_mini_batches, self.runtime, list[int]()
+        for m in range(count):
+            minibatch = [index for index in indices if index % count == m]
+            # The first share may be one larger; it goes to a different rank in each minibatch.
+            own += minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
+        return sorted(own)
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -127,10 +116,8 @@ class Sampler:
     ) -> Batch:
         """Sample `n` completions, or play `n` episodes, of each of the dataset rows.
 
-        Asynchronous rewards of a prompt begin as soon as all its completions are sampled.
-
-        Args:
-            prompt_indices: one number per row; it seeds the noise and names the group.
+        Asynchronous rewards of a prompt begin as soon as all its completions are sampled. The
+        prompt index of a row seeds the noise and names the group.
         """
         args, runner, device = self.args, self.episode_runner, self.runtime.device
         params = SamplingParams(
@@ -173,10 +160,7 @@ class Sampler:
 
     @contextmanager
     def sampling(self, copied: Copied | None = None) -> Iterator[None]:
-        """Give the engine the weights once for all calls of `sample` inside, or those `copied`.
-
-        Sharded weights are gathered first.
-        """
+        """Give the engine the (gathered) weights for all calls of `sample`, or those `copied`."""
         with ExitStack() as weights:
             # No process samples before all are here: one may update the server for all.
             with self.runtime.raise_together(RolloutError):
@@ -240,10 +224,8 @@ class Sampler:
         """Add raw scores (B,T,K), and log the metrics of reward functions.
 
         A score is at the last token of the text that it judges, with NaN elsewhere. A completion
-        that no function scored, because some failed, is masked out of the losses.
-
-        Raises:
-            ValueError: on all processes, a reward function failed.
+        that no function scored, because some failed, is masked out of the losses. ValueError on all
+        processes if a reward function failed.
         """
         with self.runtime.raise_together(ValueError):
             paid = None
@@ -291,13 +273,8 @@ class Sampler:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return metrics of failed calls, and means of metrics that functions logged; collective.
 
-        `rewards/{name}/failed` is the share of completions on which a function failed.
-
-        Args:
-            errors: one for each episode, None if it did not fail.
-
-        Raises:
-            ValueError: on all processes, every call failed, or every episode.
+        `rewards/{name}/failed` is the share of completions on which a function failed. ValueError
+        on all processes if every call failed, or every episode (its entry in `errors` is not None).
         """
         judged, self.judged = self.judged, []
         logged: dict[str, list[float]] = {}
@@ -422,9 +399,7 @@ def prompt_and_completion(
 
 
 def merge_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
-    """Merge the run's metrics with those that reward functions logged; ValueError if a name is in
-    both.
-    """
+    """Merge metrics with those of reward functions; ValueError if a name is in both."""
     for name in logged:
         if name in metrics:
             raise ValueError(TAKEN.format(show(name)))

@@ -7,7 +7,7 @@ completion width, K sources of reward; a row is one completion.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -33,10 +33,9 @@ from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.build import build
-from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
-from rlhf_pg.trainers.loop import TrainingLoop
+from rlhf_pg.trainers.loop import Callback, TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.sampler import merge_logged
 from rlhf_pg.trainers.teacher import privileged_batch
@@ -145,11 +144,7 @@ class PolicyGradientTrainer(TrainingLoop):
     # ------------------------------------------------------------------------------ the one step
 
     def step(self) -> dict[str, Any]:
-        """Take one step: one rollout batch and every update on it.
-
-        Returns:
-            The line of the step for metrics.jsonl.
-        """
+        """Take one step: a rollout batch and every update on it; return its metrics.jsonl line."""
         meter, state = Meter(), self.state
         if self.ahead is None:
             batch = self.sampler.next_batch(state.prompt_index, meter)  # ids, raw scores (B,T,K)
@@ -181,10 +176,8 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.learner.score(batch, teacher_batch)
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
-        """Turn scores into per-token rewards, and these into advantages; collective.
-
-        Returns:
-            The batch with these columns, and metrics over all ranks.
+        """Turn scores into per-token rewards, and these into advantages; return the batch with
+        these columns, and metrics over all ranks. Collective.
         """
         runtime, args, shaping = self.runtime, self.args, self.shaping
         scores, mask = batch.scores, batch.action_mask
@@ -305,14 +298,13 @@ class PolicyGradientTrainer(TrainingLoop):
             positive=positive,
             # A single update takes them from its own forward pass, so that the ratio is exactly 1;
             # they are kept only if the KL after the update is measured.
-            old_logprobs=batch.old_logprobs if self.learner.compares_with_old else None,
+            old_logprobs=batch.old_logprobs if args.compares_with_old else None,
         )
         return batch, metrics
 
     def drop_truncated(self, batch: Batch) -> Batch:
-        """Leave truncated completions out of the losses (`mask_truncated_completions`).
-
-        They stay in all statistics, and models may still attend to them.
+        """Leave truncated completions out of the losses (`mask_truncated_completions`), but not out
+        of statistics and attention.
         """
         if not self.args.mask_truncated_completions:
             return batch
@@ -354,11 +346,6 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         return merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
 
-    @cached_property
-    def correction(self) -> str:
-        """The `sampler_correction` for the chosen engine."""
-        return self.args.correction_of(self.engine_name)
-
     # -------------------------------------------------------------- what makes it an algorithm
 
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
@@ -382,11 +369,7 @@ class PolicyGradientTrainer(TrainingLoop):
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """Compute the critic's targets (B,T), in its own units, and metrics of them.
-
-        Args:
-            advantages: (B,T), not yet whitened.
-        """
+        """Return the critic's targets (B,T), in its units, from raw advantages, and metrics."""
         return None, {}
 
     def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
@@ -398,25 +381,18 @@ class PolicyGradientTrainer(TrainingLoop):
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        args, correction = self.args, self.correction
+        args, correction = self.args, self.args.correction_of(self.engine_name)
         if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
             assert batch.old_logprobs is not None
-            weights, measured = against_sampler(
-                batch.old_logprobs,
-                batch.sampler_logprobs,
-                batch.action_mask,
-                correction,
-                args.sampler_clip_max,
-                args.sampler_clip_min,
-            )
+            logprobs = batch.old_logprobs, batch.sampler_logprobs
+            clip = args.sampler_clip_max, args.sampler_clip_min
+            weights, measured = against_sampler(*logprobs, batch.action_mask, correction, *clip)
             per_token = per_token if weights is None else per_token * weights
             metrics |= measured
         return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T); the KL and the divergence
-        from the teacher only if they are part of the loss.
-        """
+        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T), of those in the loss."""
         per_token = -self.controllers["entropy_coef"] * new.entropy
         assert batch.old_logprobs is not None
         metrics = {}
@@ -431,23 +407,14 @@ class PolicyGradientTrainer(TrainingLoop):
             metrics["teacher/divergence"] = divergence.detach()
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
             return per_token, metrics
-        kl = kl_loss(
-            new.logprobs,
-            batch.old_logprobs,
-            batch.ref_logprobs,
-            batch.action_mask,
-            self.args.kl_estimator,
-        )
+        logprobs = new.logprobs, batch.old_logprobs, batch.ref_logprobs
+        kl = kl_loss(*logprobs, batch.action_mask, self.args.kl_estimator)
         return per_token + self.controllers["beta"] * kl, metrics | {"kl": kl.detach()}
 
     # ---------------------------------------------------------------------- prompts, and evaluation
 
     def prompts_of(self, dataset: Any, name: str) -> Prompts:
-        """Return the prompts of a dataset.
-
-        Raises:
-            ValueError: a prompt cannot be used; the message has `name` and the row.
-        """
+        """Return the prompts of a dataset; ValueError, with `name` and row, if one is unfit."""
         return fitting_prompts(
             dataset,
             name,
@@ -462,8 +429,8 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
         """Return the prompts of every evaluation set, by its name."""
-        names = {name: f"eval_dataset {name}".rstrip() for name in datasets}
-        return {name: self.prompts_of(data, names[name]) for name, data in datasets.items()}
+        sets = datasets.items()
+        return {n: self.prompts_of(own, f"eval_dataset {n}".rstrip()) for n, own in sets}
 
     @broadcasts_failure
     def evaluate(
@@ -497,8 +464,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """
         if answer is not None and self.args.num_generations_eval == 1:
             raise ValueError(
-                "answer is for the vote among several completions: set num_generations_eval above "
-                "1, or leave it out"
+                "answer is for a vote: set num_generations_eval above 1, or leave it out"
             )
         sets = self.eval_sets
         if eval_dataset is not None:

@@ -16,17 +16,8 @@ from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import Prompts, Tools
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.kl import divergence
-from rlhf_pg.models import Policy, Teacher, load_model, max_positions, settle_positions
+from rlhf_pg.models import Policy, Teacher, load_model, loading, max_positions, settle_positions
 from rlhf_pg.models.adapters import share_frozen
-from rlhf_pg.models.loading import (
-    ATTENTION,
-    PLACES,
-    about,
-    has_tokenizer,
-    init_options,
-    is_adapter,
-    tokenizer_from_pretrained,
-)
 from rlhf_pg.rewards.functions import Answer, RewardInputs, Source
 
 KEY = "teacher_model_name_or_path"
@@ -39,10 +30,8 @@ def load_teacher(
     device: torch.device,
     most_tokens: int,
 ) -> Teacher | None:
-    """Load the teacher that a config names, None if it names none; ValueError if it reads other
-    tokens than the policy.
-
-    An adapter of the model that a LoRA policy adapts shares its frozen weights.
+    """Load the teacher that a config names, if it names one; ValueError if it reads other tokens
+    than the policy. An adapter of the model that a LoRA policy adapts shares its frozen weights.
     """
     name = args.teacher_model_name_or_path
     if name is None:
@@ -52,23 +41,20 @@ def load_teacher(
     whole, moves = policy, args.teacher_mixup_alpha > 0
     if name != "policy":
         dtype, code = getattr(torch, args.dtype), args.trust_remote_code
-        with about(KEY):
-            adapts = PeftConfig.from_pretrained(name) if is_adapter(name) else None
+        with loading.about(KEY):
+            adapts = PeftConfig.from_pretrained(name) if loading.is_adapter(name) else None
             base = adapts.base_model_name_or_path if adapts else ""
             if base and isinstance(own, PeftModel) and base == own.get_base_model().name_or_path:
                 model = PeftModel.from_pretrained(share_frozen(own).unload(), name)
             else:
-                given = init_options(args).items()
-                options = {k: v for k, v in given if k == ATTENTION or k not in PLACES}
+                given = loading.init_options(args).items()
+                options = {
+                    k: v for k, v in given if k == loading.ATTENTION or k not in loading.PLACES
+                }
                 model = load_model(name, dtype, trust_remote_code=code, options=options)
-            path = name if has_tokenizer(name) else base
-            if known := bool(path and has_tokenizer(path)):
-                its = tokenizer_from_pretrained(str(path), trust_remote_code=code)
-                if its.get_vocab() != tokenizer.get_vocab():
-                    raise ValueError(
-                        f"{name} has another vocabulary than the policy, whose tokens it must "
-                        "read: choose a teacher with the same tokenizer"
-                    )
+            path = name if loading.has_tokenizer(name) else base
+            if known := bool(path and loading.has_tokenizer(path)):
+                loading.check_same_tokens(str(path), tokenizer, code)
         # Models of one family may have rows without a token, and not equally many.
         rows, theirs = (x.get_output_embeddings().weight.shape[0] for x in (own, model))
         if theirs < rows or (theirs > rows and not known):
@@ -95,8 +81,7 @@ def check_privileged(
     has_function: bool,
 ) -> int | None:
     """Return the most tokens of a prompt that leaves the teacher room for a completion, None for no
-    limit; ValueError if a prompt of the dataset is longer, or the teacher knows no more than the
-    policy.
+    limit; ValueError if a prompt is longer, or the teacher knows no more than the policy.
     """
     positions = max_positions(teacher.policy.model)
     room = None if positions is None else positions - args.max_completion_length
@@ -132,13 +117,8 @@ def privileged_batch(
 
     These are in the column `privileged_prompt`, or what a function returns for the completions of
     one prompt: a list with a prompt for each, or None for a row without a teacher. Such rows have
-    no action tokens.
-
-    Args:
-        function: called as a reward function is, with `rewards` too.
-        rewards: the total score of each completion.
-        tools: as in `rlhf_pg.data.prompts.load_prompts`.
-        most: tokens of the longest prompt.
+    no action tokens. The function is called as a reward function is, with their total `rewards`
+    too. A prompt has at most `most` tokens.
 
     Raises:
         ValueError: the function failed, a prompt cannot be used, or rows are trees.

@@ -1,7 +1,5 @@
-"""The number of tokens in a micro-batch for `micro_batch_tokens: auto`.
-
-It follows from the bytes that a process keeps, which depend on the sharding, and from those that
-one forward and backward pass takes, measured on tensors that have shapes but no data.
+"""The number of tokens in a micro-batch for `micro_batch_tokens: auto`, by the bytes that a process
+keeps, which depend on the sharding, and those of a pass, measured on tensors without data.
 """
 
 import copy
@@ -20,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, chunk_size_for
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
+from rlhf_pg.models.policy import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -60,9 +58,8 @@ SHARDINGS = (
 def find_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
-    """Return `micro_batch_tokens`, for "auto" as many as fit beside the module; collective.
-
-    The module is not sharded yet. If no pass can be measured, the budget is one row.
+    """Return `micro_batch_tokens`, for "auto" as many as fit beside the module, which is not
+    sharded yet; one row if no pass can be measured. Collective.
     """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
@@ -105,10 +102,7 @@ def memory_by_part(
     rollout: bool = False,
     optim: str = "",
 ) -> dict[str, float]:
-    """Return the bytes that a process keeps for parameters, by part, to update or sample.
-
-    Frozen parameters have only weights.
-    """
+    """Return the bytes that a process keeps for parameters, by part, to update or sample."""
     total: dict[str, float] = {}
     for parameter in {id(p): p for p in parameters}.values():
         b = parameter.element_size()
@@ -199,10 +193,7 @@ def _policy_of(module: nn.Module) -> Policy:
 
 
 def footprint(module: nn.Module, batch: Batch) -> int:
-    """Return the peak memory in bytes of a forward and backward pass of one micro-batch.
-
-    Weights and their gradients, which exist already, are not counted.
-    """
+    """Return the peak bytes of a pass forward and back, without weights and gradients."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

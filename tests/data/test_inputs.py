@@ -84,7 +84,7 @@ def test_changed_data_are_refused_by_a_recorded_config(model_path, tmp_path):
     with (tmp_path / "problems.jsonl").open("a") as file:
         file.write('{"question": "1+1=", "answer": "2"}\n')
     config = tmp_path / "run" / "config.yaml"
-    with pytest.raises(ValueError, match="dataset_fingerprint is"):
+    with pytest.raises(ValueError, match="not dataset_fingerprint"):
         made(config)
     trainer = made(config, "--dataset_name", str(tmp_path / "problems.jsonl"))
     assert len(trainer.train_prompts) == 13

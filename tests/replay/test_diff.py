@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_pg import GRPOTrainer
-from rlhf_pg.replay.diff import diff_runs
+from rlhf_pg.replay.comparison import diff_runs
 from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
 from tests.replay.test_replay import judged
 from tests.trainers.conftest import maker

@@ -239,7 +239,7 @@ LONG = [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": "cde
 
 
 def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
-    with pytest.raises(ValueError, match="row 1 has 8 tokens, more than the 5 that max_length"):
+    with pytest.raises(ValueError, match="row 1 has 8 tokens, more than the 5 of max_length"):
         examples(LONG, tokenizer, 5)
     assert len(examples(LONG, tokenizer, 5, long_examples="drop")) == 1
     assert "train_dataset: 1 of 2 rows are too long: left out" in capsys.readouterr().out

@@ -344,7 +344,7 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
     [
         (
             {"dataset_fingerprint": "00"},
-            "dataset_fingerprint is 00: the data or the tokenizer differ",
+            "dataset_fingerprint 00: the data or the tokenizer differ",
         ),
         ({"save_merged": True}, "save_merged is for a model with an adapter"),
         ({"use_peft": True, "peft_config": adapter()}, "there are two adapters"),

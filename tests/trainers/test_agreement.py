@@ -14,8 +14,8 @@ from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers import Callback
 from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
-from rlhf_pg.trainers.callbacks import Callback
 from tests.models.architectures import build
 
 LORA = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2}

@@ -120,8 +120,8 @@ def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
 
 
 def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
-    module, order = sys.modules["rlhf_pg.trainers.build"], []
-    for name in ("choose_engine", "Learner"):
+    build, order = sys.modules["rlhf_pg.trainers.build"], []
+    for module, name in ((factory, "choose_engine"), (build, "Learner")):
         made = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, n=name, f=made: (order.append(n), f(*given))[1]

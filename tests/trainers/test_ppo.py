@@ -318,5 +318,5 @@ def test_optimizer_lacking_trained_parameters_is_refused(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="optimizers: yours does not have the trained parameter"):
+    with pytest.raises(ValueError, match="optimizers: yours lacks the trained parameter"):
         make(trainer_type, model=model, optimizers=(optimizer, None), **options)
