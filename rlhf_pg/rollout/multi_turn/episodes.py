@@ -100,18 +100,33 @@ class EpisodeRunner:
                 position after the prompt).
             params: `max_tokens` limits all turns and answers of an episode together.
         """
-        episodes = new_episodes(examples, tokens, prompt_indices, n)
+        episodes = [
+            Episode(
+                example=example,
+                prompt_index=index,
+                sample=sample,
+                prompt=example["prompt"],
+                prompt_ids=ids,
+            )
+            for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
+            for sample in range(n)
+        ]
         try:
             with engine.weights_synced(), engine.session(params, seed) as session:
-                self._run(session, params.max_tokens, episodes)
+                self._run(session, episodes, params.max_tokens, seed)
         finally:
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
                     episode.environment.close()
-        warn_of_failures(episodes)
+        errors = [episode.error for episode in episodes if episode.error is not None]
+        if errors:
+            message = "%d of %d episodes failed; the first: %s"
+            logger.warning(message, len(errors), len(episodes), errors[0])
         return episodes
 
-    def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
+    def _run(
+        self, session: Session, episodes: Sequence[Episode], max_tokens: int, seed: int
+    ) -> None:
         """Begin all episodes, then continue each as soon as its call or completion is done."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
 
@@ -246,31 +261,3 @@ class EpisodeRunner:
             metrics["tools/call_frequency"] = calls / count  # calls per episode
             metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
         return metrics
-
-
-def new_episodes(
-    examples: Sequence[Mapping[str, Any]],
-    tokens: Sequence[Sequence[int]],
-    prompt_indices: Sequence[int],
-    n: int,
-) -> list[Episode]:
-    """Return `n` episodes of every example, in the order example * n + sample."""
-    return [
-        Episode(
-            example=example,
-            prompt_index=index,
-            sample=sample,
-            prompt=example["prompt"],
-            prompt_ids=ids,
-        )
-        for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
-        for sample in range(n)
-    ]
-
-
-def warn_of_failures(episodes: Sequence[Episode]) -> None:
-    """Log how many episodes failed, and the first error."""
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if errors:
-        message = "%d of %d episodes failed; the first: %s"
-        logger.warning(message, len(errors), len(episodes), errors[0])
