@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain, takewhile
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
-from rlhf_pg.rollout.agents.history import Answer, History
+from rlhf_pg.rollout.agents.history import Answer, History, common
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
 from rlhf_pg.rollout.token_sampling import request_seed
@@ -135,10 +135,8 @@ class Line:
 
     def new(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt were not there before it; the first is not counted."""
-        known = [len(prompt)] * (not self.answers)
-        for answer in self.answers:
-            pairs = zip(prompt, chain(answer.prompt, answer.completion.tokens), strict=False)
-            known.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        before = (chain(answer.prompt, answer.completion.tokens) for answer in self.answers)
+        known = [common(prompt, tokens) for tokens in before] or [len(prompt)]
         return len(prompt) - max(known)
 
     def keep(self, answers: Sequence[Answer]) -> None:
@@ -195,12 +193,11 @@ class Server:
 
     def __init__(self, host: str) -> None:
         self.lines: dict[str, Line] = {}
-        answers = {"chat/completions": self._chat, "completions": self._text}
-        answers |= {"responses": self._response}
-        routes = [Route("/v1/models", self._models)]
-        routes += [
-            Route(f"/v1/{path}", partial(self._answer, answer), methods=["POST"])
-            for path, answer in answers.items()
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", partial(self._answer, self._chat), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, self._text), methods=["POST"]),
+            Route("/v1/responses", partial(self._answer, self._response), methods=["POST"]),
         ]
         listening = socket.create_server((host, 0), backlog=1024)
         config = uvicorn.Config(
@@ -254,9 +251,7 @@ class Server:
             refused = Refused(f"{quote(place)}: {first['msg']}")
         except Refused as known:
             refused = known
-        except ClientDisconnect:
-            refused = Refused("the client has left")
-        except Exception as other:  # a template, or a message of a strange shape
+        except Exception as other:  # a template, a message of a strange shape, a client that left
             refused = Refused(tell(other))
         error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
         return as_json({"error": error | {"param": None}}, refused.status)

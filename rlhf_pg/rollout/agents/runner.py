@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +21,7 @@ from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
 from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, noise, serve
-from rlhf_pg.rollout.agents.history import History, TokenTree
+from rlhf_pg.rollout.agents.history import History, TokenTree, common
 from rlhf_pg.rollout.engine import Request, Session
 from rlhf_pg.rollout.multi_turn.environment import check_reward
 from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
@@ -144,8 +143,7 @@ class AgentRunner(EpisodeRunner):
         episode.prompt = first.chat
         last = next((x for x in reversed(answers) if isinstance(x.chat, list)), last)
         if isinstance(first.chat, list):
-            pairs = zip(first.chat, last.chat, strict=False)
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            same = common(first.chat, last.chat)
             episode.messages = [*last.chat[same:], last.message]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
