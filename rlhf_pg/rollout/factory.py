@@ -42,8 +42,7 @@ def reason_against(
         return f"the device is {kind}"
     if version is None:
         return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
-    from rlhf_pg.rollout.vllm.handover import parts_tied_weights
-    from rlhf_pg.rollout.vllm.in_process import lacking
+    from rlhf_pg.rollout.vllm.in_process import unfit
     from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
 
     try:
@@ -52,14 +51,12 @@ def reason_against(
         return str(error)
     is_cold = args.temperature < LEAST_TEMPERATURE
     reasons = {
-        "the weights are quantized": getattr(model, "is_quantized", False),
-        "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
         "rollout_cache_tokens is set": args.rollout_cache_tokens is not None,
         "rollout_workers is set": bool(args.rollout_workers),
         f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None) or lacking(model)
+    return next((reason for reason, holds in reasons.items() if holds), None) or unfit(model)
 
 
 def choose_engine(

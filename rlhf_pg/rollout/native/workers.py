@@ -32,7 +32,6 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     RolloutError,
     SamplingParams,
-    never,
 )
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import hollow, put_in_place
@@ -105,9 +104,6 @@ class WorkerEngine(RolloutEngine):
         """Open a session, which raises RolloutError if workers keep dying."""
         return closing(WorkerSession(self, params, seed))
 
-    def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()()
-
     @torch.no_grad()
     def copy_weights(self) -> Copied:
         native = self.native
@@ -154,7 +150,7 @@ class WorkerSession(FutureSession):
         self._ask(request, 1)
 
     def _ask(self, request: Request, attempt: int) -> None:
-        engine, plain = self.engine, dataclasses.replace(request, cancelled=never)
+        engine, plain = self.engine, dataclasses.replace(request, cancelled=bool)
         assert engine.copy is not None
         places = [memory.place for memory in engine.copy]
         future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)

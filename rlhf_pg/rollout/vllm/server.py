@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,9 +128,6 @@ class VllmServerEngine(RolloutEngine):
                 server.lost = lost
             if all(server.lost for server in self.servers):
                 raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
-
-    def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()()
 
     def copy_weights(self) -> Copied:
         self.copies += 1
@@ -320,16 +317,11 @@ class Server:
                 f"the server at {self.client.url} does not take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
             ) from error
-        if on_cpu and model.config.tie_word_embeddings:
+        if on_cpu and (model.config.tie_word_embeddings or has_experts(model)):
             raise ValueError(
-                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace a "
-                "head that is tied to the embedding: train an adapter (use_peft), or use "
-                "rollout_engine vllm"
-            )
-        if on_cpu and has_experts(model):
-            raise ValueError(
-                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace the "
-                "weights of experts: set rollout_engine to native"
+                f"the server at {self.client.url} runs on a CPU, where vLLM replaces neither "
+                "experts nor a head that is tied to the embedding: set rollout_engine to native, "
+                "or train an adapter (use_peft)"
             )
 
 
@@ -409,13 +401,14 @@ def _completion(
     ended = [token in eos_token_ids for token in tokens]
     if any(ended[:-1]):
         raise ValueError(f"tokens after EOS, which is at {ended.index(True)}")
-    if reason == "stop" and (ended[-1] or by_string):
-        return Completion(tokens, logprobs, "stop")
-    if reason == "length" and len(tokens) < max_tokens:
-        raise ValueError(f"{len(tokens)} of {max_tokens} tokens, and no stop")
-    if reason == "length" and not ended[-1]:
-        return Completion(tokens, logprobs, "length")
-    raise ValueError(f"finish_reason {show(reason)} with {show(tokens[-1])} as the last token")
+    fits = {
+        "stop": ended[-1] or by_string,
+        "length": len(tokens) == max_tokens and not ended[-1],
+    }
+    if not fits.get(reason):
+        ended_by = f"after {len(tokens)} of {max_tokens} tokens, the last {show(tokens[-1])}"
+        raise ValueError(f"finish_reason {show(reason)} {ended_by}")
+    return Completion(tokens, logprobs, reason)
 
 
 def _remove(place: Path, owner: int) -> None:
