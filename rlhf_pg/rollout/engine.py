@@ -73,9 +73,19 @@ class Request:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
-    def limit(self, params: SamplingParams) -> int:
-        """Return the largest number of tokens of each continuation."""
-        return min(self.max_tokens or params.max_tokens, params.max_tokens)
+    def limit(self, params: SamplingParams, longest: int | None = None, what: str = "") -> int:
+        """Return the largest number of tokens of each continuation; ValueError if there is no
+        prompt, or with it they exceed `longest`, the limit on a sequence that `what` names.
+        """
+        most = min(self.max_tokens or params.max_tokens, params.max_tokens)
+        if not len(self.tokens):
+            raise ValueError("is empty: a model needs at least one token to continue")
+        if longest and len(self.tokens) + most > longest:
+            raise ValueError(
+                f"has {len(self.tokens)} tokens; with max_tokens {most} that exceeds {what} of "
+                f"{longest}"
+            )
+        return most
 
 
 class Finished(NamedTuple):

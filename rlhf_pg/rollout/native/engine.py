@@ -92,19 +92,9 @@ class NativeEngine(RolloutEngine):
             self.weights = self.model
 
     def check(self, request: Request, params: SamplingParams) -> int:
-        """Return the tokens of the longest row of a request; ValueError if it is empty or longer
-        than the model's positions allow.
-        """
-        if not len(request.tokens):
-            raise ValueError("is empty: a model needs at least one token to continue")
-        most = request.limit(params)
-        longest, limit = len(request.tokens) + most, max_positions(self.model)
-        if limit and longest > limit:
-            raise ValueError(
-                f"has {len(request.tokens)} tokens; with max_tokens {most} that exceeds the "
-                f"model's max_position_embeddings of {limit}"
-            )
-        return longest
+        """Return the tokens of the longest row of a request; ValueError as `Request.limit`."""
+        limit, what = max_positions(self.model), "the model's max_position_embeddings"
+        return len(request.tokens) + request.limit(params, limit, what)
 
     def unsupported_reason(self, longest: int) -> str | None:
         """Return why rows of this many tokens need `generate`, or None."""

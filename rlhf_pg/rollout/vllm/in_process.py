@@ -27,7 +27,7 @@ from rlhf_pg.rollout.engine import (
 )
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm.handover import bare, parts_tied_weights, published_weights
-from rlhf_pg.rollout.vllm.requests import check_version, options, room
+from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class _InProcessSession:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        max_tokens = room(request, self._params, self._engine.max_model_length)
+        max_tokens = request.limit(self._params, self._engine.max_model_length, LONGEST)
         stop = [*self._options["stop"], *request.stop]
         for sample in request.samples:
             name = str(next(self._engine.numbers))

@@ -33,7 +33,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
-from rlhf_pg.rollout.vllm.requests import check_version, options, room
+from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ class _ServerSession(FutureSession):
         self._sent: dict[Future[Any], tuple[Server, tuple[Request, int, int]]] = {}
 
     def add(self, request: Request) -> None:
-        max_tokens = room(request, self._params, self._engine.max_model_length)
+        max_tokens = request.limit(self._params, self._engine.max_model_length, LONGEST)
         for sample in request.samples:
             self._ask(request, sample, max_tokens)
 

@@ -83,7 +83,7 @@ def test_request_sends_own_position_and_token_limit(fake, tmp_path):
     ("prompt", "params", "said"),
     [
         ([], PARAMS, "prompt 1 is empty"),
-        ([5] * 35, PARAMS, r"35 tokens; with 6 .* longest sequence of 40"),
+        ([5] * 35, PARAMS, r"35 tokens; with max_tokens 6 .* longest sequence .* of 40"),
         ([5], SamplingParams(temperature=0.001), "temperature must be 0 or at least 0.01"),
     ],
 )
