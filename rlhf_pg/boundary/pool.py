@@ -136,10 +136,9 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
 
 
 def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
-    """Kill a worker and its children."""
     if worker is not None:
         with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
+            os.killpg(worker.pid, signal.SIGKILL)  # its children too
         worker.wait()
 
 

@@ -154,7 +154,6 @@ class Batch:
         return self.prompt_mask.sum() + self.completion_mask.sum()
 
     def token_lists(self) -> list[list[int]]:
-        """Return the tokens of each completion."""
         rows = zip(self.completion_ids.cpu(), self.completion_mask.cpu(), strict=True)
         return [ids[mask].tolist() for ids, mask in rows]
 
@@ -316,9 +315,7 @@ class Batch:
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                yield name, value
+        return ((name, x) for name, x in vars(self).items() if isinstance(x, Tensor))
 
 
 def _measure(prompt: int, offsets: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int, int]:

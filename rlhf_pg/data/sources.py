@@ -199,7 +199,6 @@ def with_prompts(
 def _prompt(
     row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
 ) -> Any:
-    """Make the prompt of a row."""
     prompt, system, template = row.get("prompt"), args.system_prompt, getattr(args, key)
     if template is not None:
         for name in names:

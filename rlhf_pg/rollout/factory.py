@@ -2,9 +2,9 @@
 
 import dataclasses
 import gc
-import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,27 +26,17 @@ logger = logging.getLogger(__name__)
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
-def installed_version() -> str | None:
-    """Return the version of the installed vLLM without the slow import."""
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def reason_against(
-    args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
-) -> str | None:
+def reason_against(args: PolicyGradientConfig, model: PreTrainedModel, kind: str) -> str | None:
     """Return the reason why vLLM does not suit this run on this kind of device, or None."""
     if kind != "cuda":
         return f"the device is {kind}"
-    if version is None:
-        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
     from rlhf_pg.rollout.vllm.in_process import unfit
     from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
 
     try:
-        check_version(version, "the installed vLLM")
+        check_version(version("vllm"), "the installed vLLM")  # without the slow import
+    except PackageNotFoundError:
+        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
     except ValueError as error:
         return str(error)
     is_cold = args.temperature < LEAST_TEMPERATURE
@@ -65,7 +55,7 @@ def choose_engine(
     """Return the name of the rollout engine, and the reason; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
-    why = runtime.first_error(reason_against(args, model, runtime.device.type, installed_version()))
+    why = runtime.first_error(reason_against(args, model, runtime.device.type))
     return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
 
 
@@ -176,15 +166,12 @@ def new_episode_runner(
     ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
     """
     has_turns, has_agent = bool(tools) or environments is not None, program is not None
+    keys_of_agents = "agent_timeout agent_call_timeout agent_host agent_credit"
     rules.refuse(
         rules.idle(
             args,
             ("tools or environment_factory", has_turns, "environment_timeout"),
-            (
-                "agent_program",
-                has_agent,
-                "agent_timeout agent_call_timeout agent_host agent_credit",
-            ),
+            ("agent_program", has_agent, keys_of_agents),
             ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
         )
     )

@@ -1,6 +1,7 @@
 """Why `rollout_engine: auto` does not take vLLM, on a GPU that is only named."""
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +20,12 @@ TIED = {"tie_word_embeddings": True}
 
 def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) -> str | None:
     model = options.pop("model", None) or tiny_model("llama")
-    with patch.object(in_process, "lacking", lambda _: None):
-        return factory.reason_against(GRPOConfig(**options), model, kind, version)
+    found = {"side_effect": PackageNotFoundError} if version is None else {"return_value": version}
+    with (
+        patch.object(in_process, "lacking", lambda _: None),
+        patch.object(factory, "version", **found),
+    ):
+        return factory.reason_against(GRPOConfig(**options), model, kind)
 
 
 def test_plain_gpu_run_allows_vllm():

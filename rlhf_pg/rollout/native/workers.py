@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -174,28 +174,25 @@ class WorkerSession(FutureSession):
 
 @cache
 def engine_of(place: Place) -> NativeEngine:
-    """Return the engine of this worker."""
     logging.disable(logging.WARNING)  # the trainer warns
     engine: NativeEngine = pickle.loads(map_memory(place).numpy().tobytes())
     return engine
 
 
-_loaded: tuple[Place, Place] | None = None  # the engine and weights of this worker
+@lru_cache(maxsize=1)
+def engine_with(pickled: Place, weights: Place) -> NativeEngine:
+    """Return the engine of this worker, which samples from these weights."""
+    engine, whole = engine_of(pickled), map_memory(weights)
+    for parameter, place in places(engine.model):
+        put_in_place(parameter, whole[place].view(parameter.dtype).view(parameter.shape))
+    return engine
 
 
 def sample_alone(
     pickled: Place, weights: Place, request: Request, params: SamplingParams, seed: int
 ) -> list[tuple[int, Completion]] | FloatingPointError:
     """Sample the completions of a request in a worker; return them with their sample numbers."""
-    global _loaded
-    engine = engine_of(pickled)
-    if _loaded != (pickled, weights):
-        whole = map_memory(weights)
-        for parameter, place in places(engine.model):
-            value = whole[place].view(parameter.dtype).view(parameter.shape)
-            put_in_place(parameter, value)
-        _loaded = pickled, weights
-    found = []
+    engine, found = engine_with(pickled, weights), []
     try:
         # They are merged already.
         with engine.weights_synced(nullcontext), engine.session(params, seed) as session:

@@ -90,7 +90,6 @@ class VllmEngine(RolloutEngine):
             config.architectures = [type(bare(model)).__name__]  # vLLM's class has this name
             config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-            # With several processes, each has its own engine.
             several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
             self.llm: Any = vllm.LLM(
                 model=directory,
@@ -132,28 +131,25 @@ class VllmEngine(RolloutEngine):
             if self.sleeps:
                 torch.cuda.empty_cache()
                 self.llm.wake_up(["weights"])
-            self._load(self.model)
+            if not self._has_warned and (lost := merge_loss(self.model)) > MOST_LOST:
+                self._has_warned = True
+                logger.warning(
+                    "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of "
+                    "it: native and vllm_server sample with it unmerged",
+                    self.model.dtype,
+                    100 * lost,
+                )
+            # vLLM casts and fuses the weights layer by layer.
+            weights = {"weights_iterator": published_weights(self.model)}
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
+            self.llm.apply_model(_repack_head)
+            if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+                raise RuntimeError("vLLM keeps old keys and values: an earlier session is open")
             if self.sleeps:
                 self.llm.wake_up(["kv_cache"])
             yield
         finally:
             self._sleep()
-
-    def _load(self, policy: PreTrainedModel) -> None:
-        """Copy the weights into place; vLLM casts and fuses them layer by layer."""
-        if not self._has_warned and (lost := merge_loss(policy)) > MOST_LOST:
-            self._has_warned = True
-            logger.warning(
-                "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of it: "
-                "native and vllm_server sample with it unmerged",
-                policy.dtype,
-                100 * lost,
-            )
-        weights = {"weights_iterator": published_weights(policy)}
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
-        self.llm.apply_model(_repack_head)
-        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
 
     def _sleep(self) -> None:
         if self.sleeps:

@@ -106,8 +106,8 @@ class VllmServerEngine(RolloutEngine):
 
     def server_of(self, prompt_index: int) -> "Server":
         """Return the server to ask about a prompt: the next that has not failed."""
-        count = len(self.servers)
-        order = (self.servers[(prompt_index + i) % count] for i in range(count))
+        first = prompt_index % len(self.servers)
+        order = self.servers[first:] + self.servers[:first]
         return next(server for server in order if not server.lost)
 
     def leave_out(self, server: "Server", error: RolloutError) -> None:
@@ -122,10 +122,8 @@ class VllmServerEngine(RolloutEngine):
         """Leave out, in all processes, servers that have failed in one; collective."""
         if self._users == 1:
             everyone = gather([server.lost for server in self.servers])
-            for server, lost in zip(
-                self.servers, map(any, zip(*everyone, strict=True)), strict=True
-            ):
-                server.lost = lost
+            for server, *lost in zip(self.servers, *everyone, strict=True):
+                server.lost = any(lost)
             if all(server.lost for server in self.servers):
                 raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
 
