@@ -103,16 +103,13 @@ class Session(Protocol):
         """Request completions; ValueError if that is not possible. The caller puts the name of the
         prompt before the message ("is empty: ...").
         """
-        ...
 
     def step(self) -> list[Finished]:
         """Sample for a moment, and return the completions that have finished, often none."""
-        ...
 
     @property
     def idle(self) -> bool:
         """True if every requested completion has been returned."""
-        ...
 
 
 Copied = Callable[[], AbstractContextManager[None]]  # weights; the block samples from them
@@ -122,16 +119,16 @@ class FutureSession(ABC):
     """The base of sessions whose completions are sampled elsewhere."""
 
     def __init__(self) -> None:
-        self._asked: set[Future[Any]] = set()
+        self._asked: dict[Future[Any], Any] = {}  # each with what it was asked
         self._answers: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
 
-    def wait_for(self, future: "Future[Any]") -> None:
+    def wait_for(self, future: "Future[Any]", asked: Any) -> None:
         """Have `step` read the result of a future."""
-        self._asked.add(future)
+        self._asked[future] = asked
         future.add_done_callback(self._answers.put)
 
     @abstractmethod
-    def read(self, future: "Future[Any]") -> list[Finished]:
+    def read(self, future: "Future[Any]", asked: Any) -> list[Finished]:
         """Return the completions of a future that is done."""
 
     def step(self) -> list[Finished]:
@@ -143,8 +140,7 @@ class FutureSession(ABC):
         finished = []
         for future in arrived:
             if future in self._asked:  # else it has been asked elsewhere
-                self._asked.discard(future)
-                finished += self.read(future)
+                finished += self.read(future, self._asked.pop(future))
         return finished
 
     @property

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import Runtime
-
-if TYPE_CHECKING:
-    from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
@@ -113,9 +112,8 @@ def new_engine(
         longest: tokens of the longest prompt with its completion.
         save: saves the weights for a server, if they are never whole; see `VllmServerEngine`.
 
-    Raises:
-        ValueError: the engine is not available, or cannot sample from the model.
-        RolloutError: the server does not answer.
+    ValueError if the engine is not available or cannot sample from the model, RolloutError if the
+    server does not answer.
     """
     if args.rollout_engine == "vllm":
         from rlhf_pg.rollout.vllm.in_process import VllmEngine
@@ -155,13 +153,13 @@ def new_engine(
 
 def new_episode_runner(
     args: PolicyGradientConfig,
-    tools: "Sequence[Tool] | None",
-    environments: "EnvironmentSource | None",
+    tools: Sequence[Tool] | None,
+    environments: EnvironmentSource | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     program: Any = None,
     judged: bool = True,
-) -> "EpisodeRunner | None":
+) -> EpisodeRunner | None:
     """Create the runner of episodes, for a run with tools, an environment or an agent's program;
     ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
     """
@@ -175,7 +173,11 @@ def new_episode_runner(
             ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
         )
     )
-    stops = models.stop_token_ids(model, tokenizer)
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "stop_token_ids": models.stop_token_ids(model, tokenizer),
+        "max_turns": args.max_turns,
+    }
     if has_agent:
         if has_turns:
             raise ValueError("agent_program brings its own tools: leave out tools and environments")
@@ -185,18 +187,14 @@ def new_episode_runner(
             raise ValueError('agent_program needs pip install "rlhf-pg[agents]"') from error
         return AgentRunner(
             program=program_of(program),
-            tokenizer=tokenizer,
-            stop_token_ids=stops,
-            max_turns=args.max_turns,
             timeout=args.agent_timeout,
             call_timeout=args.agent_call_timeout,
             host=args.agent_host,
             pays=not judged,
+            **shared,
         )
     if not has_turns:
         return None
-    from rlhf_pg.rollout import EpisodeRunner, Toolbox, ToolEnvironment
-
     if environments is None:
         box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
         options: dict[str, Any] = {
@@ -206,9 +204,4 @@ def new_episode_runner(
         }
     else:
         options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
-    return EpisodeRunner(
-        tokenizer=tokenizer,
-        stop_token_ids=stops,
-        max_turns=args.max_turns,
-        **options,
-    )
+    return EpisodeRunner(**shared, **options)

@@ -145,9 +145,8 @@ class History:
     ) -> tuple[bool, list[int], int]:
         """Find an answer's words at the end of a piece of a chat, which follows `ids`.
 
-        Returns:
-            Whether the ids before the words are those that it answers; the ids through the words;
-            how many of the words were encoded.
+        Return whether the ids before the words are those that it answers; the ids through the
+        words; how many of the words were encoded.
         """
         wanted, decode = answer.content.rstrip() if strips else answer.content, self._decode(answer)
         words = self._words(answer, wanted)

@@ -183,11 +183,8 @@ class EpisodeRunner:
     def _play(
         self, episode: Episode, max_tokens: int
     ) -> Generator[Future[Any] | list[int], Any, None]:
-        """Play one episode.
-
-        Yields:
-            A call of its environment, which is sent back once it is done; or the tokens for the
-            policy to continue, in return for which a `Completion` is sent.
+        """Play one episode: yield a call of its environment, which is sent back once it is done, or
+        the tokens for the policy to continue, in return for which a `Completion` is sent.
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()

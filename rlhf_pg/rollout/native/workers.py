@@ -74,13 +74,8 @@ class WorkerEngine(RolloutEngine):
     """Samples with `count` native engines in processes of their own, on CPUs with one thread each.
 
     They share one copy of the weights. A worker that dies is replaced. A request that its caller
-    has given up (`Request.cancelled`) is sampled to its end.
-
-    Args:
-        model, eos_token_ids, pad_token_id, tokenizer, cache_tokens: as in `NativeEngine`.
-
-    Raises:
-        ValueError: the weights are quantized.
+    has given up (`Request.cancelled`) is sampled to its end. The other arguments are those of
+    `NativeEngine`; ValueError if the weights are quantized.
     """
 
     def __init__(
@@ -143,7 +138,6 @@ class WorkerSession(FutureSession):
     def __init__(self, engine: WorkerEngine, params: SamplingParams, seed: int) -> None:
         super().__init__()
         self.engine, self.params, self.seed = engine, params, seed
-        self.sent: dict[Future[Any], tuple[Request, int]] = {}  # with the number of the attempt
 
     def add(self, request: Request) -> None:
         self.engine.native.check(request, self.params)
@@ -155,11 +149,10 @@ class WorkerSession(FutureSession):
         places = [memory.place for memory in engine.copy]
         future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
         future.memory = engine.copy  # which has to be there until it is done
-        self.sent[future] = request, attempt
-        self.wait_for(future)
+        self.wait_for(future, (request, attempt))
 
-    def read(self, future: Future[Any]) -> list[Finished]:
-        request, attempt = self.sent.pop(future)
+    def read(self, future: Future[Any], asked: tuple[Request, int]) -> list[Finished]:
+        request, attempt = asked
         try:
             found = future.result()
         except CallFailed as failure:  # out of memory, say

@@ -88,21 +88,25 @@ class VllmServerEngine(RolloutEngine):
         self.model, self.eos_token_ids = model, list(eos_token_ids)
         self.directory = directory.absolute()
         self.save = save or (lambda place: place and model.save_pretrained(place))
-        adapted = isinstance(model, PeftModel)
-        self.gathers = "trained" if adapted else "none" if save else "all"
+        self.adapted = isinstance(model, PeftModel)
+        self.gathers = "trained" if self.adapted else "none" if save else "all"
         self.own = self._make_directory() if is_main else None  # of this run alone
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
-        if not adapted:
+        if not self.adapted:
             for server in self.servers:
                 server.check_replaceable(model)
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
         """Open a session, which raises RolloutError when no server is left."""
         return closing(_ServerSession(self, params, seed))
+
+    @property
+    def alive(self) -> list["Server"]:
+        return [server for server in self.servers if not server.lost]
 
     def server_of(self, prompt_index: int) -> "Server":
         """Return the server to ask about a prompt: the next that has not failed."""
@@ -113,7 +117,7 @@ class VllmServerEngine(RolloutEngine):
     def leave_out(self, server: "Server", error: RolloutError) -> None:
         """Ask a server no more that has failed; raise the error if it was the last."""
         lost, server.lost = server.lost, True
-        if all(one.lost for one in self.servers):
+        if not self.alive:
             raise error
         if not lost:
             logger.warning("%s. It is left out, and its prompts are asked elsewhere", error)
@@ -124,40 +128,39 @@ class VllmServerEngine(RolloutEngine):
             everyone = gather([server.lost for server in self.servers])
             for server, *lost in zip(self.servers, *everyone, strict=True):
                 server.lost = any(lost)
-            if all(server.lost for server in self.servers):
+            if not self.alive:
                 raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
 
     def copy_weights(self) -> Copied:
         self.copies += 1
-        adapted = isinstance(self.model, PeftModel)
-        name = f"policy-{_digest(self.model) if adapted else self.copies}"
-        return partial(self._used, WeightsCopy(name, self._save(name)), adapted)
+        name = f"policy-{_digest(self.model) if self.adapted else self.copies}"
+        return partial(self._used, WeightsCopy(name, self._save(name)))
 
     @contextmanager
-    def _used(self, copy: "WeightsCopy", adapted: bool) -> Iterator[None]:
+    def _used(self, copy: "WeightsCopy") -> Iterator[None]:
         """Sample from a copy, which the main process hands over unless the servers have it."""
-        if all(server.lost for server in self.servers):  # they may have been started again
+        if not self.alive:  # they may have been started again
             self.copy = None
             for server in self.servers:
                 server.lost, server.name = False, server.served
         new = self.copy is None or self.copy.name != copy.name
-        for server in [one for one in self.servers if not one.lost and new]:
+        for server in self.alive if new else ():
             try:
-                if not adapted:
+                if not self.adapted:
                     server.instance, _ = server.identity()
-                if copy.place is not None and adapted:
+                if copy.place is not None and self.adapted:
                     server.load_adapter(copy.name, copy.place)
                 elif copy.place is not None:
                     server.replace_weights(copy.place)
             except RolloutError as error:
                 see = f". It has to see {copy.place} (vllm_sync_directory)" if copy.place else ""
                 self.leave_out(server, RolloutError(f"{error}{see}"))
-            server.name = copy.name if adapted else server.name
+            server.name = copy.name if self.adapted else server.name
         self.copy = copy
-        if copy.place is not None and not adapted:
+        if copy.place is not None and not self.adapted:
             shutil.rmtree(copy.place, ignore_errors=True)
         yield
-        for server in [one for one in self.servers if not (one.lost or adapted)]:
+        for server in () if self.adapted else self.alive:
             try:
                 now, _ = server.identity()
             except RolloutError as error:
@@ -336,7 +339,6 @@ class _ServerSession(FutureSession):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        self._sent: dict[Future[Any], tuple[Server, tuple[Request, int, int]]] = {}
 
     def add(self, request: Request) -> None:
         max_tokens = request.limit(self._params, self._engine.max_model_length, LONGEST)
@@ -362,23 +364,23 @@ class _ServerSession(FutureSession):
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
-        self._sent[future] = server, (request, sample, max_tokens)
-        self.wait_for(future)
+        self.wait_for(future, (server, request, sample, max_tokens))
 
-    def read(self, future: "Future[Any]") -> list[Finished]:
-        server, asked = self._sent.pop(future)
+    def read(
+        self, future: "Future[Any]", asked: tuple[Server, Request, int, int]
+    ) -> list[Finished]:
+        server, request, sample, max_tokens = asked
         try:
             return [future.result()]
         except RolloutError as error:
             self._engine.leave_out(server, error)
-        self._ask(*asked)
+        self._ask(request, sample, max_tokens)
         # Nor is it waited for in other requests.
-        for other, (theirs, asked) in list(self._sent.items()):
+        for other, (theirs, *request) in list(self._asked.items()):
             if theirs is server:
-                self._asked.discard(other)
+                del self._asked[other]
                 other.cancel()
-                del self._sent[other]
-                self._ask(*asked)
+                self._ask(*request)
         return []
 
 
