@@ -444,11 +444,7 @@ class PolicyGradientTrainer(TrainingLoop):
     # ---------------------------------------------------------------------- prompts, and evaluation
 
     def prompts_of(self, dataset: Any, name: str) -> Prompts:
-        """Return the prompts of a dataset.
-
-        Raises:
-            ValueError: a prompt cannot be used; the message has `name` and the row.
-        """
+        """Return the prompts of a dataset; ValueError, with `name` and the row, if one is unfit."""
         with about(name):
             return load_prompts(
                 dataset,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -22,7 +22,8 @@ import torch
 import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -30,7 +31,7 @@ from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.history import Answer, History, common
-from rlhf_pg.rollout.engine import Completion
+from rlhf_pg.rollout.engine import Completion, Request
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
 from rlhf_pg.rollout.token_sampling import request_seed
 
@@ -159,6 +160,19 @@ class Call:
     stop: tuple[str, ...]
     done: Future[Completion] = field(default_factory=Future)
 
+    @cached_property
+    def request(self) -> Request:
+        episode = self.agent.episode
+        return Request(
+            tokens=self.prompt,
+            prompt_index=episode.prompt_index,
+            samples=[episode.sample],
+            position=noise(self.number),
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            cancelled=self.done.cancelled,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
@@ -234,7 +248,9 @@ class Server:
     # ------------------------------------------------------------------------------ the calls
 
     async def _answer(
-        self, answer: Callable[[Request, Line, CallOptions], Awaitable[Response]], request: Request
+        self,
+        answer: Callable[[HttpRequest, Line, CallOptions], Awaitable[Response]],
+        request: HttpRequest,
     ) -> Response:
         """Answer a request, or say what is wrong with it."""
         try:
@@ -256,7 +272,7 @@ class Server:
         error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
         return as_json({"error": error | {"param": None}}, refused.status)
 
-    def _line(self, request: Request) -> Line:
+    def _line(self, request: HttpRequest) -> Line:
         key = request.headers.get("authorization", "").rpartition(" ")[2]
         if key not in self.lines:
             raise Refused(ENDED, 401, "invalid_api_key")
@@ -264,7 +280,7 @@ class Server:
 
     async def _sample(
         self,
-        request: Request,
+        request: HttpRequest,
         line: Line,
         options: CallOptions,
         prompt: list[int],
@@ -343,11 +359,11 @@ class Server:
 
     # ------------------------------------------------------------------------- the three interfaces
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
         return as_json({"object": "list", "data": models})
 
-    async def _chat(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _chat(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         messages = formats.plain(options.messages)
         prompt, box = self._encode(line, options, messages)
         answers = await self._sample(request, line, options, prompt, messages, box)
@@ -355,7 +371,7 @@ class Server:
         usage = bool((options.stream_options or {}).get("include_usage"))
         return events(formats.chat_chunks(body, usage)) if options.stream else as_json(body)
 
-    async def _text(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _text(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         history, prompt = line.agent.history, options.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -368,7 +384,7 @@ class Server:
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         return events([body, None]) if options.stream else as_json(body)
 
-    async def _response(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _response(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         kept, before = line.agent.responses, options.previous_response_id
         if before is not None and before not in kept:
             raise Refused("previous_response_id: there is no such response in this episode", 404)

@@ -20,9 +20,9 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
-from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, noise, serve
+from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
 from rlhf_pg.rollout.agents.history import History, TokenTree, common
-from rlhf_pg.rollout.engine import Request, Session
+from rlhf_pg.rollout.engine import Session
 from rlhf_pg.rollout.multi_turn.environment import check_reward
 from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
 from rlhf_pg.runtime import Runtime
@@ -51,32 +51,7 @@ class AgentRunner(EpisodeRunner):
         server, arrivals = serve(self.host), SimpleQueue[Any]()
         longest = self.longest_prompt and self.longest_prompt + 1
         running: dict[Future[Any], tuple[Episode, Agent]] = {}
-        sampled: dict[int, tuple[Request, Call]] = {}  # by the id of the request
-
-        def receive(arrived: Any) -> None:
-            """Begin a call, or finish the episode of a program that has ended."""
-            if isinstance(arrived, Future):
-                episode, agent = running.pop(arrived)
-                server.close(agent)
-                self._finish(episode, agent, arrived)
-                return
-            if arrived.done.cancelled():
-                return
-            request = Request(
-                tokens=arrived.prompt,
-                prompt_index=arrived.agent.episode.prompt_index,
-                samples=[arrived.agent.episode.sample],
-                position=noise(arrived.number),
-                max_tokens=arrived.max_tokens,
-                stop=arrived.stop,
-                cancelled=arrived.done.cancelled,
-            )
-            try:
-                session.add(request)
-                sampled[id(request)] = request, arrived
-            except ValueError as error:
-                arrived.done.set_exception(Refused(f"the prompt {error}"))
-
+        sampled: dict[int, Call] = {}  # by the id of the request
         for episode in episodes:
             history = History(self.tokenizer, self.stop_token_ids)
             limits = max_tokens, self.max_turns, longest, self.call_timeout
@@ -88,13 +63,21 @@ class AgentRunner(EpisodeRunner):
             ended.add_done_callback(arrivals.put)
         try:
             while running:
-                if session.idle or not arrivals.empty():
-                    receive(arrivals.get())
-                    continue
-                for request, _, completion in session.step():
-                    _, call = sampled.pop(id(request))
-                    with suppress(InvalidStateError):  # the agent does not wait any more
-                        call.done.set_result(completion)
+                arrived = arrivals.get() if session.idle or not arrivals.empty() else None
+                if isinstance(arrived, Future):  # a program has ended
+                    episode, agent = running.pop(arrived)
+                    server.close(agent)
+                    self._finish(episode, agent, arrived)
+                elif arrived is None:
+                    for request, _, completion in session.step():
+                        with suppress(InvalidStateError):  # the agent does not wait any more
+                            sampled.pop(id(request)).done.set_result(completion)
+                elif not arrived.done.cancelled():
+                    try:
+                        session.add(arrived.request)
+                        sampled[id(arrived.request)] = arrived
+                    except ValueError as error:
+                        arrived.done.set_exception(Refused(f"the prompt {error}"))
         finally:  # an engine may fail
             for ended, (_, agent) in running.items():
                 server.close(agent)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.boundary.user_code import call_beside, foreign
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.prompts import Tools
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
@@ -234,12 +235,8 @@ class EpisodeRunner:
 
         They are NaN elsewhere, and for a whole episode that failed.
         """
-        width = max((len(episode.tokens) for episode in episodes), default=0) or 1
-        rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)
-        for row, episode in zip(rewards, episodes, strict=True):
-            if episode.error is None:
-                row[: len(episode.rewards)] = torch.tensor(episode.rewards, dtype=torch.float64)
-        return rewards
+        rows = [x.rewards if x.error is None else [math.nan] * len(x.tokens) for x in episodes]
+        return pad_rows(rows, math.nan, dtype=torch.float64)[0]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""

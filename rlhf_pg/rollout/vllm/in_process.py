@@ -131,25 +131,28 @@ class VllmEngine(RolloutEngine):
             if self.sleeps:
                 torch.cuda.empty_cache()
                 self.llm.wake_up(["weights"])
-            if not self._has_warned and (lost := merge_loss(self.model)) > MOST_LOST:
-                self._has_warned = True
-                logger.warning(
-                    "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of "
-                    "it: native and vllm_server sample with it unmerged",
-                    self.model.dtype,
-                    100 * lost,
-                )
-            # vLLM casts and fuses the weights layer by layer.
-            weights = {"weights_iterator": published_weights(self.model)}
-            self.llm.collective_rpc("reload_weights", kwargs=weights)
-            self.llm.apply_model(_repack_head)
-            if not self.llm.reset_prefix_cache():  # keys and values of the old weights
-                raise RuntimeError("vLLM keeps old keys and values: an earlier session is open")
+            self._load(self.model)
             if self.sleeps:
                 self.llm.wake_up(["kv_cache"])
             yield
         finally:
             self._sleep()
+
+    def _load(self, policy: PreTrainedModel) -> None:
+        """Copy the weights into place; vLLM casts and fuses them layer by layer."""
+        if not self._has_warned and (lost := merge_loss(policy)) > MOST_LOST:
+            self._has_warned = True
+            logger.warning(
+                "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of it: "
+                "native and vllm_server sample with it unmerged",
+                policy.dtype,
+                100 * lost,
+            )
+        weights = {"weights_iterator": published_weights(policy)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        self.llm.apply_model(_repack_head)
+        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
 
     def _sleep(self) -> None:
         if self.sleeps:

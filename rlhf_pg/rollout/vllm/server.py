@@ -90,7 +90,13 @@ class VllmServerEngine(RolloutEngine):
         self.save = save or (lambda place: place and model.save_pretrained(place))
         self.adapted = isinstance(model, PeftModel)
         self.gathers = "trained" if self.adapted else "none" if save else "all"
-        self.own = self._make_directory() if is_main else None  # of this run alone
+        self.own: Path | None = None  # of this run alone
+        if is_main:
+            with self._writing():
+                for place in [*reversed(self.directory.parents), self.directory]:
+                    place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+                self.own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+            weakref.finalize(self, _remove, self.own, os.getpid())
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
@@ -171,14 +177,6 @@ class VllmServerEngine(RolloutEngine):
                     f"the server at {server.client.url} was started again, and sampled from other "
                     "weights: resume"
                 )
-
-    def _make_directory(self) -> Path:
-        with self._writing():
-            for place in [*reversed(self.directory.parents), self.directory]:
-                place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
-            own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
-        weakref.finalize(self, _remove, own, os.getpid())
-        return own
 
     def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
