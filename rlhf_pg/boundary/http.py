@@ -56,6 +56,7 @@ class Client:
         status is 300 to 499, except `TEMPORARY`; Unanswered if all attempts have failed.
         """
         method, failure = "GET" if body is None else "POST", ""
+        who, where = f"the server at {self.url}", path or "/"
         request = self._client.build_request(method, self.url + path, json=body)
         async with self._free:
             for attempt in range(self.retries + 1):
@@ -80,10 +81,6 @@ class Client:
                     said = said.replace(self._key, "***") if self._key else said
                     failure = f"status {status}: {quote(said)}"
                     if status < 500 and status not in TEMPORARY:
-                        raise Refused(
-                            f"the server at {self.url} refuses {path or '/'} with {failure}"
-                        )
-        raise Unanswered(
-            f"the server at {self.url} gave {failure}, to {path or '/'}, in {self.retries + 1} "
-            f"attempt{'s' if self.retries else ''}"
-        )
+                        raise Refused(f"{who} refuses {where} with {failure}")
+        attempts = f"{self.retries + 1} attempt{'s' if self.retries else ''}"
+        raise Unanswered(f"{who} gave {failure}, to {where}, in {attempts}")

@@ -20,9 +20,9 @@ def check_precision(dtype: str) -> None:
     A launcher's default file may belong to another project, and must not change a run's numbers.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked == "no" or (asked == "bf16" and dtype == "bfloat16"):
-        return
-    raise ValueError(
-        f"the launcher asks for --mixed_precision {asked}, but dtype is {dtype}: launch with "
-        "--mixed_precision no, or for bf16 set dtype to bfloat16, which has float32 master weights"
-    )
+    if asked != "no" and (asked, dtype) != ("bf16", "bfloat16"):
+        raise ValueError(
+            f"the launcher asks for --mixed_precision {asked}, but dtype is {dtype}: launch with "
+            "--mixed_precision no, or for bf16 set dtype to bfloat16, whose master weights are "
+            "float32"
+        )

@@ -46,12 +46,8 @@ class NotStarted(CallFailed):
 class Pool:
     """`count` workers with one call each at a time; one that hangs or crashes is replaced.
 
-    Workers see no GPU, have one thread and at most half of the machine's memory, and end with the
-    process that made the pool.
-
-    Args:
-        memory: a worker's limit in bytes; by default half of the machine's memory.
-        ready: called first in each new worker.
+    Workers see no GPU, have one thread and `memory` bytes (by default at most half of the machine's
+    memory), call `ready` first, and end with the process that made the pool.
     """
 
     def __init__(self, count: int, memory: int | None = None, ready: Ready = os.getpid) -> None:
@@ -136,10 +132,9 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
 
 
 def _kill(worker: "subprocess.Popen[bytes] | None") -> None:
-    """Kill a worker and its children."""
     if worker is not None:
         with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
+            os.killpg(worker.pid, signal.SIGKILL)  # its children too
         worker.wait()
 
 

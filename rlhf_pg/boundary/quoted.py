@@ -2,6 +2,8 @@
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LONGEST = 1000  # characters
@@ -37,6 +39,15 @@ def show(value: object) -> str:
 def tell(error: BaseException) -> str:
     """Return an exception's type and message, as `quote` does a text."""
     return quote(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Prefix a `ValueError` raised inside with the name of a setting."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def frames(error: BaseException) -> str:

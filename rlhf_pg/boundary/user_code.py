@@ -18,7 +18,6 @@ class CallFailed(Exception):
 
     @classmethod
     def late(cls, timeout: float | None) -> "CallFailed":
-        """Return the error of a call that takes too long."""
         return cls(f"did not return within {timeout:g} s (reward_timeout)")
 
 

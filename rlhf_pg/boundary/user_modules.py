@@ -58,9 +58,7 @@ def load(name: str, what: str = "function") -> Any:
 
 
 def find_file(path: str, name: str) -> Path:
-    """Return the absolute path of a file, relative to the working directory; ValueError, beginning
-    with `name`, if there is none.
-    """
+    """Return the absolute path of a file; ValueError, beginning with `name`, if there is none."""
     file = Path(os.path.abspath(Path(path).expanduser()))
     if not file.is_file():
         or_beside = "" if Path(path).is_absolute() else ", nor one beside the recipe"

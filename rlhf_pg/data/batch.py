@@ -8,9 +8,10 @@ distinct tokens in order of creation, and `parent_offsets` says which token each
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, count, groupby
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -119,14 +120,9 @@ class Batch:
                 raise ValueError("a completion needs a log-probability, action, offset per token")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = pad_rows(completions, pad_token_id)
-        sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
-        sampler_logprobs[completion_mask] = torch.tensor(
-            [value for row in logprobs for value in row], dtype=dtype
-        )
         action_mask = completion_mask.clone()
         if actions is not None:
-            flat = [own for row in actions for own in row]
-            action_mask[completion_mask] = torch.tensor(flat, dtype=torch.bool)
+            action_mask, _ = pad_rows(actions, False, dtype=torch.bool)
         fields = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
@@ -135,11 +131,10 @@ class Batch:
             "action_mask": action_mask,
             "groups": torch.tensor(groups, dtype=torch.int64),
             "truncated": torch.tensor(truncated, dtype=torch.bool),
-            "sampler_logprobs": sampler_logprobs,
+            "sampler_logprobs": pad_rows(logprobs, 0.0, dtype=dtype)[0],
         }
-        if set(flat_offsets := [offset for row in offsets or () for offset in row]) - {1}:
-            fields["parent_offsets"] = torch.ones_like(completion_ids)
-            fields["parent_offsets"][completion_mask] = torch.tensor(flat_offsets)
+        if {*chain.from_iterable(offsets or ())} - {1}:
+            fields["parent_offsets"] = pad_rows(offsets or (), 1)[0]
         there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
         return cls(**there)
 
@@ -159,7 +154,6 @@ class Batch:
         return self.prompt_mask.sum() + self.completion_mask.sum()
 
     def token_lists(self) -> list[list[int]]:
-        """Return the tokens of each completion."""
         rows = zip(self.completion_ids.cpu(), self.completion_mask.cpu(), strict=True)
         return [ids[mask].tolist() for ids, mask in rows]
 
@@ -263,12 +257,12 @@ class Batch:
         def table(name: str) -> dict[str, list[Any]]:
             keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
             return {
-                key: _join(getattr(part, name).get(key, [None] * part.num_rows) for part in parts)
+                key: [x for p in parts for x in getattr(p, name).get(key, [None] * p.num_rows)]
                 for key in keys
             }
 
         joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
-        joined |= {name: _join(getattr(part, name) for part in parts) for name in _LISTS}
+        joined |= {name: [x for part in parts for x in getattr(part, name)] for name in _LISTS}
         joined |= {name: table(name) for name in _TABLES}
         return cls(**joined)
 
@@ -313,19 +307,15 @@ class Batch:
                 longer row has its whole micro-batch padded, so it is kept apart.
         """
         rows = self.with_counts().host_rows or ()
-        long = [row.longest > window for row in rows]
         batches: list[Tensor] = []
-        both = ((split_packed, False), (split_padded, True))
-        for split, kind in both:
-            places = [i for i, is_long in enumerate(long) if is_long == kind]
+        for split, is_long in ((split_packed, False), (split_padded, True)):
+            places = [i for i, row in enumerate(rows) if (row.longest > window) == is_long]
             index = torch.tensor(places, dtype=torch.int64)
             batches += [index[part] for part in split([rows[i] for i in places], max_tokens)]
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                yield name, value
+        return ((name, x) for name, x in vars(self).items() if isinstance(x, Tensor))
 
 
 def _measure(prompt: int, offsets: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int, int]:
@@ -342,24 +332,25 @@ def _measure(prompt: int, offsets: Sequence[int]) -> tuple[tuple[tuple[int, int]
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:
     """Number the rows of each group from 0."""
-    seen: dict[int, int] = {}
-    numbers = []
-    for group in groups:
-        numbers.append(seen.get(group, 0))
-        seen[group] = numbers[-1] + 1
-    return numbers
+    counts: dict[int, Iterator[int]] = defaultdict(count)
+    return [next(counts[group]) for group in groups]
 
 
-def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return ids and mask, (B, widest row); at least one column, so that B = 0 stays 2-D."""
+def pad_rows(
+    rows: Sequence[Sequence[float]],
+    pad: float,
+    left: bool = False,
+    dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """Return values and mask, (B, widest row); at least one column, so that B = 0 stays 2-D."""
     width = max((len(row) for row in rows), default=0) or 1
-    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    values = torch.full((len(rows), width), pad, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):
         where = slice(width - len(row), width) if left else slice(len(row))
-        ids[i, where] = torch.tensor(row, dtype=torch.int64)
+        values[i, where] = torch.tensor(row, dtype=dtype)
         mask[i, where] = True
-    return ids, mask
+    return values, mask
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -367,10 +358,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def _join(lists: Iterable[Sequence[Any]]) -> list[Any]:
-    return [item for one in lists for item in one]
 
 
 def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:

@@ -24,12 +24,10 @@ ARGUMENTS = "chat_template_kwargs"
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
-    """Set the arguments of this tokenizer's chat template."""
     setattr(tokenizer, ARGUMENTS, dict(arguments))
 
 
 def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the arguments from `set_template_arguments`."""
     return getattr(tokenizer, ARGUMENTS, None) or {}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeAlias
 
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
@@ -80,11 +81,9 @@ def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[st
 def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:
     """Load the texts of `ptx_dataset_name`, as token ids; ValueError without a column `text`."""
     assert args.ptx_dataset_name is not None  # the rules ask for it
-    try:
+    with about("ptx_dataset_name"):
         rows = open_dataset(args.ptx_dataset_name, None, "train")
         if "text" not in rows.column_names:
             raise ValueError(f"there is no column text in {', '.join(rows.column_names)}")
         texts = [encode(x, tokenizer, i, "text") for i, x in enumerate(rows["text"]) if x]
-    except ValueError as error:
-        raise ValueError(f"ptx_dataset_name: {error}") from error
     return [ids[: 1 + args.max_completion_length] for ids in texts]  # nothing predicts the first

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import show, tell
+from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import encode
 
@@ -64,8 +64,11 @@ def load_prompts(
     max_prompt_length: int | None = None,
     long_prompts: str = "error",
     tools: Tools = (),
+    max_completion_length: int = 0,
+    positions: int | None = None,
+    micro_batch_tokens: int | str = "auto",
 ) -> Prompts:
-    """Tokenize every prompt and apply the length rule.
+    """Tokenize every prompt and apply the length rules.
 
     Args:
         dataset: a `Dataset`, or a list of dicts, with a column `prompt` of strings or of lists of
@@ -73,9 +76,11 @@ def load_prompts(
         long_prompts: "error" refuses longer prompts; "drop" leaves them out and logs how many.
         tools: schemas of the functions that the chats may call, or a function that returns those of
             a row.
+        positions: the model's limit on a prompt with its completion.
 
     Raises:
-        ValueError: no `prompt` column, no rows, or an empty or too long prompt (with its row).
+        ValueError: no `prompt` column, no rows, an empty or too long prompt (with its row), or one
+            that with its completion exceeds the positions or a micro-batch.
     """
     dataset = _in_rows(as_dataset(dataset))
     if "prompt" not in dataset.column_names:
@@ -86,10 +91,8 @@ def load_prompts(
     tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
     for row, prompt in enumerate(dataset["prompt"]):
-        try:
+        with about(f"row {row}"):
             own = tools(dict(dataset[row])) if callable(tools) else tools
-        except ValueError as error:
-            raise ValueError(f"row {row}: {error}") from error
         if tools and isinstance(prompt, str):
             raise ValueError(
                 f"the prompt in row {row} is a string, but tools are called in a chat: make it a "
@@ -112,7 +115,20 @@ def load_prompts(
         raise ValueError(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
-    return Prompts(dataset, list(tokens.values()))
+    prompts = Prompts(dataset, list(tokens.values()))
+    width = prompts.longest + max_completion_length
+    widest = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
+    if positions is not None and width > positions:
+        raise ValueError(
+            f"{widest}, more than the model's max_position_embeddings of {positions}: lower "
+            "max_completion_length, or set max_prompt_length with long_prompts drop"
+        )
+    if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
+        raise ValueError(
+            f"{widest}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must "
+            "hold at least one row"
+        )
+    return prompts
 
 
 def as_dataset(given: Any) -> Dataset:
@@ -146,43 +162,6 @@ def _in_rows(dataset: Dataset) -> Dataset:
             return Dataset.from_list([dataset[row] for row in range(len(dataset))])
     except Exception as error:
         raise ValueError(f"the dataset's transform cannot be applied: {tell(error)}") from error
-
-
-def fitting_prompts(
-    dataset: Any,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_completion_length: int,
-    max_prompt_length: int | None = None,
-    long_prompts: str = "error",
-    positions: int | None = None,
-    micro_batch_tokens: int | str = "auto",
-    tools: Tools = (),
-) -> Prompts:
-    """Tokenize the prompts of a dataset like `load_prompts`, and refuse them if the widest row does
-    not fit the model's `positions` (None: no limit) or a micro-batch; a ValueError begins with
-    `name`.
-    """
-    try:
-        loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
-        width = loaded.longest + max_completion_length
-        widest = (
-            f"the longest prompt ({loaded.longest}) plus max_completion_length is {width} tokens"
-        )
-        if positions is not None and width > positions:
-            raise ValueError(
-                f"{widest}, more than the model's max_position_embeddings of {positions}: lower "
-                "max_completion_length, or set max_prompt_length with long_prompts drop"
-            )
-        if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
-            raise ValueError(
-                f"{widest}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must "
-                "hold at least one row"
-            )
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    return loaded
 
 
 @dataclass(frozen=True)

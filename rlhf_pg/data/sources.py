@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import datasets
 from datasets import Dataset, DatasetDict
 
-from rlhf_pg.boundary.quoted import tell
+from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.prompts import as_dataset, permutation
@@ -199,7 +199,6 @@ def with_prompts(
 def _prompt(
     row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
 ) -> Any:
-    """Make the prompt of a row."""
     prompt, system, template = row.get("prompt"), args.system_prompt, getattr(args, key)
     if template is not None:
         for name in names:
@@ -228,7 +227,7 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     `what`.
     """
     template = getattr(args, PRIVILEGED, None) or ""
-    try:
+    with about(what):
         made = with_prompts(given := as_dataset(data), args, of_texts)
         has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):
@@ -240,8 +239,6 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
         hidden = with_prompts(given, args, of_texts and bool(template), PRIVILEGED)["prompt"]
         made = made.remove_columns(PRIVILEGED) if has_column else made
         return made.add_column(PRIVILEGED, hidden)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
 
 
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:

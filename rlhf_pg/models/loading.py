@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from rlhf_pg.boundary.quoted import about as about
 from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
@@ -321,15 +322,6 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
             "directory as save_pretrained leaves it, with its config.json, weights and tokenizer "
             "files, a GGUF file (pip install gguf), or the id of one on the Hub"
         ) from error
-
-
-@contextmanager
-def about(name: str) -> Iterator[None]:
-    """Prefix a `ValueError` raised inside with the name of the setting."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def init_options(args: ModelConfig) -> dict[str, Any]:

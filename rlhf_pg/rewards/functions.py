@@ -40,9 +40,9 @@ class Source:
 
     @classmethod
     def of(cls, name: str, function: Any) -> "Source":
-        """Inspect the signature of a plain or async function."""
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        kind: Any = "async" if is_async else "plain"
+        is_model = getattr(function, "is_reward_model", False)
+        kind: Any = "model" if is_model else "async" if is_async else "plain"
         return cls(name, function, inspect.signature(function).parameters, kind)
 
 
@@ -126,8 +126,7 @@ class Answer:
 def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     """Call a plain function; if it returns an awaitable, wait for that.
 
-    Raises:
-        CallFailed: it raised, or did not return one score per completion.
+    CallFailed if it raised, or did not return one score per completion.
     """
     try:
         returned = function(**arguments)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.boundary.quoted import about, quote, show
 from rlhf_pg.boundary.user_modules import PREFIX, load
 from rlhf_pg.config.fields import check_options
 from rlhf_pg.config.files import absolute, locate_reward
@@ -107,10 +107,8 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
         from rlhf_pg.rewards.servers import HttpReward, Judge
 
         made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
-        try:
+        with about(quote(name)):
             return made(given, **check_options(made.__init__, options))
-        except ValueError as error:
-            raise ValueError(f"{quote(name)}: {error}") from error
     function = load(name)
     if not options and hasattr(function, "__name__"):
         return function

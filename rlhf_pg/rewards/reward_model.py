@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from rlhf_pg import models
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.data.batch import RowLengths, pad_rows, split_padded
 from rlhf_pg.data.chat import continues, encode
 from rlhf_pg.masking import widen
-from rlhf_pg.models import about
 
 # Padded tokens in a forward pass; it never changes a score.
 SCORING_TOKENS = 32768

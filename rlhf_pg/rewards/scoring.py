@@ -108,8 +108,6 @@ class Rewards:
             own = getattr(function, "__name__", type(function).__name__)
             names = (own, *(f"{own}_{n}" for n in range(2, len(listed) + 2)))
             source = Source.of(next(name for name in names if name not in taken), function)
-            if getattr(function, "is_reward_model", False):
-                source = replace(source, kind="model")
             is_ready_made = getattr(function, "__module__", "") == "rlhf_pg.rewards.verifiers"
             stays = is_ready_made or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
@@ -202,9 +200,8 @@ class Rewards:
             for k, source in enumerate(self.sources):
                 is_model = source.kind == "model"
                 for own, part, calls in together if is_model else by_group:
-                    asked = calls.get(k) or self._call(source, part)
                     try:
-                        answer = asked.result()
+                        answer = (calls.get(k) or self._call(source, part)).result()
                         placed = _place(answer.scores, part.completion_ids, mask[own])
                     except CallFailed as failure:
                         about = "" if is_model else f" (prompt {show(part.prompts[0])})"

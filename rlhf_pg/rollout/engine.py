@@ -9,31 +9,26 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rlhf_pg.config.fields import config, option
+
 MOMENT = 0.05  # seconds that a step waits for an answer of another process
 
 
-@dataclass(frozen=True)
+@config
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters, with vLLM's names; ValueError if a number is out of range."""
 
-    temperature: float = 1.0  # divides the logits; 0: greedy, log-probabilities at temperature 1
-    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose mass reaches this
-    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
-    max_tokens: int = 256  # longest completion, EOS included
+    # Divides the logits; 0: greedy, log-probabilities at temperature 1.
+    temperature: float = option(1.0, ge=0)
+    top_k: int = option(0, ge=0)  # keep the k likeliest tokens; 0 keeps all
+    # Keep the smallest set of likeliest tokens whose mass reaches this.
+    top_p: float = option(1.0, gt=0, le=1)
+    min_p: float = option(0.0, ge=0, le=1)  # keep tokens this fraction as likely as the likeliest
+    max_tokens: int = option(256, ge=1)  # longest completion, EOS included
     stop: str | Sequence[str] | None = None  # strings that end a completion; they stay in it
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": (self.temperature >= 0, "at least 0"),
-            "top_k": (self.top_k >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-        }
-        for name, (fits, wanted) in ranges.items():
-            if not fits:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
         if "" in self.stop_strings:
             raise ValueError("stop holds an empty string, which would end every completion at once")
 
@@ -62,11 +57,6 @@ class RolloutError(RuntimeError):
     """The engine cannot sample any more, for example because it lost its server."""
 
 
-def never() -> bool:
-    """Return False: the default of `Request.cancelled`, which a worker can import."""
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A sequence of tokens to continue, once per sample; ValueError if max_tokens is below 1."""
@@ -77,15 +67,25 @@ class Request:
     position: int = 0  # of the first new token, counted from the end of the prompt
     max_tokens: int | None = None  # a limit below that of the `SamplingParams`
     stop: Sequence[str] = ()  # strings that end it, beside those of the `SamplingParams`
-    cancelled: Callable[[], bool] = never  # whether no more tokens are needed
+    cancelled: Callable[[], bool] = bool  # whether no more tokens are needed; `bool()` is False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
-    def limit(self, params: SamplingParams) -> int:
-        """Return the largest number of tokens of each continuation."""
-        return min(self.max_tokens or params.max_tokens, params.max_tokens)
+    def limit(self, params: SamplingParams, longest: int | None = None, what: str = "") -> int:
+        """Return the largest number of tokens of each continuation; ValueError if there is no
+        prompt, or with it they exceed `longest`, the limit on a sequence that `what` names.
+        """
+        most = min(self.max_tokens or params.max_tokens, params.max_tokens)
+        if not len(self.tokens):
+            raise ValueError("is empty: a model needs at least one token to continue")
+        if longest and len(self.tokens) + most > longest:
+            raise ValueError(
+                f"has {len(self.tokens)} tokens; with max_tokens {most} that exceeds {what} of "
+                f"{longest}"
+            )
+        return most
 
 
 class Finished(NamedTuple):
@@ -103,16 +103,13 @@ class Session(Protocol):
         """Request completions; ValueError if that is not possible. The caller puts the name of the
         prompt before the message ("is empty: ...").
         """
-        ...
 
     def step(self) -> list[Finished]:
         """Sample for a moment, and return the completions that have finished, often none."""
-        ...
 
     @property
     def idle(self) -> bool:
         """True if every requested completion has been returned."""
-        ...
 
 
 Copied = Callable[[], AbstractContextManager[None]]  # weights; the block samples from them
@@ -122,16 +119,16 @@ class FutureSession(ABC):
     """The base of sessions whose completions are sampled elsewhere."""
 
     def __init__(self) -> None:
-        self._asked: set[Future[Any]] = set()
+        self._asked: dict[Future[Any], Any] = {}  # each with what it was asked
         self._answers: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
 
-    def wait_for(self, future: "Future[Any]") -> None:
+    def wait_for(self, future: "Future[Any]", asked: Any) -> None:
         """Have `step` read the result of a future."""
-        self._asked.add(future)
+        self._asked[future] = asked
         future.add_done_callback(self._answers.put)
 
     @abstractmethod
-    def read(self, future: "Future[Any]") -> list[Finished]:
+    def read(self, future: "Future[Any]", asked: Any) -> list[Finished]:
         """Return the completions of a future that is done."""
 
     def step(self) -> list[Finished]:
@@ -143,8 +140,7 @@ class FutureSession(ABC):
         finished = []
         for future in arrived:
             if future in self._asked:  # else it has been asked elsewhere
-                self._asked.discard(future)
-                finished += self.read(future)
+                finished += self.read(future, self._asked.pop(future))
         return finished
 
     @property
@@ -235,14 +231,13 @@ class RolloutEngine(ABC):
 
     def _load_weights(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, and on exit free what only sampling needs."""
-        return nullcontext()
+        return self.copy_weights()()
 
     def copy_weights(self) -> "Copied":
-        """Copy the policy's weights now, for a later `weights_synced`, perhaps in another thread.
-
-        Only for engines that sample beside the trainer.
+        """Copy the policy's weights now, for a later `weights_synced`, perhaps in another thread;
+        only in engines that sample beside the trainer.
         """
-        raise NotImplementedError
+        return nullcontext
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Let all processes use the same servers, once the weights are there; collective."""

@@ -2,22 +2,21 @@
 
 import dataclasses
 import gc
-import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner
+from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import Runtime
-
-if TYPE_CHECKING:
-    from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
@@ -26,40 +25,27 @@ logger = logging.getLogger(__name__)
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
-def installed_version() -> str | None:
-    """Return the version of the installed vLLM without the slow import."""
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def reason_against(
-    args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
-) -> str | None:
+def reason_against(args: PolicyGradientConfig, model: PreTrainedModel, kind: str) -> str | None:
     """Return the reason why vLLM does not suit this run on this kind of device, or None."""
     if kind != "cuda":
         return f"the device is {kind}"
-    if version is None:
-        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
-    from rlhf_pg.rollout.vllm.handover import parts_tied_weights
-    from rlhf_pg.rollout.vllm.in_process import lacking
+    from rlhf_pg.rollout.vllm.in_process import unfit
     from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
 
     try:
-        check_version(version, "the installed vLLM")
+        check_version(version("vllm"), "the installed vLLM")  # without the slow import
+    except PackageNotFoundError:
+        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
     except ValueError as error:
         return str(error)
     is_cold = args.temperature < LEAST_TEMPERATURE
     reasons = {
-        "the weights are quantized": getattr(model, "is_quantized", False),
-        "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
         "rollout_cache_tokens is set": args.rollout_cache_tokens is not None,
         "rollout_workers is set": bool(args.rollout_workers),
         f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": is_cold,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None) or lacking(model)
+    return next((reason for reason, holds in reasons.items() if holds), None) or unfit(model)
 
 
 def choose_engine(
@@ -68,7 +54,7 @@ def choose_engine(
     """Return the name of the rollout engine, and the reason; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
-    why = runtime.first_error(reason_against(args, model, runtime.device.type, installed_version()))
+    why = runtime.first_error(reason_against(args, model, runtime.device.type))
     return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
 
 
@@ -126,9 +112,8 @@ def new_engine(
         longest: tokens of the longest prompt with its completion.
         save: saves the weights for a server, if they are never whole; see `VllmServerEngine`.
 
-    Raises:
-        ValueError: the engine is not available, or cannot sample from the model.
-        RolloutError: the server does not answer.
+    ValueError if the engine is not available or cannot sample from the model, RolloutError if the
+    server does not answer.
     """
     if args.rollout_engine == "vllm":
         from rlhf_pg.rollout.vllm.in_process import VllmEngine
@@ -168,30 +153,31 @@ def new_engine(
 
 def new_episode_runner(
     args: PolicyGradientConfig,
-    tools: "Sequence[Tool] | None",
-    environments: "EnvironmentSource | None",
+    tools: Sequence[Tool] | None,
+    environments: EnvironmentSource | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     program: Any = None,
     judged: bool = True,
-) -> "EpisodeRunner | None":
+) -> EpisodeRunner | None:
     """Create the runner of episodes, for a run with tools, an environment or an agent's program;
     ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
     """
     has_turns, has_agent = bool(tools) or environments is not None, program is not None
+    keys_of_agents = "agent_timeout agent_call_timeout agent_host agent_credit"
     rules.refuse(
         rules.idle(
             args,
             ("tools or environment_factory", has_turns, "environment_timeout"),
-            (
-                "agent_program",
-                has_agent,
-                "agent_timeout agent_call_timeout agent_host agent_credit",
-            ),
+            ("agent_program", has_agent, keys_of_agents),
             ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
         )
     )
-    stops = models.stop_token_ids(model, tokenizer)
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "stop_token_ids": models.stop_token_ids(model, tokenizer),
+        "max_turns": args.max_turns,
+    }
     if has_agent:
         if has_turns:
             raise ValueError("agent_program brings its own tools: leave out tools and environments")
@@ -201,18 +187,14 @@ def new_episode_runner(
             raise ValueError('agent_program needs pip install "rlhf-pg[agents]"') from error
         return AgentRunner(
             program=program_of(program),
-            tokenizer=tokenizer,
-            stop_token_ids=stops,
-            max_turns=args.max_turns,
             timeout=args.agent_timeout,
             call_timeout=args.agent_call_timeout,
             host=args.agent_host,
             pays=not judged,
+            **shared,
         )
     if not has_turns:
         return None
-    from rlhf_pg.rollout import EpisodeRunner, Toolbox, ToolEnvironment
-
     if environments is None:
         box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
         options: dict[str, Any] = {
@@ -222,9 +204,4 @@ def new_episode_runner(
         }
     else:
         options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
-    return EpisodeRunner(
-        tokenizer=tokenizer,
-        stop_token_ids=stops,
-        max_turns=args.max_turns,
-        **options,
-    )
+    return EpisodeRunner(**shared, **options)

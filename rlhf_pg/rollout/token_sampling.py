@@ -120,8 +120,7 @@ def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> in
 class Stopping:
     """The EOS ids, and the stop strings to look for in the decoded text.
 
-    Raises:
-        ValueError: there are strings but no tokenizer.
+    ValueError if there are strings but no tokenizer.
     """
 
     eos_token_ids: Collection[int]

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs, discounted_returns
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
-from rlhf_pg.data.prompts import fitting_prompts
+from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
 from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy
 from rlhf_pg.masking import whiten
@@ -414,18 +415,18 @@ class PolicyGradientTrainer(TrainingLoop):
     # ---------------------------------------------------------------------- prompts, and evaluation
 
     def prompts_of(self, dataset: Any, name: str) -> Prompts:
-        """Return the prompts of a dataset; ValueError, with `name` and row, if one is unfit."""
-        return fitting_prompts(
-            dataset,
-            name,
-            self.processing_class,
-            max_prompt_length=self.args.max_prompt_length,
-            long_prompts=self.args.long_prompts,
-            max_completion_length=self.args.max_completion_length,
-            positions=None if self.has_agent else models.max_positions(self.model),
-            micro_batch_tokens=self.args.micro_batch_tokens,
-            tools=self.episode_runner.tools if self.episode_runner else (),
-        )
+        """Return the prompts of a dataset; ValueError, with `name` and the row, if one is unfit."""
+        with about(name):
+            return load_prompts(
+                dataset,
+                self.processing_class,
+                max_prompt_length=self.args.max_prompt_length,
+                long_prompts=self.args.long_prompts,
+                tools=self.episode_runner.tools if self.episode_runner else (),
+                max_completion_length=self.args.max_completion_length,
+                positions=None if self.has_agent else models.max_positions(self.model),
+                micro_batch_tokens=self.args.micro_batch_tokens,
+            )
 
     def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
         """Return the prompts of every evaluation set, by its name."""

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.data.chat import continues, encode, encode_answer, whole_turn
-from rlhf_pg.data.prompts import PromptSampler, fitting_prompts, load_prompts, permutation
+from rlhf_pg.data.prompts import PromptSampler, load_prompts, permutation
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -261,9 +261,9 @@ def test_dropping_every_prompt_raises():
 )
 def test_row_beyond_positions_or_budget_raises(positions, budget, message):
     fit = {"positions": positions, "micro_batch_tokens": budget}
-    fitting_prompts(dataset("a", "abc"), "data", plain(), max_completion_length=5, **fit)
+    load_prompts(dataset("a", "abc"), plain(), max_completion_length=5, **fit)
     with pytest.raises(ValueError, match=message):
-        fitting_prompts(dataset("a", "abc", "ab"), "data", plain(), max_completion_length=6, **fit)
+        load_prompts(dataset("a", "abc", "ab"), plain(), max_completion_length=6, **fit)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,6 +1,7 @@
 """Why `rollout_engine: auto` does not take vLLM, on a GPU that is only named."""
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +20,12 @@ TIED = {"tie_word_embeddings": True}
 
 def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) -> str | None:
     model = options.pop("model", None) or tiny_model("llama")
-    with patch.object(in_process, "lacking", lambda _: None):
-        return factory.reason_against(GRPOConfig(**options), model, kind, version)
+    found = {"side_effect": PackageNotFoundError} if version is None else {"return_value": version}
+    with (
+        patch.object(in_process, "lacking", lambda _: None),
+        patch.object(factory, "version", **found),
+    ):
+        return factory.reason_against(GRPOConfig(**options), model, kind)
 
 
 def test_plain_gpu_run_allows_vllm():
@@ -48,12 +53,12 @@ def test_unsupported_run_gives_reason_against_vllm(said, options):
 def test_untransferable_weights_rule_out_vllm():
     quantized = tiny_model("llama")
     quantized.is_quantized = True
-    assert asked(model=quantized) == "the weights are quantized"
+    assert asked(model=quantized) == "the weights are quantized (load_in_4bit)"
     head = adapter(target_modules=["q_proj", "lm_head"])
     trained = adapter(target_modules=["q_proj"], modules_to_save=["lm_head"])
     for config in (head, trained):
         tied = get_peft_model(tiny_model("llama", **TIED), config)
-        assert asked(model=tied) == "the adapter changes one end of tied weights"
+        assert str(asked(model=tied)).startswith("the adapter changes one end of tied weights (")
         own = get_peft_model(tiny_model("llama", tie_word_embeddings=False), config)
         assert asked(model=own) is None
 

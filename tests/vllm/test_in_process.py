@@ -88,7 +88,7 @@ def test_float64_weights_are_sampled_in_float32(model_path):
 
 def test_model_without_native_vllm_class_raises(model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    with pytest.raises(ValueError, match=r"no BioGptForCausalLM of its own, .* native or vllm_"):
+    with pytest.raises(ValueError, match="no BioGptForCausalLM of its own; set rollout_engine"):
         VllmEngine(model_of("biogpt"), EOS, tokenizer)
     assert lacking(model_of("biogpt")) == "vLLM has no BioGptForCausalLM of its own"  # nor now
     for arch in ("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt2", "opt"):
@@ -100,14 +100,14 @@ def test_model_without_native_vllm_class_raises(model_path):
 def test_experts_on_cpu_raise(arch, model_path):
     """vLLM 0.32 reads their checkpoint rightly, and is nats off once it is given them again."""
     with pytest.raises(
-        ValueError, match="cannot replace the weights of experts on a CPU: set rollo"
+        ValueError, match="cannot replace the weights of experts on a CPU; set rollo"
     ):
         VllmEngine(model_of(arch), EOS, AutoTokenizer.from_pretrained(model_path))
 
 
 def test_separately_trained_tied_head_raises(model_path):
     model = get_peft_model(model_of(tie_word_embeddings=True), adapter(**HEAD))
-    with pytest.raises(ValueError, match=r"leave it out of .* modules_to_save, or set rollout_"):
+    with pytest.raises(ValueError, match=r"modules_to_save\); set rollout_engine"):
         VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
 
 
@@ -217,7 +217,7 @@ def test_requests_may_be_added_and_dropped_midway(engine):
 
 
 def test_unsamplable_input_or_model_is_one_error(engine):
-    for prompt, said in (([], "prompt 0 is empty"), ([5] * 55, "longest sequence of 64")):
+    for prompt, said in (([], "prompt 0 is empty"), ([5] * 55, "longest sequence")):
         with pytest.raises(ValueError, match=said):
             engine.generate([prompt], 1, PARAMS, seed=0)
     with pytest.raises(ValueError, match="temperature must be 0 or at least"):

@@ -96,7 +96,6 @@ LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$[^$]+\$")
 
 @cache
 def workers() -> Pool:
-    """Return the pool of processes that compare answers."""
     return Pool(cores_of_process(), MEMORY, _get_ready)
 
 

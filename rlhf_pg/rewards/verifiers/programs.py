@@ -94,7 +94,6 @@ def program_in(answer: str) -> str:
 
 
 def passes(program: str, case: str | tuple[str, str], timeout: float) -> bool:
-    """Return whether a program passes a test."""
     if isinstance(case, str):
         token = secrets.token_hex(16)
         program = f"{program}\n\n{case}{REACHED.format(token=token)}"
@@ -129,7 +128,6 @@ def check_sandbox() -> None:
 
 
 def no_sandbox(why: str) -> ValueError:
-    """Return the error for a machine that cannot make a sandbox."""
     return ValueError(
         f"no sandbox can be made here ({quote(why)}): it needs bubblewrap 0.8 or newer (apt "
         "install bubblewrap), user namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns,"

@@ -24,7 +24,6 @@ class Unreadable(ValueError):
 
 @lru_cache(maxsize=64)
 def warn_once(text: str) -> None:
-    """Log a warning once."""
     logger.warning("%s", text)
 
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import chain, takewhile
+from functools import cache, cached_property, partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,15 +22,16 @@ import torch
 import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
-from rlhf_pg.rollout.agents.history import Answer, History
-from rlhf_pg.rollout.engine import Completion
+from rlhf_pg.rollout.agents.history import Answer, History, common
+from rlhf_pg.rollout.engine import Completion, Request
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
 from rlhf_pg.rollout.token_sampling import request_seed
 
@@ -135,10 +136,8 @@ class Line:
 
     def new(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt were not there before it; the first is not counted."""
-        known = [len(prompt)] * (not self.answers)
-        for answer in self.answers:
-            pairs = zip(prompt, chain(answer.prompt, answer.completion.tokens), strict=False)
-            known.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        before = (chain(answer.prompt, answer.completion.tokens) for answer in self.answers)
+        known = [common(prompt, tokens) for tokens in before] or [len(prompt)]
         return len(prompt) - max(known)
 
     def keep(self, answers: Sequence[Answer]) -> None:
@@ -160,6 +159,19 @@ class Call:
     max_tokens: int
     stop: tuple[str, ...]
     done: Future[Completion] = field(default_factory=Future)
+
+    @cached_property
+    def request(self) -> Request:
+        episode = self.agent.episode
+        return Request(
+            tokens=self.prompt,
+            prompt_index=episode.prompt_index,
+            samples=[episode.sample],
+            position=noise(self.number),
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            cancelled=self.done.cancelled,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +207,11 @@ class Server:
 
     def __init__(self, host: str) -> None:
         self.lines: dict[str, Line] = {}
-        answers = {"chat/completions": self._chat, "completions": self._text}
-        answers |= {"responses": self._response}
-        routes = [Route("/v1/models", self._models)]
-        routes += [
-            Route(f"/v1/{path}", partial(self._answer, answer), methods=["POST"])
-            for path, answer in answers.items()
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", partial(self._answer, self._chat), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, self._text), methods=["POST"]),
+            Route("/v1/responses", partial(self._answer, self._response), methods=["POST"]),
         ]
         listening = socket.create_server((host, 0), backlog=1024)
         config = uvicorn.Config(
@@ -237,7 +248,9 @@ class Server:
     # ------------------------------------------------------------------------------ the calls
 
     async def _answer(
-        self, answer: Callable[[Request, Line, CallOptions], Awaitable[Response]], request: Request
+        self,
+        answer: Callable[[HttpRequest, Line, CallOptions], Awaitable[Response]],
+        request: HttpRequest,
     ) -> Response:
         """Answer a request, or say what is wrong with it."""
         try:
@@ -254,14 +267,12 @@ class Server:
             refused = Refused(f"{quote(place)}: {first['msg']}")
         except Refused as known:
             refused = known
-        except ClientDisconnect:
-            refused = Refused("the client has left")
-        except Exception as other:  # a template, or a message of a strange shape
+        except Exception as other:  # a template, a message of a strange shape, a client that left
             refused = Refused(tell(other))
         error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
         return as_json({"error": error | {"param": None}}, refused.status)
 
-    def _line(self, request: Request) -> Line:
+    def _line(self, request: HttpRequest) -> Line:
         key = request.headers.get("authorization", "").rpartition(" ")[2]
         if key not in self.lines:
             raise Refused(ENDED, 401, "invalid_api_key")
@@ -269,7 +280,7 @@ class Server:
 
     async def _sample(
         self,
-        request: Request,
+        request: HttpRequest,
         line: Line,
         options: CallOptions,
         prompt: list[int],
@@ -348,11 +359,11 @@ class Server:
 
     # ------------------------------------------------------------------------- the three interfaces
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
         return as_json({"object": "list", "data": models})
 
-    async def _chat(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _chat(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         messages = formats.plain(options.messages)
         prompt, box = self._encode(line, options, messages)
         answers = await self._sample(request, line, options, prompt, messages, box)
@@ -360,7 +371,7 @@ class Server:
         usage = bool((options.stream_options or {}).get("include_usage"))
         return events(formats.chat_chunks(body, usage)) if options.stream else as_json(body)
 
-    async def _text(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _text(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         history, prompt = line.agent.history, options.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -373,7 +384,7 @@ class Server:
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         return events([body, None]) if options.stream else as_json(body)
 
-    async def _response(self, request: Request, line: Line, options: CallOptions) -> Response:
+    async def _response(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
         kept, before = line.agent.responses, options.previous_response_id
         if before is not None and before not in kept:
             raise Refused("previous_response_id: there is no such response in this episode", 404)

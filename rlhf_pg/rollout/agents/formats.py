@@ -72,7 +72,6 @@ def usage(answers: Sequence[Answer]) -> dict[str, int]:
 def of_chat(
     answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a chat completion."""
     choices = []
     for i, answer in enumerate(answers):
         pieces = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
@@ -105,7 +104,6 @@ def chat_chunks(body: dict[str, Any], usage: bool) -> Iterator[dict[str, Any] | 
 def of_text(
     answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return a completion."""
     choices = []
     for i, answer in enumerate(answers):
         tokens = [tokenizer.decode([token]) for token in answer.completion.tokens]
@@ -118,7 +116,6 @@ def of_text(
 
 
 def of_response(answer: Answer) -> dict[str, Any]:
-    """Return a response."""
     said, output = answer.message, list[dict[str, Any]]()
     if said["content"] is not None:
         text = {"type": "output_text", "text": said["content"], "annotations": []}

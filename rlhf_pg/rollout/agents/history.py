@@ -8,7 +8,7 @@ have the same ids there, and an episode is a tree of tokens.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile, zip_longest
@@ -145,9 +145,8 @@ class History:
     ) -> tuple[bool, list[int], int]:
         """Find an answer's words at the end of a piece of a chat, which follows `ids`.
 
-        Returns:
-            Whether the ids before the words are those that it answers; the ids through the words;
-            how many of the words were encoded.
+        Return whether the ids before the words are those that it answers; the ids through the
+        words; how many of the words were encoded.
         """
         wanted, decode = answer.content.rstrip() if strips else answer.content, self._decode(answer)
         words = self._words(answer, wanted)
@@ -163,11 +162,14 @@ class History:
         before = piece.removesuffix(own)
         lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
         rest = quote_chat([wanted], self.tokenizer, WHERE)[0].removesuffix(own)
-        letters = zip(before[::-1], rest[::-1], strict=False)
-        pairs = takewhile(lambda pair: pair[0] == pair[1], letters)
-        lost = "".join(letter for letter, _ in pairs)[::-1].strip()
+        lost = before[len(before) - common(before[::-1], rest[::-1]) :].strip()
         again = len(tokenize_chat(self.tokenizer, lost, WHERE))
         return lead == list(answer.prompt), lead + words[first:], again
+
+
+def common(a: Iterable[Any], b: Iterable[Any]) -> int:
+    """Return how many entries two sequences have in common at their start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 class TokenTree:

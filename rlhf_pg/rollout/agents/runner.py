@@ -7,11 +7,10 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,16 +20,11 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
-from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, noise, serve
-from rlhf_pg.rollout.agents.history import History, TokenTree
-from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams
+from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
+from rlhf_pg.rollout.agents.history import History, TokenTree, common
+from rlhf_pg.rollout.engine import Session
 from rlhf_pg.rollout.multi_turn.environment import check_reward
-from rlhf_pg.rollout.multi_turn.episodes import (
-    Episode,
-    EpisodeRunner,
-    new_episodes,
-    warn_of_failures,
-)
+from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -46,17 +40,10 @@ class AgentRunner(EpisodeRunner):
     call_timeout: float | None = None  # seconds for an answer of the policy
     pays: bool = False  # whether the program must, since there is no reward function
 
-    def play(
-        self,
-        engine: RolloutEngine,
-        examples: Sequence[Mapping[str, Any]],
-        tokens: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        seed: int,
-    ) -> list[Episode]:
-        """Run `n` agents for every example, as `EpisodeRunner.play` plays episodes.
+    def _run(
+        self, session: Session, episodes: Sequence[Episode], max_tokens: int, seed: int
+    ) -> None:
+        """Run the program of every episode, and answer its calls.
 
         The noise of a token depends only on (seed, prompt index, sample, number of the call in its
         episode, position in the answer).
@@ -64,64 +51,42 @@ class AgentRunner(EpisodeRunner):
         server, arrivals = serve(self.host), SimpleQueue[Any]()
         longest = self.longest_prompt and self.longest_prompt + 1
         running: dict[Future[Any], tuple[Episode, Agent]] = {}
-        sampled: dict[int, tuple[Request, Call]] = {}  # by the id of the request
-        episodes = new_episodes(examples, tokens, prompt_indices, n)
-
-        def receive(arrived: Any) -> None:
-            """Begin a call, or finish the episode of a program that has ended."""
-            if isinstance(arrived, Future):
-                episode, agent = running.pop(arrived)
-                server.close(agent)
-                self._finish(episode, agent, arrived)
-                return
-            if arrived.done.cancelled():
-                return
-            request = Request(
-                tokens=arrived.prompt,
-                prompt_index=arrived.agent.episode.prompt_index,
-                samples=[arrived.agent.episode.sample],
-                position=noise(arrived.number),
-                max_tokens=arrived.max_tokens,
-                stop=arrived.stop,
-                cancelled=arrived.done.cancelled,
-            )
-            try:
-                session.add(request)
-                sampled[id(request)] = request, arrived
-            except ValueError as error:
-                arrived.done.set_exception(Refused(f"the prompt {error}"))
-
-        with engine.weights_synced(), engine.session(params, seed) as session:
-            for episode in episodes:
-                history = History(self.tokenizer, self.stop_token_ids)
-                limits = params.max_tokens, self.max_turns, longest, self.call_timeout
-                agent = Agent(episode, seed, history, arrivals, *limits)
-                endpoint = server.open(Line(agent))
-                example = dict(episode.example)
-                ended = call_beside(self.timeout, self.program, example, endpoint)
-                running[ended] = episode, agent
-            for ended in running:
-                ended.add_done_callback(arrivals.put)
-            try:
-                while running:
-                    if session.idle or not arrivals.empty():
-                        receive(arrivals.get())
-                        continue
-                    for request, _, completion in session.step():
-                        _, call = sampled.pop(id(request))
-                        with suppress(InvalidStateError):  # the agent does not wait any more
-                            call.done.set_result(completion)
-            finally:  # an engine may fail
-                for ended, (_, agent) in running.items():
+        sampled: dict[int, Call] = {}  # by the id of the request
+        for episode in episodes:
+            history = History(self.tokenizer, self.stop_token_ids)
+            limits = max_tokens, self.max_turns, longest, self.call_timeout
+            agent = Agent(episode, seed, history, arrivals, *limits)
+            endpoint = server.open(Line(agent))
+            ended = call_beside(self.timeout, self.program, dict(episode.example), endpoint)
+            running[ended] = episode, agent
+        for ended in running:
+            ended.add_done_callback(arrivals.put)
+        try:
+            while running:
+                arrived = arrivals.get() if session.idle or not arrivals.empty() else None
+                if isinstance(arrived, Future):  # a program has ended
+                    episode, agent = running.pop(arrived)
                     server.close(agent)
-                    ended.cancel()
-        warn_of_failures(episodes)
+                    self._finish(episode, agent, arrived)
+                elif arrived is None:
+                    for request, _, completion in session.step():
+                        with suppress(InvalidStateError):  # the agent does not wait any more
+                            sampled.pop(id(request)).done.set_result(completion)
+                elif not arrived.done.cancelled():
+                    try:
+                        session.add(arrived.request)
+                        sampled[id(arrived.request)] = arrived
+                    except ValueError as error:
+                        arrived.done.set_exception(Refused(f"the prompt {error}"))
+        finally:  # an engine may fail
+            for ended, (_, agent) in running.items():
+                server.close(agent)
+                ended.cancel()
         if any(episode.overlaps for episode in episodes):
             logger.warning(
                 "agent_program made calls side by side, whose order depends on the clock: give "
                 "each part of the program an endpoint.fork(), or the run cannot be repeated"
             )
-        return episodes
 
     def _finish(self, episode: Episode, agent: Agent, ended: Future[Any]) -> None:
         """Turn the calls of a program that has ended into the row of its episode."""
@@ -161,8 +126,7 @@ class AgentRunner(EpisodeRunner):
         episode.prompt = first.chat
         last = next((x for x in reversed(answers) if isinstance(x.chat, list)), last)
         if isinstance(first.chat, list):
-            pairs = zip(first.chat, last.chat, strict=False)
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            same = common(first.chat, last.chat)
             episode.messages = [*last.chat[same:], last.message]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:

@@ -31,14 +31,12 @@ class Environment(Protocol):
 
         If the row has a chat, returned text is a user message after the row's system prompt.
         """
-        ...
 
     def step(self, completion: str) -> Observation | Awaitable[Observation]:
         """Answer a turn, which is text without special tokens.
 
         A turn that a token limit cut off may be rewarded; the episode then ends.
         """
-        ...
 
 
 EnvironmentFactory: TypeAlias = Callable[[], Environment]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.boundary.user_code import call_beside, foreign
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.prompts import Tools
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
@@ -100,18 +101,33 @@ class EpisodeRunner:
                 position after the prompt).
             params: `max_tokens` limits all turns and answers of an episode together.
         """
-        episodes = new_episodes(examples, tokens, prompt_indices, n)
+        episodes = [
+            Episode(
+                example=example,
+                prompt_index=index,
+                sample=sample,
+                prompt=example["prompt"],
+                prompt_ids=ids,
+            )
+            for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
+            for sample in range(n)
+        ]
         try:
             with engine.weights_synced(), engine.session(params, seed) as session:
-                self._run(session, params.max_tokens, episodes)
+                self._run(session, episodes, params.max_tokens, seed)
         finally:
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
                     episode.environment.close()
-        warn_of_failures(episodes)
+        errors = [episode.error for episode in episodes if episode.error is not None]
+        if errors:
+            message = "%d of %d episodes failed; the first: %s"
+            logger.warning(message, len(errors), len(episodes), errors[0])
         return episodes
 
-    def _run(self, session: Session, max_tokens: int, episodes: Sequence[Episode]) -> None:
+    def _run(
+        self, session: Session, episodes: Sequence[Episode], max_tokens: int, seed: int
+    ) -> None:
         """Begin all episodes, then continue each as soon as its call or completion is done."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
 
@@ -168,11 +184,8 @@ class EpisodeRunner:
     def _play(
         self, episode: Episode, max_tokens: int
     ) -> Generator[Future[Any] | list[int], Any, None]:
-        """Play one episode.
-
-        Yields:
-            A call of its environment, which is sent back once it is done; or the tokens for the
-            policy to continue, in return for which a `Completion` is sent.
+        """Play one episode: yield a call of its environment, which is sent back once it is done, or
+        the tokens for the policy to continue, in return for which a `Completion` is sent.
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
@@ -222,12 +235,8 @@ class EpisodeRunner:
 
         They are NaN elsewhere, and for a whole episode that failed.
         """
-        width = max((len(episode.tokens) for episode in episodes), default=0) or 1
-        rewards = torch.full((len(episodes), width), math.nan, dtype=torch.float64)
-        for row, episode in zip(rewards, episodes, strict=True):
-            if episode.error is None:
-                row[: len(episode.rewards)] = torch.tensor(episode.rewards, dtype=torch.float64)
-        return rewards
+        rows = [x.rewards if x.error is None else [math.nan] * len(x.tokens) for x in episodes]
+        return pad_rows(rows, math.nan, dtype=torch.float64)[0]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
@@ -246,31 +255,3 @@ class EpisodeRunner:
             metrics["tools/call_frequency"] = calls / count  # calls per episode
             metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
         return metrics
-
-
-def new_episodes(
-    examples: Sequence[Mapping[str, Any]],
-    tokens: Sequence[Sequence[int]],
-    prompt_indices: Sequence[int],
-    n: int,
-) -> list[Episode]:
-    """Return `n` episodes of every example, in the order example * n + sample."""
-    return [
-        Episode(
-            example=example,
-            prompt_index=index,
-            sample=sample,
-            prompt=example["prompt"],
-            prompt_ids=ids,
-        )
-        for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
-        for sample in range(n)
-    ]
-
-
-def warn_of_failures(episodes: Sequence[Episode]) -> None:
-    """Log how many episodes failed, and the first error."""
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if errors:
-        message = "%d of %d episodes failed; the first: %s"
-        logger.warning(message, len(errors), len(episodes), errors[0])

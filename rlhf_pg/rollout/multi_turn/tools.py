@@ -102,7 +102,6 @@ class ToolEnvironment:
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
-        """Return the dataset's prompt."""
         self.prompt = example["prompt"]
         return example["prompt"]  # type: ignore[no-any-return]
 

@@ -78,8 +78,7 @@ class Places:
 class BatchingSession:
     """A `Session` on a model whose attention can be replaced.
 
-    Args:
-        cache_tokens: the most tokens whose keys and values are kept at a time.
+    It keeps the keys and values of at most `cache_tokens` tokens at a time.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class NativeEngine(RolloutEngine):
     """Samples with a `transformers` decoder in this process.
 
     Each prompt is computed once for all its samples. A finished row leaves the batch, and a waiting
-    one takes its place. Where the model's attention cannot be replaced (recurrent layers, a sliding
-    window shorter than a row, ...) the engine samples by `generate`, and logs a warning.
+    one takes its place. `generate` is only used for recurrent layers, a sliding window shorter than
+    a row, and the like; the engine then logs a warning.
 
     Args:
         model: a causal language model, whose weights are used in place. An adapter is merged into
@@ -59,11 +59,9 @@ class NativeEngine(RolloutEngine):
         cache_tokens: int | None = None,
     ) -> None:
         self.model = self.weights = model
-        self.eos_token_ids = (
-            [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
-        )
-        self.pad_token_id = pad_token_id
-        self.tokenizer = tokenizer
+        ends = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
+        self.eos_token_ids = sorted(set(ends))
+        self.pad_token_id, self.tokenizer = pad_token_id, tokenizer
         self.cache_tokens = cache_tokens
 
     @contextmanager
@@ -79,7 +77,7 @@ class NativeEngine(RolloutEngine):
             try:
                 yield session
             finally:
-                session.fast = session.plain = None  # free keys and values now
+                session.sessions.clear()  # free keys and values now
 
     @contextmanager
     def _load_weights(self) -> Iterator[None]:
@@ -92,19 +90,9 @@ class NativeEngine(RolloutEngine):
             self.weights = self.model
 
     def check(self, request: Request, params: SamplingParams) -> int:
-        """Return the tokens of the longest row of a request; ValueError if it is empty or longer
-        than the model's positions allow.
-        """
-        if not len(request.tokens):
-            raise ValueError("is empty: a model needs at least one token to continue")
-        most = request.limit(params)
-        longest, limit = len(request.tokens) + most, max_positions(self.model)
-        if limit and longest > limit:
-            raise ValueError(
-                f"has {len(request.tokens)} tokens; with max_tokens {most} that exceeds the "
-                f"model's max_position_embeddings of {limit}"
-            )
-        return longest
+        """Return the tokens of the longest row of a request; ValueError as `Request.limit`."""
+        limit, what = max_positions(self.model), "the model's max_position_embeddings"
+        return len(request.tokens) + request.limit(params, limit, what)
 
     def unsupported_reason(self, longest: int) -> str | None:
         """Return why rows of this many tokens need `generate`, or None."""
@@ -138,33 +126,28 @@ class _NativeSession:
         self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
     ) -> None:
         self.engine, self.params, self.seed, self.stopping = engine, params, seed, stopping
-        self.fast: BatchingSession | None = None
-        self.plain: HFGenerateSession | None = None
+        self.sessions: dict[bool, Session] = {}  # by whether they use `generate`
 
     def add(self, request: Request) -> None:
         engine = self.engine
-        longest = engine.check(request, self.params)
-        common = (engine.weights, self.params, self.seed, self.stopping)
-        reason = engine.unsupported_reason(longest)
-        if reason is None:
-            self.fast = self.fast or BatchingSession(*common, engine.room())
-            self.fast.add(request)
-            return
-        if self.plain is None:
-            logger.warning("sampling by transformers' generate, which is slower: %s", reason)
-            self.plain = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
-        self.plain.add(request)
-
-    @property
-    def _sessions(self) -> list[Session]:
-        return [session for session in (self.fast, self.plain) if session is not None]
+        reason = engine.unsupported_reason(engine.check(request, self.params))
+        plain = reason is not None
+        if plain not in self.sessions:
+            common = engine.weights, self.params, self.seed, self.stopping
+            if plain:
+                logger.warning("sampling by transformers' generate, which is slower: %s", reason)
+                made = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
+                self.sessions[plain] = made
+            else:
+                self.sessions[plain] = BatchingSession(*common, engine.room())
+        self.sessions[plain].add(request)
 
     @property
     def idle(self) -> bool:
-        return all(session.idle for session in self._sessions)
+        return all(session.idle for session in self.sessions.values())
 
     def step(self) -> list[Finished]:
-        return [finished for session in self._sessions for finished in session.step()]
+        return [finished for session in self.sessions.values() for finished in session.step()]
 
 
 class HFGenerateSession:

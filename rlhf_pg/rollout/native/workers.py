@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     RolloutError,
     SamplingParams,
-    never,
 )
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import hollow, put_in_place
@@ -75,13 +74,8 @@ class WorkerEngine(RolloutEngine):
     """Samples with `count` native engines in processes of their own, on CPUs with one thread each.
 
     They share one copy of the weights. A worker that dies is replaced. A request that its caller
-    has given up (`Request.cancelled`) is sampled to its end.
-
-    Args:
-        model, eos_token_ids, pad_token_id, tokenizer, cache_tokens: as in `NativeEngine`.
-
-    Raises:
-        ValueError: the weights are quantized.
+    has given up (`Request.cancelled`) is sampled to its end. The other arguments are those of
+    `NativeEngine`; ValueError if the weights are quantized.
     """
 
     def __init__(
@@ -104,9 +98,6 @@ class WorkerEngine(RolloutEngine):
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager["WorkerSession"]:
         """Open a session, which raises RolloutError if workers keep dying."""
         return closing(WorkerSession(self, params, seed))
-
-    def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()()
 
     @torch.no_grad()
     def copy_weights(self) -> Copied:
@@ -147,23 +138,21 @@ class WorkerSession(FutureSession):
     def __init__(self, engine: WorkerEngine, params: SamplingParams, seed: int) -> None:
         super().__init__()
         self.engine, self.params, self.seed = engine, params, seed
-        self.sent: dict[Future[Any], tuple[Request, int]] = {}  # with the number of the attempt
 
     def add(self, request: Request) -> None:
         self.engine.native.check(request, self.params)
         self._ask(request, 1)
 
     def _ask(self, request: Request, attempt: int) -> None:
-        engine, plain = self.engine, dataclasses.replace(request, cancelled=never)
+        engine, plain = self.engine, dataclasses.replace(request, cancelled=bool)
         assert engine.copy is not None
         places = [memory.place for memory in engine.copy]
         future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
         future.memory = engine.copy  # which has to be there until it is done
-        self.sent[future] = request, attempt
-        self.wait_for(future)
+        self.wait_for(future, (request, attempt))
 
-    def read(self, future: Future[Any]) -> list[Finished]:
-        request, attempt = self.sent.pop(future)
+    def read(self, future: Future[Any], asked: tuple[Request, int]) -> list[Finished]:
+        request, attempt = asked
         try:
             found = future.result()
         except CallFailed as failure:  # out of memory, say
@@ -178,28 +167,25 @@ class WorkerSession(FutureSession):
 
 @cache
 def engine_of(place: Place) -> NativeEngine:
-    """Return the engine of this worker."""
     logging.disable(logging.WARNING)  # the trainer warns
     engine: NativeEngine = pickle.loads(map_memory(place).numpy().tobytes())
     return engine
 
 
-_loaded: tuple[Place, Place] | None = None  # the engine and weights of this worker
+@lru_cache(maxsize=1)
+def engine_with(pickled: Place, weights: Place) -> NativeEngine:
+    """Return the engine of this worker, which samples from these weights."""
+    engine, whole = engine_of(pickled), map_memory(weights)
+    for parameter, place in places(engine.model):
+        put_in_place(parameter, whole[place].view(parameter.dtype).view(parameter.shape))
+    return engine
 
 
 def sample_alone(
     pickled: Place, weights: Place, request: Request, params: SamplingParams, seed: int
 ) -> list[tuple[int, Completion]] | FloatingPointError:
     """Sample the completions of a request in a worker; return them with their sample numbers."""
-    global _loaded
-    engine = engine_of(pickled)
-    if _loaded != (pickled, weights):
-        whole = map_memory(weights)
-        for parameter, place in places(engine.model):
-            value = whole[place].view(parameter.dtype).view(parameter.shape)
-            put_in_place(parameter, value)
-        _loaded = pickled, weights
-    found = []
+    engine, found = engine_with(pickled, weights), []
     try:
         # They are merged already.
         with engine.weights_synced(nullcontext), engine.session(params, seed) as session:

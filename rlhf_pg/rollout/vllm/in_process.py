@@ -27,7 +27,7 @@ from rlhf_pg.rollout.engine import (
 )
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm.handover import bare, parts_tied_weights, published_weights
-from rlhf_pg.rollout.vllm.requests import check_version, options, room
+from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 logger = logging.getLogger(__name__)
 
@@ -80,27 +80,8 @@ class VllmEngine(RolloutEngine):
                 '"rlhf-pg[vllm]"'
             ) from error
         check_version(vllm.__version__, "the installed vLLM")
-        if (lack := lacking(model)) is not None:
-            raise ValueError(
-                f"{lack}, and would patch the trained class: set rollout_engine to native or "
-                "vllm_server"
-            )
-        if getattr(model, "is_quantized", False):
-            raise ValueError(
-                "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
-                "or rollout_engine to native or vllm_server"
-            )
-        if not torch.cuda.is_available() and has_experts(model):
-            raise ValueError(
-                "rollout_engine vllm cannot replace the weights of experts on a CPU: set "
-                "rollout_engine to native"
-            )
-        if parts_tied_weights(model):
-            raise ValueError(
-                "rollout_engine vllm keeps tied weights equal, but the adapter changes one of "
-                "them: leave it out of lora_target_modules and modules_to_save, or set "
-                "rollout_engine to native"
-            )
+        if (reason := unfit(model)) is not None:
+            raise ValueError(f"rollout_engine vllm: {reason}; set rollout_engine to native")
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
         self.numbers = itertools.count()  # ids of vLLM's requests
         self._has_warned = False
@@ -109,7 +90,6 @@ class VllmEngine(RolloutEngine):
             config.architectures = [type(bare(model)).__name__]  # vLLM's class has this name
             config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-            # With several processes, each has its own engine.
             several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
             self.llm: Any = vllm.LLM(
                 model=directory,
@@ -191,7 +171,7 @@ class _InProcessSession:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        max_tokens = room(request, self._params, self._engine.max_model_length)
+        max_tokens = request.limit(self._params, self._engine.max_model_length, LONGEST)
         stop = [*self._options["stop"], *request.stop]
         for sample in request.samples:
             name = str(next(self._engine.numbers))
@@ -228,6 +208,20 @@ class _InProcessSession:
         """Abort the requests that have not finished."""
         self._engine.llm.llm_engine.abort_request(list(self._asked))
         self._asked.clear()
+
+
+def unfit(model: PreTrainedModel) -> str | None:
+    """Return why vLLM in this process cannot sample from the model, or None."""
+    reasons = {
+        "the weights are quantized (load_in_4bit)": getattr(model, "is_quantized", False),
+        "the adapter changes one end of tied weights (lora_target_modules, modules_to_save)": (
+            parts_tied_weights(model)
+        ),
+        "it cannot replace the weights of experts on a CPU": (
+            not torch.cuda.is_available() and has_experts(model)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or lacking(model)
 
 
 def lacking(model: PreTrainedModel) -> str | None:

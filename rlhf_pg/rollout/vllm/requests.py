@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quote
-from rlhf_pg.rollout.engine import Request, SamplingParams
+from rlhf_pg.rollout.engine import SamplingParams
 
 OLDEST, TOO_NEW = (0, 28), (0, 33)  # as in the extra [vllm] of pyproject.toml
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
+# The limit beyond which vLLM would truncate.
+LONGEST = "the longest sequence (vllm_max_model_length, or --max-model-len of a server)"
 
 
 def check_version(version: str, what: str) -> None:
@@ -41,16 +43,3 @@ def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, A
         "skip_special_tokens": False,  # a stop string may contain them
         "logprobs": 0,  # of the sampled token only
     }
-
-
-def room(request: Request, params: SamplingParams, limit: int) -> int:
-    """Return how many tokens may be sampled; ValueError beyond the limit (vLLM would truncate)."""
-    wanted = request.limit(params)
-    if not len(request.tokens):
-        raise ValueError("is empty: a model needs at least one token to continue")
-    if len(request.tokens) + wanted > limit:
-        raise ValueError(
-            f"has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
-            f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
-        )
-    return wanted

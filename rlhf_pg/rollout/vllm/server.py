@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
-from rlhf_pg.rollout.vllm.requests import check_version, options, room
+from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -88,15 +88,21 @@ class VllmServerEngine(RolloutEngine):
         self.model, self.eos_token_ids = model, list(eos_token_ids)
         self.directory = directory.absolute()
         self.save = save or (lambda place: place and model.save_pretrained(place))
-        adapted = isinstance(model, PeftModel)
-        self.gathers = "trained" if adapted else "none" if save else "all"
-        self.own = self._make_directory() if is_main else None  # of this run alone
+        self.adapted = isinstance(model, PeftModel)
+        self.gathers = "trained" if self.adapted else "none" if save else "all"
+        self.own: Path | None = None  # of this run alone
+        if is_main:
+            with self._writing():
+                for place in [*reversed(self.directory.parents), self.directory]:
+                    place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+                self.own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+            weakref.finalize(self, _remove, self.own, os.getpid())
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
-        if not adapted:
+        if not self.adapted:
             for server in self.servers:
                 server.check_replaceable(model)
 
@@ -104,16 +110,20 @@ class VllmServerEngine(RolloutEngine):
         """Open a session, which raises RolloutError when no server is left."""
         return closing(_ServerSession(self, params, seed))
 
+    @property
+    def alive(self) -> list["Server"]:
+        return [server for server in self.servers if not server.lost]
+
     def server_of(self, prompt_index: int) -> "Server":
         """Return the server to ask about a prompt: the next that has not failed."""
-        count = len(self.servers)
-        order = (self.servers[(prompt_index + i) % count] for i in range(count))
+        first = prompt_index % len(self.servers)
+        order = self.servers[first:] + self.servers[:first]
         return next(server for server in order if not server.lost)
 
     def leave_out(self, server: "Server", error: RolloutError) -> None:
         """Ask a server no more that has failed; raise the error if it was the last."""
         lost, server.lost = server.lost, True
-        if all(one.lost for one in self.servers):
+        if not self.alive:
             raise error
         if not lost:
             logger.warning("%s. It is left out, and its prompts are asked elsewhere", error)
@@ -122,47 +132,41 @@ class VllmServerEngine(RolloutEngine):
         """Leave out, in all processes, servers that have failed in one; collective."""
         if self._users == 1:
             everyone = gather([server.lost for server in self.servers])
-            for server, lost in zip(
-                self.servers, map(any, zip(*everyone, strict=True)), strict=True
-            ):
-                server.lost = lost
-            if all(server.lost for server in self.servers):
+            for server, *lost in zip(self.servers, *everyone, strict=True):
+                server.lost = any(lost)
+            if not self.alive:
                 raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
-
-    def _load_weights(self) -> AbstractContextManager[None]:
-        return self.copy_weights()()
 
     def copy_weights(self) -> Copied:
         self.copies += 1
-        adapted = isinstance(self.model, PeftModel)
-        name = f"policy-{_digest(self.model) if adapted else self.copies}"
-        return partial(self._used, WeightsCopy(name, self._save(name)), adapted)
+        name = f"policy-{_digest(self.model) if self.adapted else self.copies}"
+        return partial(self._used, WeightsCopy(name, self._save(name)))
 
     @contextmanager
-    def _used(self, copy: "WeightsCopy", adapted: bool) -> Iterator[None]:
+    def _used(self, copy: "WeightsCopy") -> Iterator[None]:
         """Sample from a copy, which the main process hands over unless the servers have it."""
-        if all(server.lost for server in self.servers):  # they may have been started again
+        if not self.alive:  # they may have been started again
             self.copy = None
             for server in self.servers:
                 server.lost, server.name = False, server.served
         new = self.copy is None or self.copy.name != copy.name
-        for server in [one for one in self.servers if not one.lost and new]:
+        for server in self.alive if new else ():
             try:
-                if not adapted:
+                if not self.adapted:
                     server.instance, _ = server.identity()
-                if copy.place is not None and adapted:
+                if copy.place is not None and self.adapted:
                     server.load_adapter(copy.name, copy.place)
                 elif copy.place is not None:
                     server.replace_weights(copy.place)
             except RolloutError as error:
                 see = f". It has to see {copy.place} (vllm_sync_directory)" if copy.place else ""
                 self.leave_out(server, RolloutError(f"{error}{see}"))
-            server.name = copy.name if adapted else server.name
+            server.name = copy.name if self.adapted else server.name
         self.copy = copy
-        if copy.place is not None and not adapted:
+        if copy.place is not None and not self.adapted:
             shutil.rmtree(copy.place, ignore_errors=True)
         yield
-        for server in [one for one in self.servers if not (one.lost or adapted)]:
+        for server in () if self.adapted else self.alive:
             try:
                 now, _ = server.identity()
             except RolloutError as error:
@@ -173,14 +177,6 @@ class VllmServerEngine(RolloutEngine):
                     f"the server at {server.client.url} was started again, and sampled from other "
                     "weights: resume"
                 )
-
-    def _make_directory(self) -> Path:
-        with self._writing():
-            for place in [*reversed(self.directory.parents), self.directory]:
-                place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
-            own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
-        weakref.finalize(self, _remove, own, os.getpid())
-        return own
 
     def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
@@ -320,16 +316,11 @@ class Server:
                 f"the server at {self.client.url} does not take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
             ) from error
-        if on_cpu and model.config.tie_word_embeddings:
+        if on_cpu and (model.config.tie_word_embeddings or has_experts(model)):
             raise ValueError(
-                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace a "
-                "head that is tied to the embedding: train an adapter (use_peft), or use "
-                "rollout_engine vllm"
-            )
-        if on_cpu and has_experts(model):
-            raise ValueError(
-                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace the "
-                "weights of experts: set rollout_engine to native"
+                f"the server at {self.client.url} runs on a CPU, where vLLM replaces neither "
+                "experts nor a head that is tied to the embedding: set rollout_engine to native, "
+                "or train an adapter (use_peft)"
             )
 
 
@@ -346,10 +337,9 @@ class _ServerSession(FutureSession):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        self._sent: dict[Future[Any], tuple[Server, tuple[Request, int, int]]] = {}
 
     def add(self, request: Request) -> None:
-        max_tokens = room(request, self._params, self._engine.max_model_length)
+        max_tokens = request.limit(self._params, self._engine.max_model_length, LONGEST)
         for sample in request.samples:
             self._ask(request, sample, max_tokens)
 
@@ -372,23 +362,23 @@ class _ServerSession(FutureSession):
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
-        self._sent[future] = server, (request, sample, max_tokens)
-        self.wait_for(future)
+        self.wait_for(future, (server, request, sample, max_tokens))
 
-    def read(self, future: "Future[Any]") -> list[Finished]:
-        server, asked = self._sent.pop(future)
+    def read(
+        self, future: "Future[Any]", asked: tuple[Server, Request, int, int]
+    ) -> list[Finished]:
+        server, request, sample, max_tokens = asked
         try:
             return [future.result()]
         except RolloutError as error:
             self._engine.leave_out(server, error)
-        self._ask(*asked)
+        self._ask(request, sample, max_tokens)
         # Nor is it waited for in other requests.
-        for other, (theirs, asked) in list(self._sent.items()):
+        for other, (theirs, *request) in list(self._asked.items()):
             if theirs is server:
-                self._asked.discard(other)
+                del self._asked[other]
                 other.cancel()
-                del self._sent[other]
-                self._ask(*asked)
+                self._ask(*request)
         return []
 
 
@@ -409,13 +399,14 @@ def _completion(
     ended = [token in eos_token_ids for token in tokens]
     if any(ended[:-1]):
         raise ValueError(f"tokens after EOS, which is at {ended.index(True)}")
-    if reason == "stop" and (ended[-1] or by_string):
-        return Completion(tokens, logprobs, "stop")
-    if reason == "length" and len(tokens) < max_tokens:
-        raise ValueError(f"{len(tokens)} of {max_tokens} tokens, and no stop")
-    if reason == "length" and not ended[-1]:
-        return Completion(tokens, logprobs, "length")
-    raise ValueError(f"finish_reason {show(reason)} with {show(tokens[-1])} as the last token")
+    fits = {
+        "stop": ended[-1] or by_string,
+        "length": len(tokens) == max_tokens and not ended[-1],
+    }
+    if not fits.get(reason):
+        ended_by = f"after {len(tokens)} of {max_tokens} tokens, the last {show(tokens[-1])}"
+        raise ValueError(f"finish_reason {show(reason)} {ended_by}")
+    return Completion(tokens, logprobs, reason)
 
 
 def _remove(place: Path, owner: int) -> None:

@@ -83,7 +83,7 @@ def test_request_sends_own_position_and_token_limit(fake, tmp_path):
     ("prompt", "params", "said"),
     [
         ([], PARAMS, "prompt 1 is empty"),
-        ([5] * 35, PARAMS, r"35 tokens; with 6 .* longest sequence of 40"),
+        ([5] * 35, PARAMS, r"35 tokens; with max_tokens 6 .* longest sequence .* of 40"),
         ([5], SamplingParams(temperature=0.001), "temperature must be 0 or at least 0.01"),
     ],
 )
@@ -249,11 +249,11 @@ FAULTS = {
     "an answer of 'older'": (200, {"model": "older"}),
     "not enough values": (200, {"model": "base", "choices": []}),
     "5 of 6 tokens, 6 log-prob": (200, short(token_ids=[5] * 5)),
-    "4 of 6 tokens, and no stop": (200, short(**logprobs(*[-1.0] * 4))),
+    "'length' after 4 of 6 tokens": (200, short(**logprobs(*[-1.0] * 4))),
     "finish_reason 'abort'": (200, short(finish_reason="abort")),
     "after EOS, which is at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
-    "'length' with 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
-    "'stop' with 5": (200, short(finish_reason="stop")),
+    "'length' after 6 of 6 tokens, the last 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
+    "'stop' after 6 of 6 tokens, the last 5": (200, short(finish_reason="stop")),
     "-inf is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
     "-9999.0 is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, -9999.0))),
     r"status 500: \x1b[2J": (500, b"\x1b[2J"),

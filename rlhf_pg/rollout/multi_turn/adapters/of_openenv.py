@@ -127,7 +127,6 @@ def _only_text(fields: Mapping[str, Any]) -> str | None:
 
 
 def _result(observation: Mapping[str, Any]) -> str:
-    """Return a tool's result or error as text."""
     if error := observation.get("error"):
         return f"Error: {error['message']}"
     result = observation.get("result")
