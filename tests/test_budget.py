@@ -59,7 +59,7 @@ TODAY = {
     "config": 2420,
     "data": 1325,
     "models": 2647,
-    "rollout": 4315,
+    "rollout": 4320,
     "rollout/multi_turn": 987,
     "rewards": 1850,
     "trainers": 3790,

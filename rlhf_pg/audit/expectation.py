@@ -93,8 +93,7 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     learner, model, own = trainer.learner, trainer.model, [*trainer.model.parameters()]
     base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
     warm = WARMTH if "vllm" in args.rollout_engine or "_" in args.sampler_correction else 1.0
-    cuts = {key: getattr(args, key) for key in ("top_k", "top_p", "min_p")}
-    sampler = SamplingParams(temperature=args.temperature * warm, max_tokens=longest, **cuts)
+    sampler = SamplingParams(args.temperature * warm, args.top_k, args.top_p, args.min_p, longest)
     drawn = [
         world.distributions(model, prompt, said, sampler).detach()[range(len(said)), list(said)]
         for prompt, said in product(world.PROMPTS, world.COMPLETIONS)

@@ -9,26 +9,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rlhf_pg.config.fields import config, option
-
 MOMENT = 0.05  # seconds that a step waits for an answer of another process
 
 
-@config
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """The sampling parameters, with vLLM's names; ValueError if a number is out of range."""
 
-    # Divides the logits; 0: greedy, log-probabilities at temperature 1.
-    temperature: float = option(1.0, ge=0)
-    top_k: int = option(0, ge=0)  # keep the k likeliest tokens; 0 keeps all
-    # Keep the smallest set of likeliest tokens whose mass reaches this.
-    top_p: float = option(1.0, gt=0, le=1)
-    min_p: float = option(0.0, ge=0, le=1)  # keep tokens this fraction as likely as the likeliest
-    max_tokens: int = option(256, ge=1)  # longest completion, EOS included
+    temperature: float = 1.0  # divides the logits; 0: greedy, log-probabilities at temperature 1
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose mass reaches this
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
+    max_tokens: int = 256  # longest completion, EOS included
     stop: str | Sequence[str] | None = None  # strings that end a completion; they stay in it
 
     def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+        }
+        for name, (fits, wanted) in ranges.items():
+            if not fits:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
         if "" in self.stop_strings:
             raise ValueError("stop holds an empty string, which would end every completion at once")
 
