@@ -70,8 +70,8 @@ MATRIX += [("arithmetic", how, 5) for how in STUDENTS]  # after arithmetic grpo
 MATRIX += [("shown", "grpo", 5)]
 MATRIX += [("relay", how, 5) for how in ("grpo", "ppo")]  # after python examples/agents/relay.py
 MATRIX += [("learned", "ppo", 1)]  # after two recipes: see recipes/smollm2_sft.yaml
-MATRIX += [("happy", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo")]
-MATRIX += [("happy", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
+MATRIX += [("letters", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo")]
+MATRIX += [("letters", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
 # The learning rates, with a KL that is measured and hardly paid: ranks 1 and 16, and all weights.
 LATER: list[tuple[str, str, int]] = []
 RATES = {"rank-1": (1e-4, 5e-4, 2e-3), "rank-16": (5e-5, 2e-4, 1e-3), "full": (1e-6, 5e-6, 2e-5)}
@@ -79,7 +79,7 @@ for kind, rates in RATES.items():
     how = "--full --set" if kind == "full" else f"--set lora_r={kind.removeprefix('rank-')}"
     for rate in rates:
         settings = f"{how} beta=0.000001 learning_rate={rate:f}"
-        LATER.append(("happy", f"grpo --name {kind}-rate-{rate:g} {settings}", 1))
+        LATER.append(("letters", f"grpo --name {kind}-rate-{rate:g} {settings}", 1))
 
 
 def clock() -> float:

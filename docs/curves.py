@@ -82,9 +82,10 @@ def table() -> str:
 
 
 def race(goal: float = 0.5) -> str:
-    """A row for each method on the main task: what it takes to a held-out score."""
-    rows = ["| Method | Seeds | Completions | CPU seconds | Peak GB |", "|---" * 5 + "|"]
-    for method, every in runs()["happy"].items():
+    """A row for each method on two tasks: what it takes to a held-out score."""
+    rows = ["| Task | Method | Seeds | Completions | CPU seconds | Peak GB |", "|---" * 6 + "|"]
+    both = [(task, *pair) for task in ("happy", "letters") for pair in runs()[task].items()]
+    for task, method, every in both:
         group = of_cpu(every)
         there = [next((p for p in run["held_out"] if p["score"] >= goal), None) for run in group]
         points = [point for point in there if point is not None]
@@ -92,7 +93,7 @@ def race(goal: float = 0.5) -> str:
         if len(points) > len(group) / 2:
             cells = [median([p[unit] for p in points], 0) for unit in ("samples", "seconds")]
         peak = median([run["peak_bytes"] / 1e9 for run in group], 1)
-        rows.append(f"| {method} | {len(group)} | {' | '.join(cells)} | {peak} |")
+        rows.append(f"| {task} | {method} | {len(group)} | {' | '.join(cells)} | {peak} |")
     return "\n".join(rows)
 
 
@@ -155,7 +156,7 @@ def draw_rates(plt: Any) -> None:
     figure, axes = plt.subplots(3, 3, figsize=(10, 7), sharey="row", layout="constrained")
     for kind, column in zip(kinds, axes.T, strict=True):
         column[0].set_title(kind, loc="left")
-        of_kind = files(f"happy-grpo-*{kind}-rate-*.json")
+        of_kind = files(f"letters-grpo-*{kind}-rate-*.json")
         of_kind.sort(key=lambda run: run["settings"]["learning_rate"])
         for color, run in zip(COLORS, of_kind, strict=False):
             for metric, axis in zip(("reward", "entropy", "kl"), column, strict=True):

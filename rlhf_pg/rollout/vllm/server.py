@@ -374,11 +374,11 @@ class _ServerSession(FutureSession):
             self._engine.leave_out(server, error)
         self._ask(request, sample, max_tokens)
         # Nor is it waited for in other requests.
-        for other, (theirs, *request) in list(self._asked.items()):
+        for other, (theirs, *again) in list(self._asked.items()):
             if theirs is server:
                 del self._asked[other]
                 other.cancel()
-                self._ask(*request)
+                self._ask(*again)
         return []
 
 
