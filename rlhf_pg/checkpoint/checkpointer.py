@@ -25,6 +25,7 @@ from rlhf_pg import __version__
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights, merge, streaming
+from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 
@@ -147,7 +148,8 @@ class Checkpointer:
             if hasattr(trunk, "stored") and not adapted:
                 self._stream(save, name, whole, trunk, path if name == "model" else path / name)
                 continue
-            with whole.gathered(save.runtime.main_host, adapted), save.step():
+            alone = adapted and not saves_base(trunk)
+            with whole.gathered(save.runtime.main_host, alone), save.step():
                 if not save.runtime.is_main:
                     continue
                 if name == "model":

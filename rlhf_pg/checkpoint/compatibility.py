@@ -69,7 +69,8 @@ def check(
     fixed = saved["config"].keys() - MAY_CHANGE - WARNED
     if other := describe_changes(saved["config"], now, fixed):
         raise ValueError(
-            f"{path} was saved with another config: {other}. Resume with the same config"
+            f"{path} was saved with another config: {other}. Resume with the same config, or "
+            "start a new run from its weights"
         )
     for name, remedy in REMEDIES.items():
         if saved["fingerprints"].get(name) != fingerprints.get(name):

@@ -91,7 +91,7 @@ def of_samples(args: Any) -> Iterator[str]:
         if value != everything and args.truncated_sampling == "refuse":
             yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
     if any({"@", "?", "#"} & set(url) for url in args.vllm_server_base_url):
-        yield "vllm_server_base_url has a user, password or query, which config.yaml would keep"
+        yield "vllm_server_base_url: leave out user, password and query (config.yaml keeps them)"
     elif not args.vllm_server_base_url:
         yield "vllm_server_base_url must have a URL"
     elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url):

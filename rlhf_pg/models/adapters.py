@@ -108,9 +108,20 @@ def check_kind(model: PreTrainedModel) -> None:
 
 def is_plain(config: Any) -> bool:
     """Return whether an adapter begins without reading the weights that it adapts."""
-    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (True, "gaussian"):
+    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (
+        True,
+        False,
+        "gaussian",
+    ):
         return False
     return not (config.use_dora or config.trainable_token_indices)
+
+
+def saves_base(model: Any) -> bool:
+    """Return whether weights of the base are saved with an adapter: of an adapted embedding."""
+    if not isinstance(model, PeftModel):
+        return False
+    return any(".base_layer." in name for name in peft.get_peft_model_state_dict(model))
 
 
 def adds_nothing(model: PreTrainedModel) -> bool:

@@ -80,7 +80,8 @@ def load_policy(
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
         raise ValueError(
-            "every weight of the model is frozen: load it with is_trainable=True or give an adapter"
+            "every weight of the model is frozen: load its adapter with is_trainable=True, or set "
+            "use_peft or peft_config"
         )
     return loaded
 

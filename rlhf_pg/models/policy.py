@@ -91,9 +91,10 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that scores completions.
+    """A causal language model, with adapters or without, that scores completions.
 
     Args:
+        temperature: divides every logit, as in sampling.
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
         most_tokens: the most tokens of a batch on any process.
         chunk_size: logits in memory at a time, the same on every process (`chunk_size_for`).

@@ -55,8 +55,10 @@ def empty_model(
         own = json.loads((Path(directory) / GENERATION_CONFIG_NAME).read_text())
         model.generation_config = GenerationConfig.from_dict(own)
     model.name_or_path = path
+    first = {p: name for name, p in model.named_parameters()}
+    tied = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
     for name, part in model.named_modules():
-        part.stored = partial(read, directory, f"{name}." if name else "")
+        part.stored = partial(read, directory, f"{name}." if name else "", tied=tied)
     return model
 
 
@@ -155,8 +157,9 @@ def files_of(directory: str) -> Mapping[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def read(directory: str, prefix: str, name: str) -> Tensor:
-    """Return a tensor of a model's directory."""
-    with safe_open(files_of(directory)[prefix + name], framework="pt") as file:
-        value: Tensor = file.get_tensor(prefix + name)
+def read(directory: str, prefix: str, name: str, tied: Mapping[str, str] | None = None) -> Tensor:
+    """Return a tensor of a model's directory, where a `tied` one has another name."""
+    name = (tied or {}).get(prefix + name, prefix + name)
+    with safe_open(files_of(directory)[name], framework="pt") as file:
+        value: Tensor = file.get_tensor(name)
     return value

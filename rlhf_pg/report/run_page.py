@@ -68,7 +68,7 @@ OF_SEVERAL_UPDATES = ("approx_kl", "ratio", "ratio_overflow", "clip_ratio/*")
 
 
 def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
-    """Write the report of a run from its files; `running`, it reloads itself. Return its path."""
+    """Write the report of a run, which reloads itself if it is `running`; return its path."""
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
     lines, curve = files.metrics, curve_data(files)

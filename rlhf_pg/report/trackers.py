@@ -27,7 +27,9 @@ PROJECT = "rlhf_pg"
 
 
 class Trackers:
-    """The trackers `names` of the main process, which fail alone; ValueError if not installed."""
+    """The main process's trackers, whose failure does not end a run; ValueError for one that is not
+    installed.
+    """
 
     def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
         for name in names:

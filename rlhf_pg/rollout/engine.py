@@ -236,13 +236,13 @@ class RolloutEngine(ABC):
 
     def _load_weights(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, and on exit free what only sampling needs."""
-        return self.copy_weights()()
+        return nullcontext()
 
     def copy_weights(self) -> "Copied":
         """Copy the policy's weights now, for a later `weights_synced`, perhaps in another thread;
         only in engines that sample beside the trainer.
         """
-        return nullcontext
+        raise NotImplementedError
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Let all processes use the same servers, once the weights are there; collective."""

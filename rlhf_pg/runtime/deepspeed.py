@@ -178,6 +178,8 @@ def _read(module: nn.Module, config: dict[str, Any], device: torch.device) -> No
     class Weights(nn.Module):
         def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
             for name, parameter in module.named_parameters():
+                if hasattr(parameter, "ds_id"):  # shared with a module that is sharded already
+                    continue
                 part, _, leaf = name.rpartition(".")
                 owner: Any = module.get_submodule(part)
                 value: Tensor = parameter

@@ -211,8 +211,8 @@ class RuntimeBeside(Runtime):
 def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     """Return the launcher's backend and its name.
 
-    Every process loads the weights itself, even if the launcher disables that: weights that are not
-    in memory could not be copied for a reference or a critic.
+    Every process reads the weights itself, even if the launcher asks one to send them: they are
+    read tensor by tensor (`rlhf_pg.models.streaming`).
     """
     kind, state = accelerator.distributed_type, accelerator.state
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):

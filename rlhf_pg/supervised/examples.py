@@ -134,7 +134,8 @@ def load_examples(
             )
         if args.completion_only_loss and not has_prompts:
             raise ValueError(
-                f"completion_only_loss needs columns prompt and completion; it has {columns}"
+                f"completion_only_loss needs columns prompt and completion; it has "
+                f"{', '.join(columns)}"
             )
         made = [maker(row, number) for number, row in enumerate(data)]
     return left_over(made, name)

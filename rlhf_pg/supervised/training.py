@@ -218,7 +218,8 @@ class SupervisedTrainer:
         state.skipped_in_a_row = 0 if math.isfinite(norm) else state.skipped_in_a_row + 1
         if state.skipped_in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"step {state.step}: {MOST_SKIPPED + 1} gradients not finite; lower learning_rate"
+                f"step {state.step}: {MOST_SKIPPED + 1} gradients in a row are not finite: lower "
+                "learning_rate"
             )
         return {
             "step": state.step,

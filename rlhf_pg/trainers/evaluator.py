@@ -36,7 +36,8 @@ def evaluate(
 
     Returns:
         Metrics over all processes, named as in training, of the scores that `Shaping` describes.
-        With several completions per prompt also those of `attempt_metrics`.
+        With several completions per prompt also those of `attempt_metrics`; `*_stderr` are standard
+        errors over prompts.
     """
     runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1

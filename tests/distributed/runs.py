@@ -57,17 +57,16 @@ class TwoTurns:
 
 
 def new_trainer(out: Path, algorithm: str, model: str, **options: Any) -> Any:
-    """On the embedded task; `lora` is "fresh", or "random" for an adapter that is not 0, and
-    `environment` asks for `TwoTurns` beside the reward.
+    """On the embedded task; `lora` is "fresh", "random" for an adapter that is not 0, or options of
+    the adapter, and `environment` asks for `TwoTurns` beside the reward.
     """
     factory = TwoTurns if options.pop("environment", False) else None
     trainer_type, task = TRAINERS[algorithm], arithmetic()
     peft_config, lora = None, options.pop("lora", None)
     if lora is not None:
-        fresh = lora == "fresh"
-        peft_config = LoraConfig(
-            r=4, target_modules="all-linear", init_lora_weights=fresh, task_type="CAUSAL_LM"
-        )
+        own = lora if isinstance(lora, dict) else {"init_lora_weights": lora == "fresh"}
+        own = {"target_modules": "all-linear"} | own
+        peft_config = LoraConfig(r=4, task_type="CAUSAL_LM", **own)
     return trainer_type(
         model=model,
         reward_funcs=even_digits,

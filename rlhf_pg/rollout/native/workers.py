@@ -100,6 +100,9 @@ class WorkerEngine(RolloutEngine):
         return closing(WorkerSession(self, params, seed))
 
     @torch.no_grad()
+    def _load_weights(self) -> AbstractContextManager[None]:
+        return self.copy_weights()()
+
     def copy_weights(self) -> Copied:
         native = self.native
         with native.weights_synced():

@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.boundary import http
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin
+from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
@@ -89,7 +90,10 @@ class VllmServerEngine(RolloutEngine):
         self.directory = directory.absolute()
         self.save = save or (lambda place: place and model.save_pretrained(place))
         self.adapted = isinstance(model, PeftModel)
-        self.gathers = "trained" if self.adapted else "none" if save else "all"
+        if self.adapted:
+            self.gathers = "all" if saves_base(model) else "trained"
+        elif save is not None:
+            self.gathers = "none"
         self.own: Path | None = None  # of this run alone
         if is_main:
             with self._writing():
@@ -136,6 +140,9 @@ class VllmServerEngine(RolloutEngine):
                 server.lost = any(lost)
             if not self.alive:
                 raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
+
+    def _load_weights(self) -> AbstractContextManager[None]:
+        return self.copy_weights()()
 
     def copy_weights(self) -> Copied:
         self.copies += 1
