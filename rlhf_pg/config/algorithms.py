@@ -98,6 +98,16 @@ class PolicyGradientConfig(
         """The names of the policy loss's parameters."""
         return parameters(rules.registry("policy_loss")[self.policy_loss])
 
+    @property
+    def policy_frozen_until(self) -> int:
+        """Number of steps at the start in which the policy is not updated."""
+        return 0
+
+    @property
+    def critic_only_iterations(self) -> int:
+        """Number of passes over each rollout batch that train the critic alone."""
+        return 0
+
 
 # fmt: off
 @config
@@ -188,6 +198,14 @@ class PPOConfig(PolicyGradientConfig):
     vf_coef: float = option(0.1, ge=0, help="Coefficient of the value loss; 0: no loss.")
     cliprange_value: float | None = option(0.2, gt=0, help=
         "Largest change of a value before its loss is clipped. None: no clipping.")
+
+    @property
+    def policy_frozen_until(self) -> int:
+        return self.value_pretraining_steps
+
+    @property
+    def critic_only_iterations(self) -> int:
+        return self.value_iterations
 
     @property
     def critic_seed(self) -> int | None:

@@ -1,5 +1,6 @@
-"""LoRA and similar adapters; policy, critic and reference share every frozen tensor, so the base
-weights are in memory only once.
+"""LoRA and similar adapters.
+
+Policy, critic and reference share every frozen tensor: the base weights are in memory only once.
 """
 
 import copy
@@ -107,18 +108,14 @@ def check_kind(model: PreTrainedModel) -> None:
 
 
 def is_plain(config: Any) -> bool:
-    """Return whether an adapter begins without reading the weights that it adapts."""
-    if not isinstance(config, LoraConfig) or config.init_lora_weights not in (
-        True,
-        False,
-        "gaussian",
-    ):
+    """Return whether an adapter is made without reading the weights that it adapts."""
+    if not isinstance(config, LoraConfig) or config.use_dora or config.trainable_token_indices:
         return False
-    return not (config.use_dora or config.trainable_token_indices)
+    return config.init_lora_weights in (True, False, "gaussian")
 
 
 def saves_base(model: Any) -> bool:
-    """Return whether weights of the base are saved with an adapter: of an adapted embedding."""
+    """Return whether peft saves base weights beside the adapter, as it does for embeddings."""
     if not isinstance(model, PeftModel):
         return False
     return any(".base_layer." in name for name in peft.get_peft_model_state_dict(model))

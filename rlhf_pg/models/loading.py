@@ -63,8 +63,9 @@ def load_policy(
     options: Mapping[str, Any] | None = None,
     empty: bool = False,
 ) -> PreTrainedModel:
-    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained. If it
-    may be `empty`, weights by path or Hub id stay in their files where possible (`empty_model`).
+    """Load a model to train, perhaps with an adapter; ValueError if no weight can be trained.
+
+    If it may be `empty`, its weights stay in their files where possible (`empty_model`).
     """
     empty = empty and (peft_config is None or is_plain(peft_config))
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():

@@ -21,6 +21,7 @@ from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
+from rlhf_pg.models.streaming import stored_value
 
 
 class Routed(NamedTuple):
@@ -316,13 +317,11 @@ def fingerprint(module: nn.Module) -> str:
     a moving reference (SHA-256). A resumed run compares it, since these weights are not saved.
     """
     digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
-    names = {p: name.rpartition(".") for name, p in module.named_parameters()}  # tied ones once
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             if tensor.is_meta:
-                owner: Any = module.get_submodule(names[tensor][0])
-                tensor = owner.stored(names[tensor][2]).to(tensor.dtype)
+                tensor = stored_value(module, name)
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -79,6 +79,14 @@ def without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def stored_value(module: nn.Module, name: str) -> Tensor:
+    """Read the value of a parameter that is on the meta device from its file, in its dtype."""
+    place, _, leaf = name.rpartition(".")
+    part: Any = module.get_submodule(place)
+    value: Tensor = part.stored(leaf).to(part._parameters[leaf].dtype)
+    return value
+
+
 @contextmanager
 def zeros_in_place(model: nn.Module) -> Iterator[None]:
     """Show zeros without memory inside the block in place of weights that are not read yet, so that

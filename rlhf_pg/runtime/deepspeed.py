@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
+from rlhf_pg.models.streaming import stored_value
 from rlhf_pg.runtime.ddp import (
     COUNTER,
     MASTER,
@@ -180,14 +181,10 @@ def _read(module: nn.Module, config: dict[str, Any], device: torch.device) -> No
             for name, parameter in module.named_parameters():
                 if hasattr(parameter, "ds_id"):  # shared with a module that is sharded already
                     continue
-                part, _, leaf = name.rpartition(".")
-                owner: Any = module.get_submodule(part)
-                value: Tensor = parameter
                 if parameter.is_meta:
-                    value = owner.stored(leaf).to(parameter.dtype)
+                    put_in_place(parameter, stored_value(module, name))
                 elif config["bf16"]["enabled"]:
-                    value = parameter.detach().bfloat16()
-                put_in_place(parameter, value)
+                    parameter.data = parameter.bfloat16()
                 yield parameter
 
     if any(p.is_meta for p in module.parameters()):

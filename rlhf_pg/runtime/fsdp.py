@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rlhf_pg.models.streaming import stored_value
 from rlhf_pg.runtime.ddp import DDPBackend, check_divisible, put
 
 
@@ -80,10 +81,6 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
 def _fill(module: nn.Module, empty: Sequence[str], device: torch.device) -> None:
     """Give memory to the shards of these parameters, and read their values tensor by tensor."""
 
-    def place(name: str) -> tuple[Any, str]:
-        part, _, leaf = name.rpartition(".")
-        return module.get_submodule(part), leaf
-
     def local(x: Any) -> Tensor:
         own: Tensor = x.to_local() if isinstance(x, DTensor) else x
         return own
@@ -92,14 +89,13 @@ def _fill(module: nn.Module, empty: Sequence[str], device: torch.device) -> None
     there = {name: local(x).clone() for name, x in module.named_parameters() if name not in empty}
     module.to_empty(device=device)  # the others too
     for name, x in module.named_parameters():
-        part, leaf = place(name)
         if name in there:
             local(x).copy_(there[name])
         else:
-            put(x, part.stored(leaf).to(x.dtype))
+            put(x, stored_value(module, name))
     for name, buffer in buffers.items():
-        part, leaf = place(name)
-        part._buffers[leaf] = buffer
+        part, _, leaf = name.rpartition(".")
+        module.get_submodule(part)._buffers[leaf] = buffer
 
 
 def _set_apart(module: nn.Module) -> None:

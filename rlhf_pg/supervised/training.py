@@ -84,8 +84,10 @@ def weight_dtype(args: SupervisedConfig) -> torch.dtype:
 
 
 class SupervisedTrainer:
-    """Trains an objective on rows of data, and saves `model`: the objective's, or its adapter. Rows
-    to evaluate on are `held_out`, by name; a single set has the name "".
+    """Trains an objective on rows of data.
+
+    It saves `model`, the objective's or its adapter. Rows to evaluate on are `held_out`, by name; a
+    single set has the name "".
     """
 
     def __init__(

@@ -147,9 +147,17 @@ def build(
         environments = source_of(environment_factory)
     pays = agent_program is not None or (environments is not None and environments.pays)
     trainer.rewards = Rewards(
-        *(rewards, args.reward_weights, reward_processing_classes, runtime.device, pays),
-        *(args.reward_model_sees_eos, args.trust_remote_code, args.reward_workers),
-        *(args.reward_timeout, args.on_reward_error, args.reward_error_value),
+        rewards,
+        args.reward_weights,
+        reward_processing_classes,
+        runtime.device,
+        pays,
+        args.reward_model_sees_eos,
+        args.trust_remote_code,
+        args.reward_workers,
+        args.reward_timeout,
+        args.on_reward_error,
+        args.reward_error_value,
     )
     trainer.shaping = Shaping(args, trainer.rewards)
 

@@ -67,7 +67,7 @@ class Learner:
         self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
         self.runtime, self.args = runtime, args
         self.token_budget, self.state = token_budget, state
-        self.passes = args.num_iterations + getattr(args, "value_iterations", 0)
+        self.passes = args.num_iterations + args.critic_only_iterations
         self.updates_begun = 0
         self.size = self._size()
         # Fingerprints need whole weights, so they are taken before the models are sharded.
@@ -241,7 +241,7 @@ class Learner:
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
-        return step < getattr(self.args, "value_pretraining_steps", 0)
+        return step < self.args.policy_frozen_until
 
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the policy if it is due, and a teacher that is the policy."""

@@ -27,7 +27,7 @@ def optimizer_and_schedule(
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    if given != (None, None) and getattr(args, "value_pretraining_steps", 0) > 0:
+    if given != (None, None) and args.policy_frozen_until > 0:
         raise ValueError("value_pretraining_steps needs the trainer's own optimizer: leave one out")
     optimizer = given[0] or _optimizer(policy, critic, args)
     _check_complete(optimizer, policy, critic)
@@ -113,7 +113,7 @@ def _schedule(
     optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
 ) -> LambdaLR:
     """Schedule the critic from the first step, the policy after `value_pretraining_steps`."""
-    alone = getattr(args, "value_pretraining_steps", 0)
+    alone = args.policy_frozen_until
     later = _rates(args, max(1, total_steps - alone))
     value = _rates(args, total_steps)
 
