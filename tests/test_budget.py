@@ -62,7 +62,7 @@ TODAY = {
     "rollout": 4330,
     "rollout/multi_turn": 987,
     "rewards": 1850,
-    "trainers": 3799,
+    "trainers": 3800,
     "runtime": 1232,
     "checkpoint": 735,
     "report": 1658,

@@ -1,5 +1,6 @@
-"""The number of tokens in a micro-batch for `micro_batch_tokens: auto`, by the bytes that a process
-keeps, which depend on the sharding, and those of a pass, measured on tensors without data.
+"""The number of tokens in a micro-batch for `micro_batch_tokens: auto`.
+
+It follows from the bytes that a process keeps, and those of a pass, measured without data.
 """
 
 import copy
