@@ -27,7 +27,7 @@ from rlhf_pg.data.inputs import load_texts, settle_data
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of, streaming
-from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.report.journal import Trackers
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping

@@ -24,9 +24,8 @@ from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.config.rules import registry
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.report.journal import Journal, due
+from rlhf_pg.report.journal import Journal, Trackers, due
 from rlhf_pg.report.run_files import Start, versions
-from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards.functions import source_fingerprint
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.rollout.native import continuous_batching, decode_attention
-from rlhf_pg.rollout.native.decode_attention import KeyValues
+from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native.continuous_batching import KeyValues
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.token_budget import SHARDINGS
@@ -107,7 +107,7 @@ class Seen:
 
         with (
             patch.object(continuous_batching, "KeyValues", Kept),
-            patch.object(decode_attention, "KeyValues", Kept),
+            patch.object(continuous_batching, "KeyValues", Kept),
             patch.object(trained, "step", update),
         ):
             yield
