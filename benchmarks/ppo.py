@@ -90,7 +90,7 @@ def measure_time(repeats: int = 9) -> None:
 
     def learn(name: str) -> None:
         it = trainers[name]
-        experience, _ = it.estimate(it.learner.score(it.sampler.score(samples)), Meter())
+        experience, _ = it.estimate(it.learner.score(it.sampler.add_rewards(samples)), Meter())
         it.learner.update(experience, 0, Meter())
 
     def forward() -> None:
@@ -128,7 +128,7 @@ def peak(algorithm: str, checkpointing: bool) -> None:
     it = trainer(algorithm, size, use_peft=True, gradient_checkpointing=checkpointing)
     for step in range(2):
         samples = it.sampler.roll_out(range(ROWS // 4))
-        experience, _ = it.estimate(it.learner.score(it.sampler.score(samples)), Meter())
+        experience, _ = it.estimate(it.learner.score(it.sampler.add_rewards(samples)), Meter())
         it.learner.update(experience, step, Meter())
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 

@@ -282,7 +282,7 @@ def _section(entry: Entry, tests: list[tuple[str, str]]) -> str:
     # Not marked as Python, which ruff would format.
     lines.append(f"```text\n{entry.object.__name__}{_signature(entry.object)}\n```\n")
     lines += [rendered(paragraph) for paragraph in entry.paragraphs]
-    lines.append(f"Proved by: {_links(tests) or 'no test yet'}.\n")
+    lines.append(f"Proved by: {_links(tests) or 'no test of its own'}.\n")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ class P3OTrainer(GRPOTrainer):
         """Compute the loss of P3O in place of `args.policy_loss`."""
         per_token, metrics = p3o(
             new.logprobs,
-            new.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs,
+            batch.old_logprobs,
             batch.advantages,
             batch.action_mask,
             groups=batch.groups,

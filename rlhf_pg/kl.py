@@ -29,15 +29,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         k2 = u^2 / 2          biased, small variance
         k3 = exp(-u) - 1 + u  unbiased, never negative
 
-    The *value* says nothing about the *gradient*, whose expectation, on policy and at one prefix,
-    is
+    The *value* says nothing about the *gradient*. Its expectation, on policy and at one prefix:
 
               differentiated as a loss    as a detached penalty in the reward
         k1    0                           grad KL(pi || pi_ref)
         k2    grad KL(pi || pi_ref)       grad E[k2] - grad KL(pi || pi_ref)
         k3    grad KL(pi_ref || pi)       grad KL(pi || pi_ref) - grad KL(pi_ref || pi)
 
-    so k3 in the reward does almost nothing near the reference, where the two terms cancel: 2 % of
+    So k3 in the reward does almost nothing near the reference, where the two terms cancel: 2 % of
     the true gradient at logits 0.1 away. Over a completion, only k1 in the reward, summed from
     every token to the end, gives the gradient of the whole KL. As losses, k2 and k3 hold the
     prefixes fixed and leave out what an early token does to the KL of later ones.
@@ -79,8 +78,8 @@ def kl_loss(
         k3_ratio             rho k3    rho u                  (DeepSeek-V3.2, arXiv 2512.02556)
         k1_to_go             u         rho sum_{i >= t} u_i   (the policy gradient of k1)
 
-    with rho = pi(y_t) / pi_old(y_t). rho u is the whole derivative of rho k3, that of rho included;
-    this holds at rho = 1 too, where a detached rho would leave k3's own.
+    with rho = pi(y_t) / pi_old(y_t). The gradient rho u includes the derivative of rho itself: with
+    rho detached, rho (1 - exp(-u)) would be left, at rho = 1 too.
 
     On policy and at one prefix, all but k3 follow KL(pi || pi_ref); k3 follows KL(pi_ref || pi).
     Over a completion only `k1_to_go` is exact, and only where the weights add the tokens up

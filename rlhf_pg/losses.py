@@ -109,9 +109,9 @@ def surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
 
         grad = -rho_t A_t grad log pi(y_t)
 
-    At rho = 1 this is REINFORCE, so with one update per rollout it is unbiased. Further away, every
-    token's own probability is corrected, but not that of the tokens before it: the gradient is that
-    of choosing y_t by pi in states that pi_old visits.
+    At rho = 1 this is REINFORCE, so with one update per rollout it is unbiased. Off policy, each
+    token's own ratio is corrected for, but not the ratio of the tokens before it: the gradient is
+    that of choosing y_t by pi in states that pi_old visits.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
@@ -418,7 +418,7 @@ def nll(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = Non
     this is REINFORCE with a reward of 1 and no baseline, since they are samples of the policy
     itself. Over the words of tools and environments (`tool_output_nll_coef`; ECHO, Shrivastava et
     al. 2026, 2605.24517) the policy learns what its actions lead to, from failures too. Over other
-    texts (`ptx_coef`; InstructGPT, Ouyang et al. 2022, Eq. 2) it keeps what it knew.
+    texts (`ptx_coef`; InstructGPT, Ouyang et al. 2022, Eq. 2) it preserves what the policy knew.
 
     Args:
         logprobs: (B,T) of the policy.

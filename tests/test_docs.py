@@ -43,7 +43,7 @@ NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.masking.masked_var",
     "rlhf_pg.masking.whiten",
     "rlhf_pg.rewards.scores.at_end",
-    "rlhf_pg.rewards.scores.ends",
+    "rlhf_pg.rewards.scores.last_true",
     "rlhf_pg.rewards.sum_step_scores",
 }
 

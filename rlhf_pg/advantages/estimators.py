@@ -9,6 +9,7 @@ refers to the policy gradient, with gamma 1 and with the rewards that are given.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class AdvantageInputs:
     rows: slice  # this rank's B rows among the N
     action_tokens: Tensor  # (N,) tokens that the policy chose
     weights: Tensor | None = None  # (K,) of the sources, the KL's too; None: 1 each
-    values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
+    values: Any = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
     greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
     moving_average: float = 0.0  # of the mean score of earlier steps
@@ -104,8 +105,8 @@ def estimate_process_group_normalized(
 ) -> Tensor:
     """Return A_t = sum of the normalised step scores at t and later (GRPO, process supervision).
 
-    Without step scores it is `group_normalized`. With them it reads nothing else, so a KL in the
-    reward would be lost.
+    Without step scores it is `group_normalized`. With them all other inputs are ignored, so a KL
+    in the reward would be lost.
     """
     if inputs.step_scores is None:
         return estimate_group_normalized(inputs, scale_rewards_eps=scale_rewards_eps)

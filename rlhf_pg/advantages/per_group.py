@@ -20,12 +20,12 @@ class GroupStats:
 
     count: Tensor  # valid elements
     mean: Tensor
-    std: Tensor  # with Bessel's correction; 0 for a single element
+    std: Tensor  # ddof 1; 0 for a single element
     constant: Tensor  # bool: fewer than two valid elements, or all of them equal
 
 
 def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
-    """Compute count, mean and std (ddof 1) of each group's valid elements (Bessel's correction).
+    """Compute count, mean and std (ddof 1) of each group's valid elements.
 
     Args:
         x: (N,) floating, in the dtype to compute in; may be anything where not valid.
@@ -129,8 +129,8 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
         (N,); exactly 0 for NaN, for a group with one valid score and for one with all scores equal.
 
     Elsewhere: TRL has the same formula, but its 0 comes from `nan_to_num`, which also turns an
-    infinite score into 3e38. The RLHF book takes the others of the batch; those of the same prompt
-    are meant.
+    infinite score into 3e38. The RLHF book takes the others of the batch; it should take those of
+    the same prompt.
     """
     valid, wide = ~scores.isnan(), widen(scores)
     group = group_stats(wide, valid, groups)
@@ -141,7 +141,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
 @torch.no_grad()
 def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-    """Average the others for least variance (Weaver & Tao 2001; Greensmith et al. 2004).
+    """The leave-one-out baseline of least variance (Weaver & Tao 2001; Greensmith et al. 2004).
 
         b   = E[w R] / E[w],   w = |grad log pi(y)|^2, minimises E|grad log pi(y) (R - b)|^2
         b_i = sum_{j != i} w_j s_j / sum_{j != i} w_j

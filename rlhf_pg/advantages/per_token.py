@@ -46,7 +46,7 @@ def gae(
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
     With gamma 1 the policy gradient is unbiased at lam 1, and at any lam where V is exact.
-    Otherwise it contains 1 - lam of the critic's error about the next state.
+    Otherwise a share 1 - lam of the critic's error about the next state remains in it.
 
     Args:
         rewards, values: (B,T); `values[:, t]` is V of the state *before* token t.

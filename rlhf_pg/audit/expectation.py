@@ -119,7 +119,7 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
         if foreign is None:
             learner.accumulate(batch, Meter())
         else:
-            torch.autograd.backward(foreign(args, batch, learner.trained(batch)))
+            torch.autograd.backward(foreign(args, batch, learner.backend(batch)))
         return parameters_to_vector([parameter.grad for parameter in own])
 
     pulls: list[Any] = [(world.model(), {}, args.beta, None)] if args.beta else []

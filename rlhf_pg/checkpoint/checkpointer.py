@@ -56,7 +56,7 @@ class Checkpointer:
     directory: Path
     parts: Mapping[str, FullWeights]  # "model"; "critic", "reference", "teacher" if they exist
     tokenizer: PreTrainedTokenizerBase
-    trained: DDPBackend
+    backend: DDPBackend
     scheduler: LRScheduler
     state: TrainState
     config: dict[str, Any]
@@ -101,7 +101,7 @@ class Checkpointer:
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
-        found = optimizer_tensors(self.trained, names)
+        found = optimizer_tensors(self.backend, names)
         if runtime.splits:  # one by one
             with save.step():
                 file = partial / OPTIMIZER if runtime.is_main else None
@@ -191,7 +191,7 @@ class Checkpointer:
             "counters": asdict(self.state),
             "running": {name: dict(vars(record)) for name, record in self.running.items()},
             "scheduler": copy.deepcopy(self.scheduler.state_dict()),
-            "learning_rates": [group["lr"] for group in self.trained.optimizer.param_groups],
+            "learning_rates": [group["lr"] for group in self.backend.optimizer.param_groups],
         }
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Checkpointer:
             scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
             of_step = zip(peaks, self.scheduler.lr_lambdas, strict=True)
             rates = [peak * factor(step) * scale for peak, factor in of_step]
-        for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(self.backend.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         vars(self.state).update(numbers["counters"])
         for name, record in self.running.items():
@@ -281,7 +281,7 @@ class Checkpointer:
                     load_weights(part, path)
                 else:
                     part.restore(path / name)
-        self.trained.load_state(read_state(path / OPTIMIZER, self.parameters))
+        self.backend.load_state(read_state(path / OPTIMIZER, self.parameters))
         self.put_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)

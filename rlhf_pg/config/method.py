@@ -142,7 +142,7 @@ class MethodConfig:
     top_entropy_quantile: float = option(1.0, gt=0, le=1, help=
         "Share of the tokens, those with the highest entropy, that get a policy gradient; 1: all.")
     positive_nll_coef: float = option(0.0, ge=0, help=
-        "Coefficient of log p(correct completions): VAPO.")
+        "Coefficient of -log p(correct completions): VAPO.")
     positive_nll_threshold: float = option(0.5, help=
         "Weighted sum of scores above which a completion is correct, for positive_nll_coef.")
     tool_output_nll_coef: float = option(0.0, ge=0, help=

@@ -249,7 +249,7 @@ def of_supervised(args: Any) -> Iterator[str]:
 
 
 def idle(args: Any, *needs: tuple[str, bool, str]) -> Iterator[str]:
-    """Yield keys without effect; `needs` are pairs of a need, whether it is met, and its keys."""
+    """Yield keys without effect; each of `needs` is a need, whether it is met, and its keys."""
     for needed, is_met, keys in needs:
         for key in keys.split():
             if not is_met and is_set(args, key):

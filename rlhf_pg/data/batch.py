@@ -54,13 +54,12 @@ class Batch:
     prompt_mask: Tensor  # (B,P) bool
     completion_ids: Tensor  # (B,T)
     completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
-    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; only these enter losses
+    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS: those of its loss
     groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) from the engine
-    # (B,T) int64; how many columns before a token the one is that it follows, 1 in a sequence, 0 if
-    # it follows none, as the first token of another context does (which is never an action). None
-    # if every row is a sequence.
+    # (B,T) int64; the distance back to the token that a token follows: 1 in a sequence, 0 for the
+    # first token of a context, which is never an action. None if every row is a sequence.
     parent_offsets: Tensor | None = None
     lines: Tensor | None = None  # (B,T) int64; which endpoint of an agent asked for each token
     prompts: Sequence[Any] = ()  # as in the dataset: strings or messages
@@ -69,23 +68,23 @@ class Batch:
     dataset_rows: Sequence[int] = ()
     episodes: Sequence[Any] = ()  # from an `EpisodeRunner`; empty without environment or tools
 
-    # Results of the reward functions.
-    scores: Tensor | None = None  # (B,T,K) raw, at the last token of a step or row; else NaN
+    # Results of the reward functions. (Any: type checkers cannot know which stage has passed.)
+    scores: Any = None  # (B,T,K) raw, at the last token of a step or row; else NaN
     logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # `log_extra`
 
     # Results of the models before the updates; None if the algorithm does not need them.
-    old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
+    old_logprobs: Any = None  # (B,T) None: one update per rollout, the ratio is 1
     entropies: Tensor | None = None  # (B,T) see `top_entropy_quantile`
-    ref_logprobs: Tensor | None = None  # (B,T)
+    ref_logprobs: Any = None  # (B,T)
     teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows without a teacher
     teacher_hidden: Tensor | None = None  # (B,T,H) the teacher's last hidden states
-    values: Tensor | None = None  # (B,T) in the critic's own units
-    end_values: Tensor | None = None  # (B,) value of the state after the last action token
+    values: Any = None  # (B,T) in the critic's own units
+    end_values: Any = None  # (B,) value of the state after the last action token
 
     # Results of the algorithm.
-    rewards: Tensor | None = None  # (B,T) per-token rewards
-    advantages: Tensor | None = None  # (B,T)
-    returns: Tensor | None = None  # (B,T) targets of the critic, in its units
+    rewards: Any = None  # (B,T) per-token rewards
+    advantages: Any = None  # (B,T)
+    returns: Any = None  # (B,T) targets of the critic, in its units
     positive: Tensor | None = None  # (B,) bool; correct, see `positive_nll_coef`
 
     # Totals of the step over all processes; greedy completions.
@@ -176,7 +175,7 @@ class Batch:
             return self
         if not self.num_rows:
             return dataclasses.replace(self, host_rows=())
-        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1), self.ends]
+        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1), self.action_ends]
         columns = torch.stack([self.shared_prefixes(), *lengths], dim=1)
         if self.parent_offsets is not None:
             columns = torch.cat([columns, self.parent_offsets], dim=1)
@@ -187,7 +186,7 @@ class Batch:
         return dataclasses.replace(self, host_rows=rows)
 
     @property
-    def ends(self) -> Tensor:
+    def action_ends(self) -> Tensor:
         """(B,) int64: the columns of each completion through its last action token, 0 without."""
         columns = torch.arange(1, self.action_mask.shape[1] + 1, device=self.action_mask.device)
         return torch.where(self.action_mask, columns, 0).amax(1)

@@ -39,23 +39,11 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the tokens and columns of all rows; a resumed run needs the same."""
-        return self._fingerprints[0]
-
-    @property
-    def contents(self) -> str:
-        """The sum of the SHA-256 of every row, which does not depend on their order."""
-        return self._fingerprints[1]
-
-    @cached_property
-    def _fingerprints(self) -> tuple[str, str]:
-        texts = [f"{tokens}\n".encode() for tokens in self.tokens]
-        digest, total = hashlib.sha256(b"".join(texts)), 0
-        tables = self.rows.with_format("arrow").iter(1000)  # as stored, not decoded
-        for tokens, row in zip(texts, (row for t in tables for row in t.to_pylist()), strict=True):
-            text = json.dumps(row, sort_keys=True, default=repr).encode()
-            digest.update(text)
-            total += int.from_bytes(hashlib.sha256(tokens + text).digest(), "big")
-        return digest.hexdigest(), f"{total % 2**256:064x}"
+        digest = hashlib.sha256("".join(f"{tokens}\n" for tokens in self.tokens).encode())
+        for table in self.rows.with_format("arrow").iter(1000):  # as stored, not decoded
+            for row in table.to_pylist():
+                digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        return digest.hexdigest()
 
 
 def load_prompts(

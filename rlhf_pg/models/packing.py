@@ -111,7 +111,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
     }
     before = (torch.arange(mask.numel(), device=mask.device) - 1).clamp(min=0)
-    states = _states(places, before, batch.ends, batch.prompt_ids.shape[1])
+    states = _states(places, before, batch.action_ends, batch.prompt_ids.shape[1])
     return DecoderInput(inputs, states, shares)
 
 
@@ -169,7 +169,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
 
 def _states(places: Tensor, before: Tensor, ends: Tensor, prompt: int) -> Tensor:
     """Return `DecoderInput.states`, given the place of each token (B,P+T), the place that each of
-    the N computed tokens follows, `Batch.ends`, and P.
+    the N computed tokens follows, `Batch.action_ends`, and P.
     """
     last = places.gather(1, ends[:, None] + (prompt - 1))
     return torch.cat([before[places[:, prompt:]], last], dim=1)

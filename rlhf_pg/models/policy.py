@@ -85,7 +85,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor  # of the sampled tokens
     entropy: Tensor  # of each token's distribution
-    values: Tensor | None = None  # V of the state before each token, where there is a critic
+    values: Any = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
     routed: Routed | None = None  # over all tokens, if the policy is balanced
     divergence: Tensor | None = None  # (B,T) from the teacher, during updates

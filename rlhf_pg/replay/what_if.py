@@ -94,8 +94,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
 
     def scored(batch: Batch) -> Batch:
         if any(key in changes for key in REWARDS):
-            return other.sampler.score(batch)
-        assert batch.scores is not None
+            return other.sampler.add_rewards(batch)
         raw = batch.scores[:, :, : own.shaping.functions]
         return batch.with_columns(scores=other.shaping.add_penalties(raw, batch))
 
@@ -138,17 +137,15 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     try:
         learner.accumulate(trainer.drop_truncated(batch), meter)
         if learner.trains_critic_alone(trainer.state.step):
-            learner.trained.zero_grad_of(learner.policy)
+            learner.backend.zero_grad_of(learner.policy)
         gradient = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in trainer.checkpointer.parameters.items()
             if p.requires_grad
         }
     finally:
-        learner.trained.discard_update()
+        learner.backend.discard_update()
         learner.module.eval()
-    assert batch.scores is not None
-    assert batch.advantages is not None
     totals = sum_step_scores(batch.scores).T.tolist()
     return Side(
         rewards=dict(zip(trainer.shaping.names, totals, strict=True)),

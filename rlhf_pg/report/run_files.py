@@ -19,7 +19,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes
 class Start:
     """A start of a run, new or resumed: its environment and initial weights.
 
-    `rewards` and `weights` are fingerprints by name: of the source of each reward function (None
-    if unknown), and of each tensor of the models (a critic's names begin with "critic.").
+    `weights` are fingerprints of each tensor of the models, by name (a critic's begin with
+    "critic.").
     """
 
     step: int  # steps taken before
@@ -56,8 +56,6 @@ class Start:
     processes: int
     backend: str  # DDP, FSDP2, ZeRO-2 and so on
     device: str  # name of the accelerator, or "cpu" with the kind of processor
-    data: str | None = None  # fingerprint of the data's rows, independent of their order
-    rewards: Mapping[str, str | None] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -190,7 +188,9 @@ class RunFiles:
     @property
     def starts(self) -> list[Start]:
         """The starts of the run: one, and another for each resume."""
-        return [Start(**line) for line in self._trace if "versions" in line]
+        known = [field.name for field in fields(Start)]
+        starts = (line for line in self._trace if "versions" in line)
+        return [Start(**{key: line[key] for key in known if key in line}) for line in starts]
 
     @cached_property
     def traces(self) -> dict[int, dict[str, Any]]:

@@ -6,12 +6,10 @@ Every worker process imports this file, so it has no slow imports.
 import asyncio
 import copy
 import functools
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -34,8 +32,8 @@ class Source:
     name: str
     function: Any
     parameters: Mapping[str, inspect.Parameter]
-    # A reward model, called once for all prompts; a plain function, in the trainer or in a worker;
-    # an async function, on an event loop.
+    # A reward model, called once for all prompts; a plain function in the trainer, or one in a
+    # worker process; an async function, on an event loop.
     kind: Literal["model", "plain", "worker", "async"]
 
     @classmethod
@@ -186,15 +184,3 @@ def _plain(values: Any) -> Any:
         values = values.tolist()
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     return list(values) if is_sequence else values
-
-
-def source_fingerprint(function: Any) -> str | None:
-    """Return a fingerprint of the file that defines a function; None if there is none."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    try:
-        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
-        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()[:16]
-    except (TypeError, OSError):
-        return None

@@ -16,7 +16,7 @@ def sum_step_scores(scores: Tensor) -> Tensor:
     return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)
 
 
-def ends(mask: Tensor) -> Tensor:
+def last_true(mask: Tensor) -> Tensor:
     """Return the column of each row's last True slot, (B,T) -> (B,); the last column if none."""
     return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
 
@@ -24,7 +24,7 @@ def ends(mask: Tensor) -> Tensor:
 def at_end(scores: Tensor, mask: Tensor) -> Tensor:
     """Place scores of completions (B,) at the last True slot of each row: (B,T), else NaN."""
     nowhere = scores.new_full(mask.shape, torch.nan)
-    return nowhere.scatter(1, ends(mask)[:, None], scores[:, None])
+    return nowhere.scatter(1, last_true(mask)[:, None], scores[:, None])
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:

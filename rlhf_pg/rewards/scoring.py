@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import CallFailed, begin
 from rlhf_pg.rewards.functions import Answer, RewardInputs, Source, call, call_async
-from rlhf_pg.rewards.scores import ends
+from rlhf_pg.rewards.scores import last_true
 
 RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
 PendingCalls = dict[int, Future[Answer]]  # calls for one prompt, by number of the source
@@ -29,7 +29,7 @@ RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # not nam
 
 
 @dataclass(kw_only=True)
-class Judgement:
+class RewardResult:
     """Scores of a batch, with the functions' logged values and failures."""
 
     # (B,T,K) float64 on the CPU, unweighted: a score is at the last token of its step, or for a
@@ -155,14 +155,14 @@ class Rewards:
             done.set_exception(failure)
         return done
 
-    def judge(
+    def score(
         self,
         inputs: RewardInputs,
         action_mask: Tensor,
         paid: Tensor | None = None,
         groups: Sequence[int] | None = None,
         begun: Mapping[int, PendingCalls] | None = None,
-    ) -> Judgement:
+    ) -> RewardResult:
         """Score B completions.
 
         ValueError if a function failed and `on_error` is "error", or none scores a completion.
@@ -183,7 +183,7 @@ class Rewards:
         rows_of: dict[int, list[int]] = {}  # rows of each group
         for i in rows:
             rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
-        judgement = Judgement(
+        result = RewardResult(
             scores=scores,
             lost=torch.zeros(len(mask), dtype=torch.bool),
             called=len(rows),
@@ -209,30 +209,30 @@ class Rewards:
                         error = f"reward function {source.name} {what}{about}{end}{where}"
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
-                        judgement.first_failure = judgement.first_failure or error
-                        judgement.failed[source.name] += len(own)
-                        judgement.lost[own] = True
+                        result.first_failure = result.first_failure or error
+                        result.failed[source.name] += len(own)
+                        result.lost[own] = True
                         value = self.error_value if self.on_error == "value" else None
                         answer = Answer(len(own))
                         placed = _place([value] * len(own), part.completion_ids, mask[own])
                     scores[own, :, k] = placed
                     for name, values in answer.extra.items():
-                        column = judgement.extra.setdefault(name, [None] * len(mask))
+                        column = result.extra.setdefault(name, [None] * len(mask))
                         for row, entry in zip(own, values, strict=True):
                             column[row] = entry
                     for name, numbers in answer.metrics.items():
-                        judgement.metrics.setdefault(name, []).extend(numbers)
+                        result.metrics.setdefault(name, []).extend(numbers)
         finally:
             give_up(pending.values())  # after an error
         unscored = scores.isnan().all(2).all(1)
         for i in rows:
-            if unscored[i] and not judgement.lost[i]:
+            if unscored[i] and not result.lost[i]:
                 raise ValueError(
                     f"no reward function applies to completion {i} of the batch: each of "
                     f"{', '.join(self.names)} returned None for prompt {show(inputs.prompts[i])}"
                 )
-        judgement.lost &= unscored
-        return judgement
+        result.lost &= unscored
+        return result
 
 
 def give_up(calls: Iterable[PendingCalls]) -> None:
@@ -245,7 +245,7 @@ def give_up(calls: Iterable[PendingCalls]) -> None:
 def _place(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
     """Place scores at their tokens, (rows,T), NaN elsewhere; CallFailed if that is impossible."""
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
-    last = ends(mask).tolist()
+    last = last_true(mask).tolist()
     for i, (score, ids) in enumerate(zip(scores, completion_ids, strict=True)):
         if not isinstance(score, list):
             table[i, last[i]] = math.nan if score is None else score

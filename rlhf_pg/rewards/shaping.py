@@ -1,5 +1,7 @@
 """From raw scores to training rewards, by the options of a run."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,23 +60,20 @@ class Shaping:
             scores = torch.cat([scores, column[:, :, None].to(scores)], dim=2)
         return scores
 
-    def measure(self, scores: Tensor) -> Tensor | None:
-        """Return lowest, negated highest and total clipped scores, (B,3F) for F functions, of a
-        step's raw scores (B,T,K); None if nothing is normalised.
-        """
-        if self.args.reward_squash != "min_max" and not self.moments:
-            return None
-        own = self._clip(scores)
-        low = own.where(~own.isnan(), torch.inf).amin(1)
-        high = own.where(~own.isnan(), -torch.inf).amax(1)
-        return torch.cat([low, -high, sum_step_scores(own)], dim=1)
+    def observe(self, scores: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+        """Update the statistics by a step's raw scores (B,T,K), before they are shaped.
 
-    def observe(self, everyone: Tensor) -> None:
-        """Update with the `measure` of all processes, before the step's scores are shaped."""
-        low, negated_high, step_totals = everyone.chunk(3, dim=1)
+        `gather` returns the rows of all processes; collective.
+        """
+        own = self._clip(scores)
         if self.args.reward_squash == "min_max":
-            self._bounds = low.amin(0), -negated_high.amin(0)
-        for column, moments in zip(step_totals.double().T, self.moments.values(), strict=False):
+            low = gather(own.where(~own.isnan(), torch.inf).amin(1)).amin(0)
+            high = gather(own.where(~own.isnan(), -torch.inf).amax(1)).amax(0)
+            self._bounds = low, high
+        if not self.moments:
+            return
+        totals = gather(sum_step_scores(own)).double()
+        for column, moments in zip(totals.T, self.moments.values(), strict=True):
             valid = column[~column.isnan()]
             if len(valid):
                 mean, var = valid.mean().item(), valid.var(correction=0).item()

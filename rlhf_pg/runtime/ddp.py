@@ -130,7 +130,7 @@ class MasterWeights:
 
 
 class DDPBackend:
-    """The trained module on its device, with its optimizer, and the verbs of training.
+    """The trained module on its device, with its optimizer, and the operations of an update.
 
     `self.optimizer` has the learning rates. A `max_grad_norm` of 0 does not clip.
     """
@@ -160,7 +160,7 @@ class DDPBackend:
 
     @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Return the module's output."""
+        """Return the module's output; without a gradient DDP's wrapper has nothing to do."""
         return (self._wrapped if torch.is_grad_enabled() else self.module)(*inputs, **options)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:

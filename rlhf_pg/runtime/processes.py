@@ -107,7 +107,7 @@ class Runtime:
 
     @waits
     def output(self, placed: nn.Module, *inputs: Any) -> Any:
-        """Return the output of a placed module, gathering its weights if necessary."""
+        """Return the output of a placed module, whose hooks gather sharded weights."""
         return placed(*inputs)
 
     @waits

@@ -130,12 +130,12 @@ class SupervisedTrainer:
         warmup = args.warmup_steps if args.warmup_steps >= 1 else self.total * args.warmup_steps
         length = math.ceil(warmup), self.total
         scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *length)
-        self.trained = runtime.prepare(objective, optimizer, args.max_grad_norm)
+        self.backend = runtime.prepare(objective, optimizer, args.max_grad_norm)
         self.checkpointer = Checkpointer(
             directory=Path(args.output_dir) / "checkpoints",
             parts=parts,
             tokenizer=tokenizer,
-            trained=self.trained,
+            backend=self.backend,
             scheduler=scheduler,
             state=self.state,
             config=asdict(args),
@@ -201,7 +201,7 @@ class SupervisedTrainer:
     def step(self) -> dict[str, Any]:
         """Make one update, and count it; the loss is a mean over the units of all its rows."""
         args, state, begun = self.args, self.state, time.perf_counter()
-        rate = self.trained.optimizer.param_groups[0]["lr"]
+        rate = self.backend.optimizer.param_groups[0]["lr"]
         rows = [self.rows[i] for i in order(len(self.rows), args.batch_size, args.seed, state.step)]
         units = sum(map(self.objective.count, rows))
         self.objective.train()
@@ -209,11 +209,11 @@ class SupervisedTrainer:
             train_as_evaluated(self.objective.model)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for inputs, size, is_last in self._micro_batches(rows):
-            with self.trained.micro_batch(is_last):
-                loss = self.objective.loss(self.trained(inputs)) * (min(size, 1) / units)
-                self.trained.backward(loss)
+            with self.backend.micro_batch(is_last):
+                loss = self.objective.loss(self.backend(inputs)) * (min(size, 1) / units)
+                self.backend.backward(loss)
             total += loss.detach()
-        norm = self.trained.step()
+        norm = self.backend.step()
         self.checkpointer.scheduler.step()
         state.step += 1
         state.skipped_in_a_row = 0 if math.isfinite(norm) else state.skipped_in_a_row + 1
@@ -237,7 +237,7 @@ class SupervisedTrainer:
         self.objective.eval()
         metrics = dict[str, float]()
         for name, rows in self.held_out.items():
-            found = [self.trained(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
+            found = [self.backend(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
             numbers, _ = self.runtime.gather(torch.cat(found).double())
             summary = self.objective.summarize(numbers.cpu())
             prefix = f"eval_{name}_" if name else "eval_"

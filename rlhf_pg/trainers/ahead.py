@@ -66,7 +66,7 @@ class Ahead:
         self.depth, self.policy, self.runtime = depth, sampler.policy, runtime
         self.progress = progress
         beside = RuntimeBeside(runtime)
-        self.sampler = dataclasses.replace(sampler, runtime=beside, policy=None, begun={})
+        self.sampler = dataclasses.replace(sampler, runtime=beside, policy=None, pending={})
         self.queue: deque[Job] = deque()
         self.last: Future[Any] | None = None  # begun
 

@@ -144,11 +144,11 @@ class PPOTrainer(PolicyGradientTrainer):
         estimator. `value_lam` sets a lambda for the critic alone (VAPO; Yue et al. 2025: 1).
         """
         args = self.args
-        assert inputs.values is not None
-        if args.value_lam is None:
-            return advantages + inputs.values
-        rewards, values, end = inputs.rewards, inputs.values, inputs.bootstrap_value
-        return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
+        if args.value_lam is not None:
+            rewards, values, end = inputs.rewards, inputs.values, inputs.bootstrap_value
+            return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
+        targets: Tensor = advantages + inputs.values
+        return targets
 
     def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Add the clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
@@ -164,9 +164,6 @@ class PPOTrainer(PolicyGradientTrainer):
         Elsewhere: skrl takes the old V_t in the units after the change and the new one in those
         before it: the clip then restrains a critic that has not changed yet.
         """
-        assert new.values is not None
-        assert batch.values is not None
-        assert batch.returns is not None
         surrogate, metrics = self.surrogate(new, batch)
         value, value_metrics = value_loss(
             new.values, batch.values, batch.returns, batch.action_mask, self.args.cliprange_value
@@ -180,8 +177,6 @@ class PPOTrainer(PolicyGradientTrainer):
         reward units.
         """
         values, end, moments = batch.values, batch.end_values, self.value_moments
-        assert values is not None
-        assert end is not None
         if moments is not None:
             values = torch.where(batch.action_mask, moments.denormalize(values), 0.0)
             end = moments.denormalize(end)
@@ -194,7 +189,6 @@ class PPOTrainer(PolicyGradientTrainer):
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the targets in the critic's units; the moments include this step."""
         returns, mask, moments = self.returns(inputs, advantages), inputs.mask, self.value_moments
-        assert inputs.values is not None
         mean, var = self.runtime.mean_and_var(returns, mask)
         _, unexplained = self.runtime.mean_and_var(returns - inputs.values, mask)
         # 1 for a perfect critic, 0 for one no better than the mean.

@@ -3,15 +3,13 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES
@@ -29,97 +27,74 @@ from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of, streaming
 from rlhf_pg.report.journal import Trackers
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
-from rlhf_pg.rewards.scoring import Rewards, RewardSource
+from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import factory
+from rlhf_pg.rollout import factory, source_of
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.loop import Callback
 from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.teacher import check_privileged, load_teacher
 from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 
-if TYPE_CHECKING:
-    from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool
-
 logger = logging.getLogger(__name__)
 
 
-def build(
-    trainer: Any,
-    model: str | PathLike[str] | PreTrainedModel | None,
-    reward_funcs: RewardSource | Sequence[RewardSource],
-    args: PolicyGradientConfig | None,
-    train_dataset: Any,
-    eval_dataset: Any,
-    processing_class: PreTrainedTokenizerBase | None,
-    reward_processing_classes: Any,
-    peft_config: Any,
-    callbacks: Sequence[Callback] | None,
-    optimizers: tuple[Optimizer | None, LRScheduler | None],
-    quantization_config: Any,
-    tools: "Sequence[Tool] | None",
-    environment_factory: "EnvironmentFactory | EnvironmentSource | None",
-    privileged_prompt: Callable[..., Any] | None,
-    agent_program: Callable[..., Any] | str | None,
-) -> None:
-    """Give a `PolicyGradientTrainer` its parts; it documents the arguments."""
+def build(trainer: Any, given: Any) -> None:
+    """Give a `PolicyGradientTrainer` its parts, from its arguments, which it documents."""
     kind = trainer.config_type
-    args = kind() if args is None else args
+    args = kind() if given.args is None else given.args
     if not isinstance(args, kind):
-        given_kind = quote(f"{type(args).__module__}.{type(args).__name__}")
-        raise ValueError(f"args must be rlhf_pg's {kind.__name__}, got {given_kind}")
+        got = quote(f"{type(args).__module__}.{type(args).__name__}")
+        raise ValueError(f"args must be rlhf_pg's {kind.__name__}, got {got}")
 
     # The run's inputs, from Python or the config, which never change from here on.
     args = args.locate()
     check_precision(args.dtype)
     trainer.callbacks, trainer.history = [], []
-    for callback in callbacks or ():
+    for callback in given.callbacks or ():
         trainer.add_callback(callback)
-    arguments: dict[str, Any] = {"tools": tools, "environment_factory": environment_factory}
-    arguments["agent_program"] = agent_program
-    arguments["quantization_config"] = quantization_config
+    names = ["tools", "environment_factory", "agent_program", "quantization_config"]
+    given.value_model = trainer.value_model
     if trainer.trains:
-        arguments |= {"peft_config": peft_config, "optimizers": optimizers}
-        arguments |= {"value_model": trainer.value_model, "privileged_prompt": privileged_prompt}
+        names += ["peft_config", "optimizers", "value_model", "privileged_prompt"]
     else:  # arguments that only training takes do not have to be given again
-        kept = tuple(name for name in args.given_in_python if name in arguments)
+        kept = tuple(name for name in args.given_in_python if name in names)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
-    again = refuse_given_twice(args, arguments)
+    again = refuse_given_twice(args, {name: getattr(given, name) for name in names})
     task, train_dataset, eval_datasets = settle_data(
-        args, train_dataset, eval_dataset, environment_factory, trainer.trains
+        args, given.train_dataset, given.eval_dataset, given.environment_factory, trainer.trains
     )
     rewards, trainer.described, recorded = settle_rewards(
-        reward_funcs, args, None if task is None else task.reward
+        given.reward_funcs, args, None if task is None else task.reward
     )
-    hidden, trainer.privileged_prompt = args.privileged_prompt or "", privileged_prompt
-    if hidden and privileged_prompt is not None:
+    hidden, trainer.privileged_prompt = args.privileged_prompt or "", given.privileged_prompt
+    if hidden and given.privileged_prompt is not None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
         trainer.privileged_prompt = user_modules.load(hidden)
-    if args.agent_program is not None:
-        if agent_program is not None:
-            raise ValueError("agent_program is given twice, as an argument and in args")
-        agent_program = args.agent_program
+    if args.agent_program is not None and given.agent_program is not None:
+        raise ValueError("agent_program is given twice, as an argument and in args")
+    agent_program = given.agent_program or args.agent_program
     if trainer.privileged_prompt is not None:
         functions = [trainer.privileged_prompt]
         check_arguments(functions, {"train_dataset": train_dataset}, "rewards")
-    alone = environment_factory is None and agent_program is None
+    alone = given.environment_factory is None and agent_program is None
     if not rewards and args.teacher_model_name_or_path and alone:
         rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
     check_arguments(rewards, {"train_dataset": train_dataset, **held_out})
-    if not trainer.trains and eval_dataset is not None:
+    if not trainer.trains and given.eval_dataset is not None:
         recorded |= args.without_names()
     trainer.recorded = recorded | {"given_in_python": again}
     if trainer.trains and args.eval_steps and not eval_datasets:
         raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
-    model = model or args.model_name_or_path
+    model = given.model or args.model_name_or_path
+    tools, environment_factory = given.tools, given.environment_factory
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -142,14 +117,12 @@ def build(
     # Rewards.
     environments = None
     if environment_factory is not None:
-        from rlhf_pg.rollout import source_of
-
         environments = source_of(environment_factory)
     pays = agent_program is not None or (environments is not None and environments.pays)
     trainer.rewards = Rewards(
         rewards,
         args.reward_weights,
-        reward_processing_classes,
+        given.reward_processing_classes,
         runtime.device,
         pays,
         args.reward_model_sees_eos,
@@ -164,9 +137,9 @@ def build(
     # The policy and its tokenizer.
     set_seed(args.seed)
     trainer.dtype = getattr(torch, args.dtype)
-    trainer.peft_config = adapter_of(args, peft_config) if trainer.trains else None
+    trainer.peft_config = adapter_of(args, given.peft_config) if trainer.trains else None
     trainer.model = policy_of(
-        *(model, args, runtime.loading_device, trainer.peft_config, quantization_config),
+        *(model, args, runtime.loading_device, trainer.peft_config, given.quantization_config),
         empty=runtime.splits and trainer.trains,
     )
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -175,7 +148,7 @@ def build(
             "learning_rate %g may wreck %.0fM trained parameters: 1e-6 is usual for all weights",
             *(args.learning_rate, trained / 1e6),
         )
-    tokenizer = models.tokenizer_of(args, trainer.model, processing_class)
+    tokenizer = models.tokenizer_of(args, trainer.model, given.processing_class)
     trainer.processing_class = tokenizer
     trainer.episode_runner = factory.new_episode_runner(
         *(args, tools or (), environments, trainer.model, tokenizer, agent_program, bool(rewards))
@@ -256,7 +229,7 @@ def build(
         tokens = find_budget(args, module, runtime, prompts.longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
-            policy, trainer.critic, args, trainer.total_steps, optimizers
+            policy, trainer.critic, args, trainer.total_steps, given.optimizers
         )
     trainer.learner = Learner(
         Models(policy, trainer.critic, reference, module, teacher),
@@ -312,7 +285,7 @@ def build(
         directory=Path(args.output_dir) / "checkpoints",
         parts=trainer.learner.parts,
         tokenizer=tokenizer,
-        trained=trainer.learner.trained,
+        backend=trainer.learner.backend,
         scheduler=trainer.learner.scheduler,
         state=trainer.state,
         config=trainer.saved_config(),

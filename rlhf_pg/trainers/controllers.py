@@ -24,7 +24,7 @@ class EntropyController:
 
     Elsewhere: the paper, and TRL's GRPO after it (`use_adaptive_entropy`), leave the bonus out of a
     step, whatever the coefficient, while the entropy is above the target; TRL raises the
-    coefficient at the target too. Here it applies as it is: `minimum` 0 turns it off.
+    coefficient at the target too. Here the bonus always applies; `minimum` 0 turns it off.
     """
 
     coef: float

@@ -42,7 +42,7 @@ def evaluate(
     runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
-    sampler.judged = []
+    sampler.results = []
     # Every process goes through the same batches, even with an empty share, to avoid deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for start in range(0, len(prompts), at_once):
@@ -50,8 +50,7 @@ def evaluate(
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
         sampled = sampler.sample(prompts, mine, indices, n, temperature)
-        scored = sampler.score(sampled)
-        assert scored.scores is not None
+        scored = sampler.add_rewards(sampled)
         raw, shaped = scored.scores, shaping(scored.scores, scored, normalize=False)
         rows.append(torch.cat([sum_step_scores(raw), sum_step_scores(shaped)], dim=1))
         groups.append(scored.groups)

@@ -1,4 +1,4 @@
-"""The part of a step that runs the models: scoring a rollout, and updating on it.
+"""The part of a step that runs the models: log-probabilities of a rollout, and updates on it.
 
 Shapes: B rows on this rank, T completion width.
 """
@@ -30,7 +30,7 @@ from rlhf_pg.trainers.optimizer import group_of
 logger = logging.getLogger(__name__)
 
 Columns = dict[str, Tensor]  # columns of a batch, by name
-Scored = dict[str, Tensor | None]  # of a micro-batch
+Outputs = dict[str, Tensor | None]  # columns of a micro-batch; None: not computed
 
 
 class Learner:
@@ -82,18 +82,18 @@ class Learner:
             _ = self.fingerprints  # cached
         if optimizer is None:
             runtime.place(self.policy)
-            self.trained = cast(Any, partial(runtime.output, self.policy))
+            self.backend = cast(Any, partial(runtime.output, self.policy))
             return
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
             self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
-        self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
+        self.backend = runtime.prepare(self.module, optimizer, args.max_grad_norm)
         for frozen in filter(None, (self.reference, self.teacher)):
             runtime.place(frozen)
 
         def score(batch: Batch) -> Tensor:
             with evaluating(self.module):
-                logprobs: Tensor = self.trained(batch).logprobs
+                logprobs: Tensor = self.backend(batch).logprobs
             return logprobs
 
         self.agreement = Agreement(
@@ -109,7 +109,7 @@ class Learner:
     @property
     def optimizer(self) -> Optimizer:
         """The `torch` optimizer, which holds the learning rates."""
-        return cast(Optimizer, self.trained.optimizer)
+        return cast(Optimizer, self.backend.optimizer)
 
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
@@ -131,15 +131,15 @@ class Learner:
 
         The policy's log-probabilities are left out where nothing needs them
         (`needs_old_logprobs`), the reference's without a KL. `teacher_batch` is the batch with
-        the prompts that the teacher sees; it does not teach rows without action tokens.
+        the prompts that the teacher sees; rows without action tokens there are not taught.
         """
         columns, needs_old = Columns(), self.args.needs_old_logprobs
 
-        def own(part: Batch) -> Scored:
+        def own(part: Batch) -> Outputs:
             if not needs_old:
-                values, end_values = self.trained(part, values_alone=True)
+                values, end_values = self.backend(part, values_alone=True)
                 return {"values": values, "end_values": end_values}
-            out: PolicyOutput = self.trained(part)
+            out: PolicyOutput = self.backend(part)
             found = {"old_logprobs": out.logprobs, "values": out.values}
             found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
             return found | {"end_values": out.end_values}
@@ -175,7 +175,7 @@ class Learner:
         try:
             metrics = self._updates(batch, step, meter)
         except BaseException:
-            self.trained.discard_update()
+            self.backend.discard_update()
             raise
         finally:
             self.module.eval()
@@ -200,28 +200,30 @@ class Learner:
                 continue
             seen = Meter()
             self.accumulate(minibatch, seen)
-            if number == 0:  # never train on the samples of another policy
+            if number == 0:  # before any weight changes: do sampler and policy agree?
                 agreement = self.agreement.settle(batch.blank_row())
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
                 # After the all-reduce, since DDP waits for every gradient, and before clipping: the
                 # frozen policy's gradient enters neither the norm nor Adam's moments.
-                self.trained.zero_grad_of(self.policy)
+                self.backend.zero_grad_of(self.policy)
             elif (
                 norms  # the first update is always made: the policy is still the old one
-                and args.target_kl is not None  # the factor of Spinning Up and Stable-Baselines3
+                and args.target_kl is not None
+                # The factor of Spinning Up and Stable-Baselines3.
                 and seen.means(all_sum(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
             ):
                 drifted = True
-                self.trained.zero_grad_of(self.module)
-                self.trained.step()  # changes nothing, and ends the update in DeepSpeed
+                self.backend.zero_grad_of(self.module)
+                self.backend.step()  # changes nothing, and ends the update in DeepSpeed
                 continue
             self.updates_begun += 1
             failpoint("step")
-            norm = self.trained.step()
+            norm = self.backend.step()
             if math.isfinite(norm):
-                norms += [] if is_extra else [norm]
+                if not is_extra:
+                    norms.append(norm)
                 continue
             self.updates_begun -= 1  # all processes skip together, since they share the norm
             skipped += not is_extra
@@ -259,7 +261,8 @@ class Learner:
             group["lr"] *= scale
 
     def _minibatches(self, batch: Batch, step: int) -> Iterator[tuple[int, Batch]]:
-        """Yield the minibatches of all passes; prompt i is always in i mod num_mini_batches."""
+        """Yield the minibatches of all passes; prompt i is always in minibatch i mod
+        `num_mini_batches`."""
         args = self.args
         for iteration in range(self.passes):
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
@@ -277,15 +280,14 @@ class Learner:
         that are drawn anew.
         """
         if batch.old_logprobs is None:  # the only update has computed them
-            batch = batch.with_columns(old_logprobs=self.before)
+            batch = batch.with_columns(old_logprobs=self.first_logprobs)
         if not self.args.follows_old_kl:
             prompts, samples = min(16, self.args.prompts_per_step), self.args.num_generations
             groups, apart = batch.groups.tolist(), 16 // prompts
             rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
             batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
         batch = batch.with_columns(teacher_hidden=None)
-        now = self._map_micro_batches(batch, lambda part: {"logprobs": self.trained(part).logprobs})
-        assert batch.old_logprobs is not None
+        now = self._map_micro_batches(batch, lambda part: {"logprobs": self.backend(part).logprobs})
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
         return float(self.runtime.mean_and_var(kl, batch.action_mask)[0])
 
@@ -295,6 +297,7 @@ class Learner:
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         count = all_sum(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self.micro_batches(minibatch))
+        # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
         share = 1 / (self.runtime.world * len(micro_batches))
         balance = self.policy.balance
         chosen: Any = None
@@ -302,27 +305,27 @@ class Learner:
             # The balancing loss of the first micro-batch depends on the experts chosen in the
             # last: one more pass counts them.
             with torch.no_grad():
-                parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
+                parts = [self.backend(batch, routes_alone=True) for _, batch in micro_batches]
             chosen = all_sum(torch.stack(parts).sum(0))
-        likely = {name: all_sum(mask.sum()) for name, _, mask in self.likely(minibatch)}
+        nll_counts = {name: all_sum(mask.sum()) for name, _, mask in self.nll_terms(minibatch)}
         if self.texts:
             self._accumulate_texts(meter)
         first = minibatch.old_logprobs is None and not self.updates_begun
         if first:
-            self.before = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
+            self.first_logprobs = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
         for i, (rows, batch) in enumerate(micro_batches):
-            with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
-                scored = batch  # with tool output, which all but its own likelihood masks
-                if args.tool_output_nll_coef:
+            with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
+                scored = batch
+                if args.tool_output_nll_coef:  # for this term alone; the loss masks tool output
                     scored = batch.with_columns(action_mask=batch.completion_mask)
-                new: PolicyOutput = self.trained(scored)
+                new: PolicyOutput = self.backend(scored)
                 if self.agreement.waits:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
                     batch = batch.with_columns(old_logprobs=new.logprobs.detach())
                 if first and rows is not None:
-                    place = to_device(rows, self.before.device)
-                    self.before[place, : new.logprobs.shape[1]] = new.logprobs.detach()
+                    place = to_device(rows, self.first_logprobs.device)
+                    self.first_logprobs[place, : new.logprobs.shape[1]] = new.logprobs.detach()
                 per_token, metrics = self.loss(new, batch)
                 how = args.aggregation, args.max_completion_length, count, per_token.dtype
                 weights = token_weights(batch.action_mask, *how)
@@ -332,14 +335,12 @@ class Learner:
                     aux_loss = balance.loss(chosen, new.routed.probability)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
-                for name, coef, mask in self.likely(batch):
-                    term = nll(new.logprobs, mask, likely[name])
+                for name, coef, mask in self.nll_terms(batch):
+                    term = nll(new.logprobs, mask, nll_counts[name])
                     loss = loss + coef * term
                     meter.add(name, term, share)
                 failpoint("backward")
-                # The factor is 1 for a finite loss. Otherwise it makes the whole gradient NaN, so
-                # that every process sees a norm that is not finite and skips the update.
-                self.trained.backward(loss * (1 + (loss - loss).detach()))
+                self.backend.backward(_spoil(loss))
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
                 meter.add_masked(name, numbers, batch.action_mask)
@@ -356,18 +357,18 @@ class Learner:
         count = runtime.all_reduce_sum(batch.action_mask.sum())
         parts = list(self.micro_batches(batch))
         for _, part in parts:
-            with self.trained.micro_batch(last=False):  # the completions follow
-                new: PolicyOutput = self.trained(part)
+            with self.backend.micro_batch(last=False):  # the completions follow
+                new: PolicyOutput = self.backend(part)
                 term = nll(new.logprobs, part.action_mask, count)
                 loss = args.ptx_coef * term
                 if new.values is not None:  # gives each of the critic's parameters a gradient
                     loss = loss + 0 * new.values.sum()
-                self.trained.backward(loss * (1 + (loss - loss).detach()))
+                self.backend.backward(_spoil(loss))
             meter.add("ptx_nll", term, 1 / (runtime.world * len(parts)))
-            meter.add("loss", loss, 0.0)
+            meter.add("loss", loss, 0.0)  # without a share of its own: it adds to the others
 
-    def likely(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
-        """Yield tokens (B,T) whose likelihood is in the loss, with its metric and coefficient."""
+    def nll_terms(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
+        """Yield name, coefficient and tokens (B,T) of each -log p in the loss."""
         args, own = self.args, batch.action_mask
         if batch.positive is not None:
             yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
@@ -376,7 +377,7 @@ class Learner:
             yield "tool_output_nll", args.tool_output_nll_coef, answers & own.any(1, keepdim=True)
 
     @torch.no_grad()
-    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Scored]) -> Columns:
+    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Outputs]) -> Columns:
         """Apply `score` to every micro-batch and merge the results; None is left out."""
         whole = Columns()
         for indices, part in self.micro_batches(batch):
@@ -412,3 +413,10 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
+
+
+def _spoil(loss: Tensor) -> Tensor:
+    """Return a finite loss as it is; another makes the whole gradient NaN, so that every process
+    sees a norm that is not finite and skips the update.
+    """
+    return loss * (1 + (loss - loss).detach())

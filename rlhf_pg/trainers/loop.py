@@ -21,12 +21,10 @@ from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
-from rlhf_pg.config.rules import registry
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal, Trackers, due
 from rlhf_pg.report.run_files import Start, versions
-from rlhf_pg.rewards.functions import source_fingerprint
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import RolloutEngine
@@ -72,7 +70,7 @@ class Callback:
 
 
 class TrainingLoop(ABC):
-    """Runs the steps of a run, and what happens between them; a subclass sets the attributes."""
+    """Runs the steps of a run, and what happens between them; `build` sets the attributes."""
 
     config_type: ClassVar[type[PolicyGradientConfig]]
     args: PolicyGradientConfig
@@ -386,17 +384,12 @@ class TrainingLoop(ABC):
 
     def began(self) -> Start:
         """Describe the environment and the weights that the run begins from; collective."""
-        method = {key: getattr(self.args, key) for key in ("advantage_estimator", "policy_loss")}
-        functions = {name: registry(key)[name] for key, name in method.items() if ":" in name}
-        functions |= {source.name: source.function for source in self.rewards.sources}
         return Start(
             step=self.state.step,
             versions=versions(),
             processes=self.runtime.world,
             backend=self.runtime.kind,
             device=self.runtime.device_name,
-            data=self.train_prompts.contents,
-            rewards={name: source_fingerprint(one) for name, one in functions.items()},
             weights=self.recorder.fingerprints(),
         )
 

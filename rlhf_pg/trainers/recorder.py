@@ -42,8 +42,10 @@ class Recorder:
         return dict(zip(own, texts, strict=True))
 
     def record(self, step: int, batch: Batch, shown: int | None) -> StepRecord:
-        """Record a step; of `shown` prompts the console shows the first completion. None is for a
-        step that is not logged, whose record has neither texts nor completions.
+        """Record a step.
+
+        `shown` is the number of prompts whose first completion the console shows; None for a step
+        that is not logged, whose record has neither texts nor completions.
         """
         trace = {
             "step": step,
@@ -73,9 +75,7 @@ class Recorder:
 
     def _completions(self, batch: Batch) -> list[dict[str, Any]]:
         """Return a readable record of each completion, with its total scores."""
-        assert batch.scores is not None
         total = sum_step_scores(batch.scores).tolist()
-        assert batch.advantages is not None
         groups, truncated, mask = batch.groups.tolist(), batch.truncated.tolist(), batch.action_mask
         sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
         means = (sums / mask.sum(1)).tolist()  # NaN for a row without policy tokens
@@ -100,7 +100,6 @@ class Recorder:
         self, batch: Batch, numbers: Mapping[str, Tensor], with_texts: bool = False
     ) -> StepTokens | None:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
-        assert batch.scores is not None
         mask, device = batch.completion_mask, batch.groups.device
         chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
         tree = [batch.completion_ids, batch.action_mask, batch.all_offsets()]
@@ -158,7 +157,6 @@ class Recorder:
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     """Return numbers per token (B,T) by name; logged steps add those of the token view."""
     sampled, old = batch.sampler_logprobs, batch.old_logprobs
-    assert batch.advantages is not None
     numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
     if batch.lines is not None:
         numbers["line"] = batch.lines.double()

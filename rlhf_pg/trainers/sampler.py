@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -22,14 +22,18 @@ from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.functions import RewardInputs
-from rlhf_pg.rewards.scoring import Judgement, PendingCalls, give_up
+from rlhf_pg.rewards.scoring import PendingCalls, RewardResult, give_up
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import Completion, RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout import (
+    Completion,
+    EpisodeRunner,
+    RolloutEngine,
+    RolloutError,
+    SamplingParams,
+    ToolEnvironment,
+)
 from rlhf_pg.rollout.engine import Copied
 from rlhf_pg.runtime import FullWeights, Runtime
-
-if TYPE_CHECKING:
-    from rlhf_pg.rollout import EpisodeRunner
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +55,11 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]  # tokens that end a completion
     progress: Callable[[], TrainerState]  # for reward functions that take it
-    episode_runner: "EpisodeRunner | None" = None  # for a run with an environment or tools
-    judged: list[Judgement] = field(default_factory=list)  # since the last `settle`
-    # Reward calls under way, by group, each with the batch that it scores.
-    begun: dict[int, PendingCalls] = field(default_factory=dict)
-    about: Batch | None = None
+    episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
+    results: list[RewardResult] = field(default_factory=list)  # since the last `settle`
+    # Reward calls under way, by group, and the batch of all these groups.
+    pending: dict[int, PendingCalls] = field(default_factory=dict)
+    pending_batch: Batch | None = None
 
     # -------------------------------------------------------------------------- the batch of a step
 
@@ -67,7 +71,7 @@ class Sampler:
                 every episode or every call of a reward function.
         """
         args = self.args
-        self.judged = []
+        self.results = []
         with self.sampling():
             if args.dynamic_sampling_rounds:
                 batch = self._with_spread(first, meter)
@@ -87,7 +91,7 @@ class Sampler:
             batch = self.roll_out(indices)
         failpoint("reward")
         with meter.time("reward"):
-            return self.score(batch)
+            return self.add_rewards(batch)
 
     def roll_out(self, indices: range) -> Batch:
         """Sample this rank's share of the prompts, in whole groups."""
@@ -129,8 +133,8 @@ class Sampler:
             stop=args.stop,
         )
         tokens = [prompts.tokens[row] for row in rows]
-        give_up(self.begun.values())  # of completions that were never scored
-        self.begun, self.about = {}, None
+        give_up(self.pending.values())  # of completions that were never scored
+        self.pending, self.pending_batch = {}, None
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
                 examples = [prompts.rows[row] for row in rows]
@@ -150,13 +154,13 @@ class Sampler:
                             index, own = prompt_indices[i], [groups[i][k] for k in range(n)]
                             # On the CPU, so that sampling the others does not wait for the GPU.
                             one = self._batch(prompts, [rows[i]], [index], own, torch.device("cpu"))
-                            self.begun[index] = self.rewards.begin(self._inputs(one))
+                            self.pending[index] = self.rewards.begin(self._inputs(one))
             except BaseException:
-                give_up(self.begun.values())
+                give_up(self.pending.values())
                 raise
             turns = [group[k] for group in groups for k in range(n)]
-            self.about = self._batch(prompts, rows, prompt_indices, turns, device)
-            return self.about
+            self.pending_batch = self._batch(prompts, rows, prompt_indices, turns, device)
+            return self.pending_batch
 
     @contextmanager
     def sampling(self, copied: Copied | None = None) -> Iterator[None]:
@@ -220,7 +224,7 @@ class Sampler:
 
     # -------------------------------------------------------------------------------------- rewards
 
-    def score(self, batch: Batch) -> Batch:
+    def add_rewards(self, batch: Batch) -> Batch:
         """Add raw scores (B,T,K), and log the metrics of reward functions.
 
         A score is at the last token of the text that it judges, with NaN elsewhere. A completion
@@ -232,31 +236,28 @@ class Sampler:
             if self.rewards.has_environment and self.episode_runner is not None:
                 paid = self.episode_runner.rewards(batch.episodes)
             begun = {}
-            if batch is self.about:
-                begun, self.begun, self.about = self.begun, {}, None
-            judgement = self.rewards.judge(
+            if batch is self.pending_batch:
+                begun, self.pending, self.pending_batch = self.pending, {}, None
+            result = self.rewards.score(
                 self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
             )
-            for name in judgement.metrics:
+            for name in result.metrics:
                 if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
                     raise ValueError(TAKEN.format(show(name)))
-            self.judged.append(judgement)
-        if judgement.lost.any():
-            known = ~judgement.lost.to(batch.action_mask.device)
+            self.results.append(result)
+        if result.lost.any():
+            known = ~result.lost.to(batch.action_mask.device)
             mask = batch.action_mask & known[:, None]
             batch = batch.with_columns(action_mask=mask)
-        scores = self.shaping.add_penalties(judgement.scores.to(batch.sampler_logprobs), batch)
-        return batch.with_columns(scores=scores, logged=judgement.extra)
+        scores = self.shaping.add_penalties(result.scores.to(batch.sampler_logprobs), batch)
+        return batch.with_columns(scores=scores, logged=result.extra)
 
     def _inputs(self, batch: Batch) -> RewardInputs:
         ids = batch.token_lists()
         played = (episode.environment for episode in batch.episodes)
         environments = [getattr(one, "trl_instance", one) for one in played]
-        if batch.episodes:
-            from rlhf_pg.rollout import ToolEnvironment
-
-            if all(one is None or type(one) is ToolEnvironment for one in environments):
-                environments = []
+        if all(one is None or type(one) is ToolEnvironment for one in environments):
+            environments = []
         return RewardInputs(
             batch.prompts,
             batch.completions,
@@ -276,16 +277,16 @@ class Sampler:
         `rewards/{name}/failed` is the share of completions on which a function failed. ValueError
         on all processes if every call failed, or every episode (its entry in `errors` is not None).
         """
-        judged, self.judged = self.judged, []
+        results, self.results = self.results, []
         logged: dict[str, list[float]] = {}
-        for name, numbers in (pair for one in judged for pair in one.metrics.items()):
+        for name, numbers in (pair for one in results for pair in one.metrics.items()):
             logged.setdefault(name, []).extend(numbers)
         # Sum and count of every mean, by kind and name; processes may have logged other names.
         sums = {("logged", name): (sum(x), len(x)) for name, x in logged.items()}
         if self.args.on_reward_error != "error":
-            asked = sum(one.called for one in judged)
+            asked = sum(one.called for one in results)
             for name in (source.name for source in self.rewards.sources):
-                lost = sum(one.failed[name] for one in judged)
+                lost = sum(one.failed[name] for one in results)
                 sums["calls", f"rewards/{name}/failed"] = (lost, asked)
         if errors:
             sums["episodes", ""] = (len(errors) - errors.count(None), len(errors))
@@ -296,7 +297,7 @@ class Sampler:
             total, count = map(sum, zip(*pairs, strict=True))
             means[kind][name] = total / max(count, 1)
 
-        failure = next((one.first_failure for one in judged if one.first_failure), None)
+        failure = next((one.first_failure for one in results if one.first_failure), None)
         if failure:
             logger.warning("a reward function failed: %s", failure)
         firsts = {"calls": failure, "episodes": next((one for one in errors if one), None)}
@@ -356,7 +357,6 @@ class Sampler:
 
     def _constant_groups(self, part: Batch) -> set[int]:
         """Find the groups of all ranks whose completions share one score before penalties."""
-        assert part.scores is not None
         said = sum_step_scores(self.shaping.weigh(part.scores))
         paid, _ = self.runtime.gather(said)
         groups, _ = self.runtime.gather(part.groups)
@@ -374,7 +374,7 @@ class Sampler:
         with meter.time("rollout"):
             greedy = self.sample(self.prompts, rows, indices, n=1, temperature=0.0)
         with meter.time("reward"):
-            greedy = self.score(greedy)
+            greedy = self.add_rewards(greedy)
         tokens = batch.other_tokens + int(self.runtime.all_reduce_sum(greedy.num_tokens))
         return batch.with_columns(greedy=greedy, other_tokens=tokens)
 

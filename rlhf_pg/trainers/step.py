@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
 from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.build import build
@@ -40,9 +42,6 @@ from rlhf_pg.trainers.loop import Callback, TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.sampler import merge_logged
 from rlhf_pg.trainers.teacher import privileged_batch
-
-if TYPE_CHECKING:
-    from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class PolicyGradientTrainer(TrainingLoop):
     processing_class: PreTrainedTokenizerBase
     dtype: torch.dtype
     peft_config: Any
-    episode_runner: "EpisodeRunner | None"
+    episode_runner: EpisodeRunner | None
     eval_sets: dict[str, Prompts]
     estimator: Callable[[AdvantageInputs], Tensor]
     policy_loss: partial[Loss]
@@ -131,16 +130,12 @@ class PolicyGradientTrainer(TrainingLoop):
         callbacks: Sequence[Callback] | None = None,
         optimizers: Optimizers = (None, None),
         quantization_config: Any = None,
-        tools: "Sequence[Tool] | None" = None,
-        environment_factory: "EnvironmentFactory | EnvironmentSource | None" = None,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
         privileged_prompt: Callable[..., Any] | None = None,
         agent_program: Callable[..., Any] | str | None = None,
     ) -> None:
-        build(
-            *(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
-            *(reward_processing_classes, peft_config, callbacks, optimizers, quantization_config),
-            *(tools, environment_factory, privileged_prompt, agent_program),
-        )
+        build(self, SimpleNamespace(**locals()))
 
     # ------------------------------------------------------------------------------ the one step
 
@@ -159,21 +154,26 @@ class PolicyGradientTrainer(TrainingLoop):
             batch = self.score(batch)  # log-probabilities and values (B,T)
             batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
         with meter.time("update"):
-            metrics |= self.update(self.drop_truncated(batch), meter)  # self.loss  <- as well
+            metrics |= self.update(self.drop_truncated(batch), meter)  # self.loss  <- the algorithm
         for observe in self.observers:  # the record of the step
             observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def score(self, batch: Batch) -> Batch:
-        """Add what the models say about completions, the teacher by its own prompts; collective."""
+        """Add the models' log-probabilities and values of completions, (B,T); collective."""
         teacher_batch = None
         if self.learner.teacher is not None:
-            assert batch.scores is not None
             rewards = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1).tolist()
             tools = self.episode_runner.tools if self.episode_runner else ()
-            how = self.processing_class, tools, self.teacher_prompt_limit
             with self.runtime.raise_together(ValueError):
-                teacher_batch = privileged_batch(batch, self.privileged_prompt, rewards, *how)
+                teacher_batch = privileged_batch(
+                    batch,
+                    self.privileged_prompt,
+                    rewards,
+                    self.processing_class,
+                    tools,
+                    self.teacher_prompt_limit,
+                )
         return self.learner.score(batch, teacher_batch)
 
     def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
@@ -182,18 +182,15 @@ class PolicyGradientTrainer(TrainingLoop):
         """
         runtime, args, shaping = self.runtime, self.args, self.shaping
         scores, mask = batch.scores, batch.action_mask
-        assert scores is not None
 
         # Shape the scores and place each at the end of its step, after updating the statistics.
-        if (measured := shaping.measure(scores)) is not None:
-            shaping.observe(runtime.gather(measured)[0])
+        shaping.observe(scores, lambda own: runtime.gather(own)[0])
         shaped = shaping(scores, batch)
         step_scores, step_mask = shaping.steps(shaped)
 
         # A KL in the reward is paid at every token: r_t = s_t - beta KL_t.
         minus_kl = torch.zeros_like(batch.sampler_logprobs)
         if batch.ref_logprobs is not None and args.kl_placement == "reward":
-            assert batch.old_logprobs is not None
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)
             meter.add_masked("kl", kl, mask)
             minus_kl = -self.controllers["beta"] * kl
@@ -203,7 +200,6 @@ class PolicyGradientTrainer(TrainingLoop):
         # critic values, or else beside the baselines, which compare whole completions.
         teacher_rewards = None
         if batch.teacher_logprobs is not None and args.teacher_placement == "reward":
-            assert batch.old_logprobs is not None
             log_ratio = batch.teacher_logprobs.clamp(min=IMPOSSIBLE) - batch.old_logprobs
             log_ratio = torch.where(mask & ~log_ratio.isnan(), log_ratio, 0.0)
             meter.add_masked("teacher/divergence", -log_ratio, mask)
@@ -218,7 +214,6 @@ class PolicyGradientTrainer(TrainingLoop):
         groups, rows = runtime.gather(batch.groups)
         greedy_scores = None
         if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
-            assert batch.greedy.scores is not None
             paid = sum_step_scores(shaping(batch.greedy.scores, batch.greedy))
             _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
             greedy_scores = nn.functional.pad(paid[place], (0, 1))
@@ -232,7 +227,7 @@ class PolicyGradientTrainer(TrainingLoop):
                 own, steps = mask & line, step_mask & line
                 parts = shaped.where(line[:, :, None], torch.nan)
             if line is not None and end is not None:  # it is for the line of the last action
-                end = end * own.gather(1, (batch.ends[:, None] - 1).clamp(min=0)).squeeze(1)
+                end = end * own.gather(1, (batch.action_ends[:, None] - 1).clamp(min=0)).squeeze(1)
             # A row without policy tokens has neither a score nor a KL.
             kl_of_row = (minus_kl * own).sum(1).masked_fill(~own.any(1), torch.nan)
             everyone = torch.cat([sum_step_scores(parts), kl_of_row[:, None]], dim=1)
@@ -286,8 +281,6 @@ class PolicyGradientTrainer(TrainingLoop):
             metrics["return"] = trained.nansum(1)[there].mean().item()
             metrics["moving_average"] = average.value
         if args.kl_controller != "fixed":  # follows the mean of the summed k1 of completions
-            assert batch.old_logprobs is not None
-            assert batch.ref_logprobs is not None
             sums = (batch.old_logprobs - batch.ref_logprobs).double().sum(1)  # 0 in masked slots
             both = torch.stack([sums.sum(), mask.any(1).sum().to(sums)])
             total, count = runtime.all_reduce_sum(both)
@@ -297,8 +290,7 @@ class PolicyGradientTrainer(TrainingLoop):
             advantages=advantages,
             returns=returns,
             positive=positive,
-            # A single update takes them from its own forward pass, so that the ratio is exactly 1;
-            # they are kept only if the KL after the update is measured.
+            # None for a single update, whose own forward pass gives them: the ratio is exactly 1.
             old_logprobs=batch.old_logprobs if args.compares_with_old else None,
         )
         return batch, metrics
@@ -347,7 +339,7 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         return merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
 
-    # -------------------------------------------------------------- what makes it an algorithm
+    # ---------------------------- what makes it an algorithm: these, `estimate` and `update` above
 
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Estimate advantages (B,T) of this rank's rows by `args.advantage_estimator`."""
@@ -358,6 +350,55 @@ class PolicyGradientTrainer(TrainingLoop):
         surrogate, metrics = self.surrogate(new, batch)
         regularizer, more = self.regularizer(new, batch)
         return surrogate + regularizer, metrics | more
+
+    def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
+        options = {}
+        if "old_kl_coef" in self.policy_loss.keywords:  # the others stay bound
+            options["old_kl_coef"] = self.controllers["old_kl_coef"]
+        per_token, metrics = self.policy_loss(
+            new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
+        )
+        args, correction = self.args, self.args.correction_of(self.engine_name)
+        if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
+            weights, measured = against_sampler(
+                batch.old_logprobs,
+                batch.sampler_logprobs,
+                batch.action_mask,
+                correction,
+                args.sampler_clip_max,
+                args.sampler_clip_min,
+            )
+            per_token = per_token if weights is None else per_token * weights
+            metrics |= measured
+        return per_token, metrics | {"policy_loss": per_token.detach()}
+
+    def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T), of those in the loss."""
+        per_token = -self.controllers["entropy_coef"] * new.entropy
+        metrics = {}
+        if batch.teacher_logprobs is not None and self.args.teacher_placement == "loss":
+            taught = batch.action_mask & ~batch.teacher_logprobs.isnan()
+            divergence = new.divergence
+            if divergence is None:  # from the sampled token
+                divergence = kl_loss(
+                    new.logprobs, batch.old_logprobs, batch.teacher_logprobs, taught, "k3_ratio"
+                )
+            divergence = torch.where(taught, divergence, 0.0)
+            per_token = per_token + self.args.teacher_coef * divergence
+            metrics["teacher/divergence"] = divergence.detach()
+        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
+            return per_token, metrics
+        kl = kl_loss(
+            new.logprobs,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.action_mask,
+            self.args.kl_estimator,
+        )
+        return per_token + self.controllers["beta"] * kl, metrics | {"kl": kl.detach()}
+
+    # ----------------------------------------------------------------------- for a critic, as PPO's
 
     def new_critic(self) -> Critic | None:
         """Make the critic of an algorithm that has one."""
@@ -372,45 +413,6 @@ class PolicyGradientTrainer(TrainingLoop):
     ) -> tuple[Tensor | None, dict[str, float]]:
         """Return the critic's targets (B,T), in its units, from raw advantages, and metrics."""
         return None, {}
-
-    def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
-        assert batch.advantages is not None
-        options = {}
-        if "old_kl_coef" in self.policy_loss.keywords:  # the others stay bound
-            options["old_kl_coef"] = self.controllers["old_kl_coef"]
-        per_token, metrics = self.policy_loss(
-            new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
-        )
-        args, correction = self.args, self.args.correction_of(self.engine_name)
-        if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
-            assert batch.old_logprobs is not None
-            logprobs = batch.old_logprobs, batch.sampler_logprobs
-            clip = args.sampler_clip_max, args.sampler_clip_min
-            weights, measured = against_sampler(*logprobs, batch.action_mask, correction, *clip)
-            per_token = per_token if weights is None else per_token * weights
-            metrics |= measured
-        return per_token, metrics | {"policy_loss": per_token.detach()}
-
-    def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T), of those in the loss."""
-        per_token = -self.controllers["entropy_coef"] * new.entropy
-        assert batch.old_logprobs is not None
-        metrics = {}
-        if batch.teacher_logprobs is not None and self.args.teacher_placement == "loss":
-            taught = batch.action_mask & ~batch.teacher_logprobs.isnan()
-            divergence = new.divergence
-            if divergence is None:  # from the sampled token
-                logprobs = new.logprobs, batch.old_logprobs, batch.teacher_logprobs
-                divergence = kl_loss(*logprobs, taught, "k3_ratio")
-            divergence = torch.where(taught, divergence, 0.0)
-            per_token = per_token + self.args.teacher_coef * divergence
-            metrics["teacher/divergence"] = divergence.detach()
-        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
-            return per_token, metrics
-        logprobs = new.logprobs, batch.old_logprobs, batch.ref_logprobs
-        kl = kl_loss(*logprobs, batch.action_mask, self.args.kl_estimator)
-        return per_token + self.controllers["beta"] * kl, metrics | {"kl": kl.detach()}
 
     # ---------------------------------------------------------------------- prompts, and evaluation
 

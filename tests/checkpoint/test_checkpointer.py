@@ -47,7 +47,7 @@ def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, refer
         directory=directory,
         parts={name: FullWeights(part, splits=False) for name, part in parts.items()},
         tokenizer=make_tokenizer(),
-        trained=RUNTIME.prepare(model, optimizer),
+        backend=RUNTIME.prepare(model, optimizer),
         scheduler=get_scheduler("cosine", optimizer, 2, 10),
         state=TrainState(),
         config={"seed": 1, "max_steps": 10},
@@ -71,7 +71,7 @@ def train(checkpointer, steps):
         noise = torch.randn(IDS.shape).exp() * random.gauss(1, 0.1) * np.random.normal(1, 0.1)
         losses = model_of(checkpointer)(IDS).logits.logsumexp(-1) * noise
         losses.sum().backward()
-        checkpointer.trained.step()
+        checkpointer.backend.step()
         checkpointer.scheduler.step()
         checkpointer.state.step += 1
         checkpointer.state.prompt_index += 16
@@ -83,13 +83,13 @@ def everything(checkpointer):
     names = {p: name for name, p in model_of(checkpointer).named_parameters()}
     tensors = {
         **model_of(checkpointer).state_dict(),
-        **dict(optimizer_tensors(checkpointer.trained, names)),
+        **dict(optimizer_tensors(checkpointer.backend, names)),
         **rng_tensors(),
     }
     return {
         "state": vars(checkpointer.state).copy(),
         "scheduler": checkpointer.scheduler.state_dict(),
-        "rates": [group["lr"] for group in checkpointer.trained.optimizer.param_groups],
+        "rates": [group["lr"] for group in checkpointer.backend.optimizer.param_groups],
         **{name: tensor.tolist() for name, tensor in tensors.items() if name != "python_gauss"},
     }
 

@@ -115,7 +115,7 @@ def run_into_nan(out: Path, **options: Any) -> None:
 
     class Keep(Callback):
         def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-            state = [value.cpu().clone() for _, _, value in trainer.learner.trained.state()]
+            state = [value.cpu().clone() for _, _, value in trainer.learner.backend.state()]
             left.append([weights(trainer), *state])
 
     trainer.learner.loss = broken
@@ -208,14 +208,14 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     ]
     (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
     gradients, budget = {}, learner.token_budget
-    exchanges = count_exchanges(learner.trained._wrapped)
+    exchanges = count_exchanges(learner.backend._wrapped)
     for split, tokens in SPLITS.items():
         exchanges.clear()
         learner.token_budget = tokens
         learner.accumulate(experience, Meter())
         gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
-        learner.trained.zero_grad_of(learner.module)
-        learner.trained.step()
+        learner.backend.zero_grad_of(learner.module)
+        learner.backend.step()
     (out / "exchanges.json").write_text(json.dumps(exchanges))
     learner.token_budget = budget
     return gradients

@@ -47,8 +47,8 @@ def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         recipe.write_text(yaml.safe_dump(keys))
         args = config_of([recipe], [], "train")
         trainer = TRAINERS[args.algorithm](args=args)
-        score, trainer.played = trainer.sampler.score, []
-        trainer.sampler.score = lambda x: trainer.played.extend(x.episodes) or score(x)
+        score, trainer.played = trainer.sampler.add_rewards, []
+        trainer.sampler.add_rewards = lambda x: trainer.played.extend(x.episodes) or score(x)
         turns = [*map(list, says or ())]
 
         def script(request: Any, sample: int) -> list[int]:

@@ -35,7 +35,9 @@ def test_rows_of_a_prompt_are_in_one_micro_batch(tmp_path) -> None:
     )
     trainer.sampler.engine.says = COMPLETIONS[:6]
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(trainer.learner.score(trainer.sampler.score(samples)), Meter())
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
+    )
     [(_, batch)] = trainer.learner.micro_batches(experience)
     assert batch.num_rows == 6
     trainer.update(experience, Meter())

@@ -27,7 +27,7 @@ def make(trpo, tmp_path):
         trainer.sampler.engine.says = SAID
         samples = trainer.sampler.roll_out(range(1))
         experience, _ = trainer.estimate(
-            trainer.learner.score(trainer.sampler.score(samples)), Meter()
+            trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
         )
         return trainer, experience
 

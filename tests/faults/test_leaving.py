@@ -24,14 +24,14 @@ def in_callback(trainer, error) -> None:
 
 
 def in_backward(trainer, error, finished=2) -> None:
-    backward = trainer.learner.trained.backward
+    backward = trainer.learner.backend.backward
 
     def lacking(loss) -> None:
         if trainer.state.step == finished:
             raise error
         backward(loss)
 
-    trainer.learner.trained.backward = lacking
+    trainer.learner.backend.backward = lacking
 
 
 def in_sampling(trainer, error) -> None:

@@ -31,7 +31,7 @@ class Break(Callback):
         trainer.learner.loss = broken if step in self.steps else self.loss
 
     def on_step(self, trainer, metrics) -> None:
-        state = [(key, value.clone()) for _, key, value in trainer.learner.trained.state()]
+        state = [(key, value.clone()) for _, key, value in trainer.learner.backend.state()]
         weights = [("", p.detach().clone()) for p in trainer.model.parameters()]
         self.left.append(weights + state)
         self.prepare(trainer, metrics["step"] + 1)
@@ -114,7 +114,7 @@ def test_out_of_memory_leaves_weights_unchanged(make, tmp_path) -> None:
     whole = make(**options, output_dir=str(tmp_path / "whole"))
     whole.train()
     trainer = make(**options, save_steps=1)
-    backward, before = trainer.learner.trained.backward, []
+    backward, before = trainer.learner.backend.backward, []
 
     def lacking(loss):
         if trainer.state.step == 1 and not before:
@@ -123,11 +123,11 @@ def test_out_of_memory_leaves_weights_unchanged(make, tmp_path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         backward(loss)
 
-    trainer.learner.trained.backward = lacking
+    trainer.learner.backend.backward = lacking
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert all(p.equal(q) for p, q in zip(before, trainer.model.parameters(), strict=True))
-    trainer.learner.trained.backward = backward
+    trainer.learner.backend.backward = backward
     trainer.train("latest")  # nor is the first micro-batch in what follows
     pairs = zip(whole.model.parameters(), trainer.model.parameters(), strict=True)
     assert all(p.equal(q) for p, q in pairs)

@@ -29,6 +29,6 @@ def test_gradient_is_the_same_every_time(make, two_threads: None) -> None:
     for _ in range(3):
         trainer.learner.accumulate(experience, Meter())
         found.append({n: p.grad.clone() for n, p in trainer.checkpointer.parameters.items()})
-        trainer.learner.trained.discard_update()
+        trainer.learner.backend.discard_update()
     for other in found[1:]:
         assert [name for name, x in found[0].items() if not x.equal(other[name])] == []

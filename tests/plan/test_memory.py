@@ -91,7 +91,7 @@ class Seen:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around the step."""
-        trained, seen = self.trainer.learner.trained, self
+        trained, seen = self.trainer.learner.backend, self
 
         class Kept(KeyValues):
             def __init__(self, *args: Any, **options: Any) -> None:
@@ -148,7 +148,7 @@ def test_predicted_parts_match_real_step(case) -> None:
     with seen.watched():
         samples = trainer.sampler.roll_out(range(2))
         experience, _ = trainer.estimate(
-            trainer.learner.score(trainer.sampler.score(samples)), Meter()
+            trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
         )
         trainer.update(experience, Meter())
     seen.measure()

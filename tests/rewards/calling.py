@@ -26,4 +26,4 @@ class Rewards(rewards.Rewards):
         """The scores (B,T,K) of `judge`; the facts are those of `RewardInputs`."""
         inputs = RewardInputs(prompts, completions, completion_ids, columns, **facts)
         mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
-        return self.judge(inputs, mask, groups=groups).scores
+        return self.score(inputs, mask, groups=groups).scores

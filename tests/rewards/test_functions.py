@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.rewards.functions import RewardInputs, source_fingerprint
+from rlhf_pg.rewards.functions import RewardInputs
 from tests.rewards.calling import Rewards
 
 PROMPTS = ["p", "p", "q"]
@@ -370,12 +370,6 @@ def test_exception_names_function_and_keeps_cause():
         call(says(torch.ones(3, device="meta")))
 
 
-def test_source_of_function_or_object_has_a_fingerprint():
-    assert source_fingerprint(length) == source_fingerprint(Length()) is not None
-    assert source_fingerprint(functools.partial(length)) == source_fingerprint(length)
-    assert source_fingerprint(len) is None
-
-
 def test_logged_columns_may_be_arrays_and_tensors():
     def logs(completions, log_extra):
         log_extra("array", np.arange(3))
@@ -384,7 +378,7 @@ def test_logged_columns_may_be_arrays_and_tensors():
         return [0.0] * 3
 
     inputs = RewardInputs(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=IDS, columns={})
-    extra = Rewards(logs).judge(inputs, torch.ones(3, 3)).extra
+    extra = Rewards(logs).score(inputs, torch.ones(3, 3)).extra
     assert extra == {"array": [0, 1, 2], "tensor": [0.5, 1.0, 2.0], "numbers": [1.0, 2, None]}
     with pytest.raises(ValueError, match="column 'seen' has 1 values for 3 completions"):
         call(lambda log_extra: log_extra("seen", [1]))

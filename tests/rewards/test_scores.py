@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_pg.rewards.scores import (
     at_end,
-    ends,
+    last_true,
     overlong,
     replace_sources,
     sum_step_scores,
@@ -44,9 +44,9 @@ def test_no_rows_give_no_totals():
     assert at_end(torch.zeros(0), torch.zeros(0, 1).bool()).shape == (0, 1)
 
 
-@pytest.mark.proves("rlhf_pg.rewards.scores.ends", "rlhf_pg.rewards.scores.at_end")
+@pytest.mark.proves("rlhf_pg.rewards.scores.last_true", "rlhf_pg.rewards.scores.at_end")
 def test_end_is_last_action_token():
-    assert ends(MASK).tolist() == [2, 0, 2, 1]
+    assert last_true(MASK).tolist() == [2, 0, 2, 1]
     numbers = torch.tensor([1.0, 2.0, 3.0, 0.0])
     placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
     same(at_end(numbers, MASK), placed)

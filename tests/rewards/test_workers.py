@@ -88,10 +88,10 @@ def test_worker_is_told_of_trainer_and_logs():
     state = TrainerState(global_step=3, max_steps=9)
     columns = {"answer": list("uvwxyz")}
     told = replace(INPUTS, columns=columns, ended=[True, False] * 3, state=state)
-    judgement = rewards(faults.sees).judge(told, MASK, groups=GROUPS)
-    assert judgement.extra["seen"][:2] == ["3 9 True u", "3 9 False v"]
-    assert judgement.extra["seen"][5] == "3 9 False z"
-    assert judgement.metrics == {"answers": [3.0, 3.0]}
+    result = rewards(faults.sees).score(told, MASK, groups=GROUPS)
+    assert result.extra["seen"][:2] == ["3 9 True u", "3 9 False v"]
+    assert result.extra["seen"][5] == "3 9 False z"
+    assert result.metrics == {"answers": [3.0, 3.0]}
 
 
 def test_function_of_users_file_runs_in_worker(tmp_path):
@@ -140,25 +140,25 @@ def test_error_names_function_and_prompt(fault):
 def test_dropped_failure_leaves_other_scores(fault):
     made = short(fault, on_error="drop")
     (_, before) = totals(made, ["a"] * 6)
-    judgement = made.judge(INPUTS, MASK, groups=GROUPS)
-    first, numbers = sum_step_scores(judgement.scores).T.tolist()
+    result = made.score(INPUTS, MASK, groups=GROUPS)
+    first, numbers = sum_step_scores(result.scores).T.tolist()
     assert [score != score for score in first] == [True] * 3 + [False] * 3
     ended = fault is not faults.is_not_a_number
     assert first[3:] == (LENGTHS[3:] if ended else [1.0] * 3)
-    assert judgement.failed == {fault.__name__: 3, "process": 0}
-    assert not judgement.lost.any()  # the other function has a score for it
-    assert fault.__name__ in judgement.first_failure
+    assert result.failed == {fault.__name__: 3, "process": 0}
+    assert not result.lost.any()  # the other function has a score for it
+    assert fault.__name__ in result.first_failure
     assert set(before).isdisjoint(numbers) == ended  # a new worker
     assert totals(made, ["a"] * 6) == [[1] * 6, numbers]
 
 
 def test_failure_may_lose_completions_or_be_worth_a_value():
     made = rewards(faults.raises, on_error="value", error_value=-1.0)
-    judgement = made.judge(INPUTS, MASK, groups=GROUPS)
-    assert sum_step_scores(judgement.scores).T.tolist() == [[-1, -1, -1, 1, 2, 3]]
-    assert judgement.failed == {"raises": 3}
-    judgement = rewards(faults.raises, on_error="drop").judge(INPUTS, MASK, groups=GROUPS)
-    assert judgement.lost.tolist() == [True] * 3 + [False] * 3
+    result = made.score(INPUTS, MASK, groups=GROUPS)
+    assert sum_step_scores(result.scores).T.tolist() == [[-1, -1, -1, 1, 2, 3]]
+    assert result.failed == {"raises": 3}
+    result = rewards(faults.raises, on_error="drop").score(INPUTS, MASK, groups=GROUPS)
+    assert result.lost.tolist() == [True] * 3 + [False] * 3
 
 
 def test_worker_that_dies_between_calls_is_replaced():
@@ -206,9 +206,9 @@ def test_late_async_function_is_given_up():
         return faults.length(completions)
 
     made = Rewards([late], timeout=0.3, on_error="drop")
-    judgement = made.judge(INPUTS, MASK, groups=GROUPS)
-    assert re.search(r"late did not return within 0.3 s.*prompt 'p'", judgement.first_failure)
-    assert judgement.lost.tolist() == [True] * 3 + [False] * 3
+    result = made.score(INPUTS, MASK, groups=GROUPS)
+    assert re.search(r"late did not return within 0.3 s.*prompt 'p'", result.first_failure)
+    assert result.lost.tolist() == [True] * 3 + [False] * 3
 
 
 def test_cancelled_async_function_is_a_failed_call():

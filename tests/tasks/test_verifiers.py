@@ -67,7 +67,7 @@ def play(tmp_path) -> Callable[..., GRPOTrainer]:
 
 
 def totals(trainer: GRPOTrainer, samples: Any) -> list[float]:
-    return trainer.sampler.score(samples).scores.nansum(dim=(1, 2)).tolist()
+    return trainer.sampler.add_rewards(samples).scores.nansum(dim=(1, 2)).tolist()
 
 
 def test_single_turn_is_paid_by_weighted_rubric(play) -> None:

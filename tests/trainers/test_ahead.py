@@ -41,7 +41,7 @@ def test_batch_is_sampled_by_the_weights_of_its_rule(make, depth: int) -> None:
             trainer.model.load_state_dict(weights[n], strict=False)
             scored = trainer.learner.score(batch).old_logprobs
             if scored is None:
-                scored = trainer.learner.trained(batch).logprobs
+                scored = trainer.learner.backend(batch).logprobs
             gap = (scored - batch.sampler_logprobs).abs()[batch.action_mask].max()
             gaps.append((step, old, float(gap)))
         trainer.model.load_state_dict(now, strict=False)

@@ -245,8 +245,8 @@ def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     assert any(p.grad.any() for p in policy)
     learner.optimizer.zero_grad()
     # Of the two updates the first is the one with the critic as it is now.
-    norms, apply_gradient = [], learner.trained.step
-    learner.trained.step = lambda: norms.append(apply_gradient()) or norms[-1]
+    norms, apply_gradient = [], learner.backend.step
+    learner.backend.step = lambda: norms.append(apply_gradient()) or norms[-1]
     learner.update(experience, 0, Meter())
     assert norms[0] == pytest.approx(norm)
     assert not any(p in learner.optimizer.state for p in policy)

@@ -251,7 +251,7 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
     assert means == pytest.approx(without, nan_ok=True)
     offsets = torch.ones_like(batch.completion_ids)
     offsets[0, 1] = 0  # nothing predicts the first token of a context
-    ((_, _, answers),) = trainer.learner.likely(batch.with_columns(parent_offsets=offsets))
+    ((_, _, answers),) = trainer.learner.nll_terms(batch.with_columns(parent_offsets=offsets))
     assert answers.nonzero().tolist() == [[2, 2]]
 
 
@@ -476,7 +476,7 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
     trainer = player(make, reward_funcs=length, reward_weights=(0.0, 2.0))
     assert trainer.shaping.names == ["length", "environment"]
     samples = trainer.sampler.roll_out(range(2))
-    scores = trainer.sampler.score(samples).scores
+    scores = trainer.sampler.add_rewards(samples).scores
     shaped = trainer.shaping(scores, samples)
     total = scores.nansum(1)
     assert total[:, 0].tolist() == [len(text) for text in samples.completions]

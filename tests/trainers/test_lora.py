@@ -127,14 +127,14 @@ def test_value_model_of_other_architecture_gets_own_adapters_and_rate(make):
 def last_gradient(trainer, computed):
     """That of the last update of a run; `computed` gets an entry whenever a layer runs."""
     learner, grads = trainer.learner, {}
-    apply_gradient = learner.trained.step
+    apply_gradient = learner.backend.step
 
     def keep():
         named = learner.module.named_parameters()
         grads.update({name: p.grad.clone() for name, p in named if p.requires_grad})
         return apply_gradient()
 
-    learner.trained.step = keep
+    learner.backend.step = keep
     for module in learner.module.modules():
         if hasattr(module, "input_layernorm"):
             module.input_layernorm.register_forward_hook(lambda *_: computed.append(1))

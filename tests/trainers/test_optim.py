@@ -69,7 +69,7 @@ def test_muon_has_all_trained_parameters(make, peft_config) -> None:
 
 def test_deepspeed_refuses_muon(make) -> None:
     deepspeed = pytest.importorskip("rlhf_pg.runtime.deepspeed")
-    trained = make(optim="muon").learner.trained
+    trained = make(optim="muon").learner.backend
     backend = object.__new__(deepspeed.DeepSpeedBackend)
     backend.module, backend.optimizer = trained.module, trained.optimizer
     with pytest.raises(ValueError, match="optim muon"):
@@ -181,7 +181,7 @@ def test_qlora_gradient_matches_dequantized_weights(make, model_path) -> None:
         if source.dtype == torch.uint8:
             source = dequantize_4bit(source, sources[name].quant_state)
         parameter.data = source.clone()
-    batch = quantized.sampler.score(quantized.sampler.roll_out(range(4)))
+    batch = quantized.sampler.add_rewards(quantized.sampler.roll_out(range(4)))
     for trainer in (quantized, twin):
         experience, _ = trainer.estimate(trainer.learner.score(batch), Meter())
         trainer.learner.accumulate(experience, Meter())

@@ -94,7 +94,7 @@ def test_calls_about_other_completions_of_a_prompt_are_not_mixed_up(make):
     first, second = (sampler.sample(sampler.prompts, [0], [0], 4, heat) for heat in (1.0, 0.2))
     assert first.completions != second.completions
     for batch in (first, second):
-        scores = sampler.score(batch).scores.nansum((1, 2)).tolist()
+        scores = sampler.add_rewards(batch).scores.nansum((1, 2)).tolist()
         assert scores == [len(text) for text in batch.completions]
 
 

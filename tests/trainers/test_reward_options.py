@@ -91,7 +91,9 @@ def look(
         return torch.zeros_like(signals.rewards)
 
     trainer.estimator = spy
-    batch = trainer.sampler.score(trainer.sampler.roll_out(range(trainer.args.prompts_per_step)))
+    batch = trainer.sampler.add_rewards(
+        trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
+    )
     given = batch.scores.clone()
     _, metrics = trainer.estimate(trainer.learner.score(batch), Meter())
     assert batch.scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
@@ -377,7 +379,7 @@ def test_continued_assistant_turn_is_judged_whole(make, model_path):
     trainer = make(train_dataset=data, processing_class=tokenizer, reward_funcs=judge)
     assert tokenizer.decode(trainer.train_prompts.tokens[0]).endswith("1+1=2")
     samples = trainer.sampler.roll_out(range(1))
-    trainer.sampler.score(samples)
+    trainer.sampler.add_rewards(samples)
     for (prompt, [turn]), written in zip(seen, samples.token_lists(), strict=True):
         assert prompt == [asked]
         assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)

@@ -21,7 +21,7 @@ def test_reward_receives_sampled_ids(make) -> None:
         return [0.0] * len(completions)
 
     trainer = make(reward_funcs=keep)
-    batch = trainer.sampler.score(trainer.sampler.roll_out(range(4)))
+    batch = trainer.sampler.add_rewards(trainer.sampler.roll_out(range(4)))
     pairs = zip(batch.completion_ids, batch.completion_mask, strict=True)
     assert seen == [ids[mask].tolist() for ids, mask in pairs]
     eos = trainer.processing_class.eos_token_id

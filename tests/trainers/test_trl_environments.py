@@ -87,7 +87,7 @@ def test_methods_reach_template_and_get_reward_pays(make, any_sampler, tmp_path)
     assert [environment.rung for environment in instances(samples)] == [3, 3, 4, 4]
     assert samples.completions[0][1]["content"] == "3"
     assert trainer.shaping.names == ["environment"]
-    assert trainer.sampler.score(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
+    assert trainer.sampler.add_rewards(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 4, 4]
     trainer.train()
     (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["rewards/environment/mean"] == 3.5
@@ -100,7 +100,7 @@ def test_environment_that_pays_nothing_is_no_source(make) -> None:
 
     trainer = trainer_on(make, Bell, reward_funcs=length, reward_weights=(1.0,))
     assert trainer.shaping.names == ["length"]
-    scored = trainer.sampler.score(trainer.sampler.roll_out(range(2)))
+    scored = trainer.sampler.add_rewards(trainer.sampler.roll_out(range(2)))
     assert scored.scores.nansum(dim=(1, 2)).tolist() == [3.0] * 4
 
 
@@ -111,7 +111,12 @@ def test_column_chooses_environment(make) -> None:
     assert shown == ["<tools>press<user><assistant>", "<tools>light<user><assistant>"]
     samples = trainer.sampler.roll_out(range(2))
     assert [type(environment) for environment in instances(samples)] == [Paid, Paid, Lamp, Lamp]
-    assert trainer.sampler.score(samples).scores.nansum(dim=(1, 2)).tolist() == [3, 3, 0.5, 0.5]
+    assert trainer.sampler.add_rewards(samples).scores.nansum(dim=(1, 2)).tolist() == [
+        3,
+        3,
+        0.5,
+        0.5,
+    ]
 
 
 def test_environment_may_bring_all_prompts(make) -> None:

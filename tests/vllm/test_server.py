@@ -218,7 +218,7 @@ def test_run_ahead_on_two_servers_outlives_one(use_peft, model_path, tmp_path, c
 
         def check(batch: Any, meter: Any) -> Any:
             run.model.load_state_dict(weights[max(0, run.state.step - 1)], strict=False)
-            scored = run.learner.trained(batch).logprobs.detach()
+            scored = run.learner.backend(batch).logprobs.detach()
             gaps.append((scored - batch.sampler_logprobs).abs()[batch.action_mask].max().item())
             run.model.load_state_dict(weights[-1], strict=False)
             return learn(batch, meter)

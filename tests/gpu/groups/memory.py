@@ -66,7 +66,9 @@ def kept(model: str, directory: str, device: str) -> Result:
 def after_rollout(model: str, directory: str, device: str) -> Result:
     trainer = wide_trainer(model, directory, device)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(trainer.learner.score(trainer.sampler.score(samples)), Meter())
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
+    )
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
         alone = peak(device, lambda: trainer.update(experience, Meter()))
@@ -98,7 +100,9 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
     )
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(trainer.learner.score(trainer.sampler.score(samples)), Meter())
+    experience, _ = trainer.estimate(
+        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
+    )
     del samples
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     most = peak(device, lambda: trainer.update(experience, Meter()))
