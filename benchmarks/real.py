@@ -56,7 +56,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "ppo": {"beta": 0.0, "num_iterations": 1, "value_learning_rate": 1e-3},
 }
-FULL = {"use_peft": False, "learning_rate": 2e-6}
+FULL = {"use_peft": False, "learning_rate": 2e-5}
 SEEDS = {"yes_no": 3, "letters": 3, "arithmetic": 5, "happy": 5}
 # Students of the first run's model on the embedded task: by rewards too, and by it alone.
 STUDENT = (
