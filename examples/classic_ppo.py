@@ -79,7 +79,7 @@ class ClassicPPO:
             returns=returns,
         )
         for _ in range(args.num_iterations):
-            for rows in batch.micro_batches(args.token_budget, window=0):
+            for rows in batch.micro_batches(args.micro_batch_tokens, window=0):
                 part = batch.select(rows)
                 new, acts = self.models(part), part.action_mask
                 policy_loss, _ = clipped_surrogate(

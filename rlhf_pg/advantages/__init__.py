@@ -38,7 +38,6 @@ from rlhf_pg.advantages.estimators import READ_REWARDS as READ_REWARDS
 from rlhf_pg.advantages.estimators import AdvantageInputs as AdvantageInputs
 from rlhf_pg.advantages.estimators import total_scores as total_scores
 from rlhf_pg.advantages.per_group import SCALES as SCALES
-from rlhf_pg.advantages.per_group import GroupStats as GroupStats
 from rlhf_pg.advantages.per_group import group_normalized as group_normalized
 from rlhf_pg.advantages.per_group import group_stats as group_stats
 from rlhf_pg.advantages.per_group import leave_one_out as leave_one_out

@@ -51,13 +51,6 @@ class PolicyGradientConfig(
         return self.max_steps if self.max_steps > 0 else steps
 
     @property
-    def token_budget(self) -> int:
-        """The number in `micro_batch_tokens`; ValueError for auto, which a trainer resolves."""
-        if isinstance(self.micro_batch_tokens, str):
-            raise ValueError("micro_batch_tokens is auto, which a trainer resolves: give a number")
-        return self.micro_batch_tokens
-
-    @property
     def updates_per_step(self) -> int:
         return self.num_iterations * self.num_mini_batches
 
@@ -101,12 +94,12 @@ class PolicyGradientConfig(
     @property
     def policy_frozen_until(self) -> int:
         """Number of steps at the start in which the policy is not updated."""
-        return 0
+        return getattr(self, "value_pretraining_steps", 0)
 
     @property
     def critic_only_iterations(self) -> int:
         """Number of passes over each rollout batch that train the critic alone."""
-        return 0
+        return getattr(self, "value_iterations", 0)
 
 
 # fmt: off
@@ -198,14 +191,6 @@ class PPOConfig(PolicyGradientConfig):
     vf_coef: float = option(0.1, ge=0, help="Coefficient of the value loss; 0: no loss.")
     cliprange_value: float | None = option(0.2, gt=0, help=
         "Largest change of a value before its loss is clipped. None: no clipping.")
-
-    @property
-    def policy_frozen_until(self) -> int:
-        return self.value_pretraining_steps
-
-    @property
-    def critic_only_iterations(self) -> int:
-        return self.value_iterations
 
     @property
     def critic_seed(self) -> int | None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -16,21 +16,14 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters, end exclusive
 
 
-class Learnt(NamedTuple):
-    """A text as token ids, and the mask of those to train on."""
-
-    ids: list[int]
-    mask: list[bool]
-
-
 def encode_turns(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     where: str,
     read: int = 0,
     assistant_only: bool = False,
-) -> Learnt:
-    """Encode a closed chat, and mark the tokens to train on.
+) -> tuple[list[int], list[bool]]:
+    """Encode a closed chat; return its ids, and the mask of those to train on.
 
     A turn is trained on through the token that ends it, without the template's whitespace after it.
     The text before a turn of the assistant has the same tokens as in a rollout. The name of a
@@ -80,7 +73,7 @@ def encode_turns(
                 openings.append(length(number, closed=False))
     ids, places = _tokenize_turns(whole, openings, tokenizer, where)
     mask = [any(first < stop and end > begin for begin, stop in learnt) for first, end in places]
-    return Learnt(ids, mask)
+    return ids, mask
 
 
 def _tokenize_turns(

@@ -105,7 +105,7 @@ def build_meta_models(
         set_template_arguments(tokenizer, args.chat_template_kwargs)
         prompt = load_prompts(data, tokenizer).longest
     row, critic = prompt + args.max_completion_length, None
-    tokens = most(kind, row) if args.micro_batch_tokens == "auto" else args.token_budget
+    tokens = most(kind, row) if args.micro_batch_tokens == "auto" else int(args.micro_batch_tokens)
     with META:
         model = models.load_policy(model, dtype, META, adapter)
         if isinstance(args, PPOConfig):

@@ -16,13 +16,14 @@ from rlhf_pg.data.chat import encode
 from rlhf_pg.data.inputs import load_data, make_sets
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import make_prompts, with_system
-from rlhf_pg.data.turns import Learnt, encode_turns
+from rlhf_pg.data.turns import encode_turns
 from rlhf_pg.models import about, max_positions, tokenizer_of
 
 UNLABELLED = -100  # the label that losses of transformers ignore
 
 Made = TypeVar("Made")
 Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
+Marked = tuple[list[int], list[bool]]  # token ids, and the mask of those to train on
 
 
 class Example(TypedDict):
@@ -74,7 +75,7 @@ class ExampleMaker:
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
 
-    def _complete(self, prompt: Any, completion: Any, number: int) -> Learnt:
+    def _complete(self, prompt: Any, completion: Any, number: int) -> Marked:
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -90,14 +91,14 @@ class ExampleMaker:
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat([*prompt, *completion], read, f"prompt in row {number}")
 
-    def _chat(self, messages: Any, read: int, where: str) -> Learnt:
+    def _chat(self, messages: Any, read: int, where: str) -> Marked:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
             raise ValueError(f"{where} must be a list of messages, got {show(messages)}")
         if self.completion is None and self.args.system_prompt is not None:
             messages = with_system(messages, self.args.system_prompt, where)
         return encode_turns(messages, self.tokenizer, where, read, self.args.assistant_only_loss)
 
-    def _text(self, prompt: str, text: Any, number: int) -> Learnt:
+    def _text(self, prompt: str, text: Any, number: int) -> Marked:
         """Encode text after a prompt, tokenized together if that keeps the prompt's tokens."""
         if self.args.assistant_only_loss:
             raise ValueError(
@@ -113,7 +114,7 @@ class ExampleMaker:
         if self.args.append_eos and eos is not None and ids[-1] != eos:
             ids = [*ids, eos]
         read = 0 if self.args.completion_only_loss is False else len(asked)
-        return Learnt(ids, [place >= read for place in range(len(ids))])
+        return ids, [place >= read for place in range(len(ids))]
 
 
 def load_examples(

@@ -196,7 +196,7 @@ def build(trainer: Any, given: Any) -> None:
     chosen = factory.choose_engine(args, trainer.model, runtime)
     limits = [models.max_positions(trainer.model)]
     if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
-        limits.append(args.token_budget)
+        limits.append(int(args.micro_batch_tokens))
     limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
     if trainer.has_agent and limit is not None:
         longest_row = limit
@@ -208,7 +208,7 @@ def build(trainer: Any, given: Any) -> None:
     elif args.micro_batch_tokens == "auto":
         tokens = most(runtime.device.type, prompts.longest + args.max_completion_length)
     else:
-        tokens = args.token_budget
+        tokens = int(args.micro_batch_tokens)
     logits = chunk_size(runtime) // (3 if args.compares_distributions else 1)  # p's, q's, gradient
     policy, module = assemble(trainer.model, args, trainer.critic, tokens, logits)
     module.eval()

@@ -63,7 +63,7 @@ def find_budget(
     sharded yet; one row if no pass can be measured. Collective.
     """
     if args.micro_batch_tokens != "auto":
-        return args.token_budget
+        return int(args.micro_batch_tokens)
     row = longest_prompt + args.max_completion_length
     kind = runtime.device.type
     tokens = most(kind, row)
