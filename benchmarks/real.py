@@ -74,7 +74,11 @@ MATRIX += [("letters", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo"
 MATRIX += [("letters", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
 # The learning rates, with a KL that is measured and hardly paid: ranks 1 and 16, and all weights.
 LATER: list[tuple[str, str, int]] = []
-RATES = {"rank-1": (1e-4, 5e-4, 2e-3), "rank-16": (5e-5, 2e-4, 1e-3), "full": (1e-6, 5e-6, 2e-5)}
+RATES = {
+    "rank-1": (1e-4, 5e-4, 2e-3, 1e-2),
+    "rank-16": (5e-5, 2e-4, 1e-3, 5e-3),
+    "full": (1e-6, 5e-6, 2e-5, 1e-4),
+}
 for kind, rates in RATES.items():
     how = "--full --set" if kind == "full" else f"--set lora_r={kind.removeprefix('rank-')}"
     for rate in rates:
