@@ -85,19 +85,10 @@ def test_hints_name_keys() -> None:
         assert re.match(r"\w+", hint)[0] in OURS, hint
 
 
-@pytest.mark.parametrize("config", [*TRAINERS, *SUPERVISED])
-def test_unknown_key_names_the_nearest(config) -> None:
-    with pytest.raises(ValueError, match=r"'learning_rat'.*'learning_rate'"):
-        config(learning_rat=1)
-
-
 @pytest.mark.parametrize(
     ("key", "ours"),
     [
         ("per_device_train_batch_size", "batch_size"),
-        ("per_device_eval_batch_size", "micro_batch_size"),
-        ("max_seq_length", "max_length"),
-        ("bf16", "dtype"),
         ("use_vllm", "rollout_engine.*, of grpo, "),
     ],
 )
