@@ -160,25 +160,18 @@ def test_messages_become_chat_with_generation_prompt():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "ids"),
+    ("tokenizer", "prompt", "ids"),
     [
-        ("ab", [2, 4, 5]),
-        ("<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
-        ([message("ab")], [2, 4, 5]),  # from the template alone
-        ("", [2]),
+        (with_bos(), "ab", [2, 4, 5]),
+        (with_bos(), "<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
+        (with_bos(), [message("ab")], [2, 4, 5]),  # from the template alone
+        (with_bos(), "", [2]),
+        (with_bos(BOS_TEMPLATE.removeprefix("{{ bos_token }}")), [message("ab")], [4, 5]),
+        (plain(), "<user><user>a", [2, 2, 4]),
     ],
 )
-def test_bos_is_prepended_once(prompt, ids):
-    assert encode(prompt, with_bos()) == ids
-
-
-def test_template_without_bos_gets_none():
-    chat = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert encode([message("ab")], with_bos(chat)) == [4, 5]
-
-
-def test_tokenizer_without_bos_removes_no_token():
-    assert len(encode("<user><user>a", plain())) == 3
+def test_bos_is_prepended_once_if_there_is_one(tokenizer, prompt, ids):
+    assert encode(prompt, tokenizer) == ids
 
 
 @pytest.mark.fault(37, "refused by its row")
