@@ -3,19 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.masking import completion_mask, masked_mean, masked_var, whiten
+from tests.numbers import f64, few
 
 EOS, STOP, NAN = 2, 7, float("nan")
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-few = settings(max_examples=15, deadline=None)
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @st.composite

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
+from tests.numbers import few
 
-few = settings(max_examples=15, deadline=None)
 numbers = st.lists(st.integers(-400, 400).map(lambda i: i / 8), max_size=6)
 batches = st.lists(numbers, min_size=1, max_size=6)
 

@@ -3,10 +3,9 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -21,27 +20,9 @@ from rlhf_pg.losses import (
     vanilla,
     weight_count,
 )
+from tests.numbers import equal, f64, few, quarters, tokens
 
 NAN = float("nan")
-few = settings(max_examples=15, deadline=None)
-quarters = st.integers(-8, 8).map(lambda i: i / 4)
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def equal(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-@st.composite
-def tokens(draw, count=3):
-    """mask (B,T), and `count` (B,T) tensors with NaN in the slots that the mask hides."""
-    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
-    mask = draw(arrays(np.bool_, shape))
-    numbers = [draw(arrays(float, shape, elements=quarters)) for _ in range(count)]
-    return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
 
 
 # Each as a function of log pi, log pi_old, advantages and mask.
@@ -173,7 +154,7 @@ def test_only_clipped_tokens_have_zero_gradient(case):
 
 @pytest.mark.parametrize("name", POLICY)
 @few
-@given(case=tokens(2), shares=arrays(float, 4, elements=quarters))
+@given(case=tokens(2), shares=arrays(float, 4, elements=quarters()))
 def test_row_advantage_is_broadcast_to_tokens(name, case, shares):
     mask, logprobs, old = case
     advantages = torch.tensor(shares[: len(mask), None])
@@ -345,17 +326,6 @@ def test_token_weights_by_hand(aggregation, denominator, first_row, second_row, 
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"), [("token_mean", 0.1), ("sequence_mean", 0.5), ("constant", 0.05)]
-)
-def test_aggregation_of_one_short_and_one_long_row(aggregation, expected):
-    mask = torch.arange(9) < torch.tensor([[1], [9]])
-    per_token = torch.zeros(2, 9)
-    per_token[0, 0] = 1
-    total = (per_token * token_weights(mask, aggregation, max_completion_length=10)).sum()
-    assert total.item() == pytest.approx(expected)
-
-
 @pytest.mark.proves("rlhf_pg.losses.weight_count")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weight_count_is_tokens_or_nonempty_rows(aggregation):
@@ -394,12 +364,6 @@ def test_weights_ignore_padding_and_sum_by_aggregation(aggregation, case, pad):
         rows = mask.any(dim=1).sum().item()
         sums = {"constant": mask.sum().item() / (7 * rows)}
         assert weights.sum().item() == pytest.approx(sums.get(aggregation, 1))
-
-
-def test_weights_use_default_dtype_unless_given():
-    assert token_weights(HOLED, "token_mean").dtype == torch.get_default_dtype()
-    exact = token_weights(HOLED, "sequence_mean", dtype=torch.float64)
-    assert exact[0, 0].item() == 1 / 6
 
 
 def test_unknown_aggregation_raises():
