@@ -343,14 +343,14 @@ def test_calls_side_by_side_are_reported(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "limit", "status"),
+    ("options", "limit"),
     [
-        ({"max_turns": 2}, "max_turns", 400),
-        ({"max_tokens": 40}, "context_length_exceeded", 400),
-        ({"longest_prompt": 300, "max_tokens": 1000}, "context_length_exceeded", 400),
+        ({"max_turns": 2}, "max_turns"),
+        ({"max_tokens": 40}, "context_length_exceeded"),
+        ({"longest_prompt": 300, "max_tokens": 1000}, "context_length_exceeded"),
     ],
 )
-def test_limits_end_an_episode(options: dict[str, Any], limit: str, status: int) -> None:
+def test_limits_end_an_episode(options: dict[str, Any], limit: str) -> None:
     def program(example: dict[str, Any], endpoint: Endpoint) -> float:
         chat = list(ASK)
 
@@ -361,7 +361,7 @@ def test_limits_end_an_episode(options: dict[str, Any], limit: str, status: int)
 
         with pytest.raises(openai.APIStatusError) as refused:
             go_on()
-        assert (refused.value.status_code, refused.value.code) == (status, limit)
+        assert (refused.value.status_code, refused.value.code) == (400, limit)
         # verifiers takes other words for a fault of the server.
         assert ("context length" in str(refused.value)) == (limit == "context_length_exceeded")
         return 1.0
@@ -454,12 +454,12 @@ def test_given_up_call_does_not_count() -> None:
     def program(example: dict[str, Any], endpoint: Endpoint) -> None:
         with pytest.raises(openai.APITimeoutError):
             ask(endpoint, timeout=0.2)
-        time.sleep(1.5)
+        time.sleep(0.8)
         ask(endpoint)
 
     def slow(request: Request, sample: int) -> list[int]:
         seen.append(request.position)
-        time.sleep(1.0 * (len(seen) == 1))
+        time.sleep(0.6 * (len(seen) == 1))
         return [EOS]
 
     [episode] = play(program, slow, max_turns=1)
@@ -481,12 +481,12 @@ def test_an_episode_fails_alone() -> None:
             return [1.0, 2.0]
         if kind == 4:
             late.append(endpoint)
-            time.sleep(3)
+            time.sleep(2)
         return 1.0 if kind == 0 else "nothing"
 
-    good, *failed = play(program, rows=6, timeout=2.0)
+    good, *failed = play(program, rows=6, timeout=1.0)
     assert good.error is None
-    words = ["asked nothing", "bye", "2 rewards for 1", "2 s", "nothing"]
+    words = ["asked nothing", "bye", "2 rewards for 1", "1 s", "nothing"]
     for episode, word in zip(failed, words, strict=True):
         assert word in episode.error
         assert not any(episode.trained)
@@ -532,7 +532,7 @@ def test_nothing_that_arrives_ends_the_run() -> None:
         with httpx2.Client(base_url=endpoint.base_url, headers=headers, timeout=10) as client:
 
             @settings(
-                max_examples=500,
+                max_examples=100,
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
