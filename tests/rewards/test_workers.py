@@ -227,12 +227,7 @@ def test_timeout_of_function_itself_is_no_late_call():
         totals(Rewards([times_out], timeout=5.0))
 
 
-def test_function_that_cannot_be_sent_is_refused():
-    with pytest.raises(ValueError, match=r"cannot be sent to a worker .*top level of a file"):
-        rewards(lambda completions: [0.0] * len(completions))
-
-
-def test_function_of_script_itself_is_refused(monkeypatch):
+def test_function_that_no_worker_can_have_is_refused(monkeypatch):
     def mine(completions):
         return [0.0] * len(completions)
 
@@ -242,9 +237,8 @@ def test_function_of_script_itself_is_refused(monkeypatch):
         ValueError, match=r"reward function mine cannot be sent .* '__main__' .* a file of its own"
     ):
         rewards(mine)
-
-
-def test_timeout_without_effect_is_refused():
+    with pytest.raises(ValueError, match=r"cannot be sent to a worker .*top level of a file"):
+        rewards(lambda completions: [0.0] * len(completions))
     with pytest.raises(ValueError, match="reward_timeout cannot end a call"):
         Rewards([faults.length], timeout=1.0)
 

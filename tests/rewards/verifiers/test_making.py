@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.rewards import accuracy_reward, think_format_reward, verifiers
+from rlhf_pg.rewards import verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
 from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
 
@@ -35,10 +35,8 @@ def test_row_without_truth_applies_to_no_one() -> None:
     [
         ("maths", {}, ["no reward 'maths'", "did you mean 'math'", "repetition"]),
         ("exact", {"colum": "a"}, ["reward exact: ", "'colum'", "'column'"]),
-        ("regex", {}, ["reward regex: pattern"]),
         ("regex", {"pattern": "(a"}, ["reward regex: ", "'(a'", "not a regular expression"]),
         ("numeric", {"abs_tol": "much"}, ["reward numeric: abs_tol", "'much'"]),
-        ("length", {}, ["reward length: ", "shortest", "longest"]),
         ("length", {"shortest": 5, "longest": 4}, ["shortest (5)", "longest (4)"]),
         ("format", {"tags": ["a", "a"]}, ["reward format: tags", "different"]),
         ("json_schema", {"schema": {"type": "objekt"}}, ["not a JSON schema", "objekt"]),
@@ -71,7 +69,6 @@ def test_truth_is_in_the_column_of_the_option() -> None:
 
 def test_rewards_take_one_text() -> None:
     assert make_verifier("numeric")("It is 4.", answer="4") == [1.0]
-    assert accuracy_reward("\\boxed{42}", "42") == think_format_reward("<think>a</think>b") == [1.0]
 
 
 def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
@@ -94,7 +91,6 @@ def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
             "last",
         ),
         ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
-        ([], ""),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}], "a"),
     ],
 )
@@ -105,7 +101,6 @@ def test_text_of_completion(completion, text) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<think>6</think>7", "7"),
         ("<think>6", ""),
         ("<think>5</think>6<think>7", "6"),
         ("<answer>6</answer><answer>7</answer>", "7"),
@@ -120,7 +115,6 @@ def test_answer_stands_outside_of_thinking(text, answer) -> None:
 @pytest.mark.parametrize(
     ("text", "held"),
     [
-        (r"\boxed{6}, no: \boxed{7}.", "7"),
         (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
         (r"\boxed{\boxed{7}}", "7"),
         (r"\boxed{7", None),
