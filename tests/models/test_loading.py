@@ -67,9 +67,7 @@ def test_checkpoint_lacking_tensor_raises(saved):
     model = load_model(saved, torch.float32)
     without(saved, "model.layers.1.mlp.down_proj.weight")
     for kind in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(
-            ValueError, match=r"lacks 1 tensors of a Llama\w+, .*layers.1.mlp.down_"
-        ):
+        with pytest.raises(ValueError, match=r"lacks 1 tensors of a Llama\w+, .*mlp.down_"):
             load_model(saved, torch.float32, kind)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
         load_weights(model, Path(saved))
@@ -87,10 +85,6 @@ def writes(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
-def without_weights(path):
-    (path / "model.safetensors").unlink()
-
-
 def half_of_the_weights(path):
     whole = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -102,7 +96,7 @@ ADAPTER = writes(
 
 
 def nothing_but_a_tokenizer(path):
-    without_weights(path)
+    (path / "model.safetensors").unlink()
     (path / "config.json").unlink()
 
 
@@ -117,10 +111,7 @@ NO_MODELS = {
     "a run": (directory_of_a_run, r"\w/final, "),
     "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
     "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
-    "another kind": (config_of(model_type="t5"), "cannot be loaded .ValueError: Unrecognized"),
-    "no heads": (config_of(num_attention_heads=0), "cannot be loaded .ZeroDivisionError"),
     "other weights": (config_of(num_attention_heads=8, head_dim=8), "cannot be loaded .Runtime"),
-    "no weights": (without_weights, r"OSError: Error no file named model\.safetensors"),
     "half of the weights": (half_of_the_weights, "cannot be loaded .SafetensorError"),
     "an adapter that is a list": (writes("adapter_config.json", b"[]"), "adapter .*TypeError"),
     "an adapter on nothing": (ADAPTER, r"no model directory \./nowhere"),
@@ -181,17 +172,6 @@ def test_trunk_needs_no_head_and_tied_weights_load(saved):
         load_model(saved, torch.float32, AutoModelForSequenceClassification)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_path_is_loaded_and_object_cast_in_place_in_requested_dtype(saved, dtype):
-    model, original = load_model(saved, dtype), tiny_model("llama", dtype=dtype)
-    weights = model.state_dict()
-    assert all(weights[name].equal(value) for name, value in original.state_dict().items())
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    model = tiny_model("gpt2")
-    assert load_model(model, dtype) is model
-    assert {p.dtype for p in model.parameters()} == {dtype}
-
-
 # Constants that a model computes in its dtype (Gemma's scale) have float32 digits in an object.
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.0), (torch.float64, 1e-5)])
 @pytest.mark.parametrize("arch", ["gemma", "llama", "gpt_neox"])
@@ -200,6 +180,8 @@ def test_model_by_path_matches_model_by_object(tmp_path, arch, dtype, atol):
     model = tiny_model(arch, max_position_embeddings=512)
     model.save_pretrained(tmp_path)
     by_path, by_object = load_model(str(tmp_path), dtype), load_model(model, dtype)
+    assert by_object is model
+    assert {p.dtype for p in (*by_path.parameters(), *by_object.parameters())} == {dtype}
     ids = IDS.repeat(1, 50)
     logits = by_object.eval()(ids).logits
     torch.testing.assert_close(logits, by_path.eval()(ids).logits, rtol=0, atol=atol)
