@@ -165,7 +165,7 @@ def test_worker_that_dies_between_calls_is_replaced():
     made = rewards(faults.process)
     ((number, *_),) = totals(made)
     os.kill(int(number), signal.SIGKILL)
-    wait_until_gone(int(number), zombie=True)
+    wait_until_gone(int(number))
     with suppress(ValueError):  # a call that comes before anybody has noticed
         totals(made)
     ((another, *_),) = totals(made)
@@ -184,7 +184,7 @@ def test_children_of_a_killed_worker_die_with_it(tmp_path):
     made = rewards(faults.hangs_with_a_child, timeout=1.0)
     with pytest.raises(ValueError, match="did not return within"):
         totals(made, [str(tmp_path / "child")] * 6)
-    wait_until_gone(int((tmp_path / "child").read_text()), zombie=True)
+    wait_until_gone(int((tmp_path / "child").read_text()))
 
 
 def test_column_that_cannot_be_sent_is_failure():
@@ -253,17 +253,17 @@ def test_function_that_names_environments_stays_in_trainer():
     assert others == LENGTHS
 
 
-def alive(number, zombie):
+def alive(number):
     try:
         state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return not (zombie and state == "Z")
+    return state != "Z"  # a zombie
 
 
-def wait_until_gone(number, zombie=False):
+def wait_until_gone(number):
     deadline = time.monotonic() + 10
-    while alive(number, zombie):
+    while alive(number):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -273,7 +273,7 @@ def test_workers_end_with_pool():
     ((number, *_),) = totals(made)
     del made
     gc.collect()
-    wait_until_gone(int(number), zombie=True)
+    wait_until_gone(int(number))
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_workers_end_with_killed_trainer_in_call(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     output = subprocess.run([sys.executable, script], env=environment, capture_output=True).stdout
     try:
-        wait_until_gone(int(output), zombie=True)
+        wait_until_gone(int(output))
     finally:
         with suppress(ProcessLookupError):
             os.kill(int(output), signal.SIGKILL)

@@ -27,7 +27,6 @@ def deepspeed_with(stage: int, **config: Any) -> Any:
     ("asked", "name"),
     [
         (accelerator(DistributedType.NO), "DDP"),
-        (accelerator(DistributedType.MULTI_CPU), "DDP"),
         (accelerator(DistributedType.MULTI_GPU), "DDP"),
         (deepspeed_with(2), "ZeRO-2"),
         (deepspeed_with(3), "ZeRO-3"),

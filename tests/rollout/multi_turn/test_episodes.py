@@ -4,12 +4,14 @@ import asyncio
 import math
 import threading
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams
-from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
+from tests.rollout.multi_turn import scripted
+from tests.rollout.multi_turn.scripted import ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -41,15 +43,7 @@ class Listed:
         return answer
 
 
-def sayer(*turns, **options):
-    """An engine that says the k-th of `turns` where k stop tokens stand behind the prompt."""
-
-    def script(request, sample):
-        row = request.tokens[len(request.tokens) - request.position :]
-        turn = turns[sum(token == EOS for token in row)]
-        return ids(turn) if isinstance(turn, str) else turn
-
-    return ScriptedEngine(script, EOS, **options)
+sayer = partial(scripted.sayer, TOKENIZER)
 
 
 def play(
@@ -66,8 +60,7 @@ def play(
     runner = EpisodeRunner(
         environment_factory=lambda: next(made),
         tokenizer=tokenizer,
-        stop_token_ids=[EOS],
-        **options,
+        **{"stop_token_ids": [EOS]} | options,
     )
     examples = [{"prompt": prompt, "answer": "a"} for _ in draws]
     tokens = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [5] for _ in draws]
@@ -155,13 +148,8 @@ def test_eos_is_appended_after_other_stop_token():
     engine = sayer("ab<eos>")
     engine.eos = stop
     engine.script = lambda request, sample: ids("abz" if request.position == 0 else "cz")
-    runner = EpisodeRunner(
-        environment_factory=lambda: Listed(([tool("up")], 0.0, False), ([], 1.0, True)),
-        tokenizer=TOKENIZER,
-        stop_token_ids=[EOS, stop],
-    )
-    params = SamplingParams(max_tokens=40)
-    [episode] = runner.play(engine, [{"prompt": ASKED}], [[5]], [0], 1, params, 0)
+    environment = Listed(([tool("up")], 0.0, False), ([], 1.0, True))
+    [episode] = play(engine, environment, prompt=ASKED, stop_token_ids=[EOS, stop])
     assert text(episode.tokens) == "abz<eos><tool>up<assistant>cz"
     assert [i for i, own in enumerate(episode.actions) if not own] == list(range(3, 8))
 
