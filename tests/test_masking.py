@@ -23,9 +23,6 @@ def masked_numbers(draw, max_rows=4, max_width=6):
     return torch.tensor(np.where(mask, x, np.nan)), torch.tensor(mask)
 
 
-# ------------------------------------------------------------------------------- completion_mask
-
-
 @pytest.mark.proves("rlhf_pg.masking.completion_mask")
 @pytest.mark.parametrize(
     ("row", "eos", "expected"),
@@ -45,9 +42,6 @@ def test_completion_ends_at_first_eos(row, eos, expected):
     mask = completion_mask(torch.tensor([row]), eos)
     assert mask.dtype == torch.bool
     assert mask.int().tolist() == [expected]
-
-
-# --------------------------------------------------------------------------- mean and variance
 
 
 @pytest.mark.proves("rlhf_pg.masking.masked_mean")
@@ -101,9 +95,6 @@ def test_one_column_mask_covers_whole_rows():
     assert masked_mean(x, mask).item() == 1.5
     assert masked_var(x, mask).item() == 0.25
     assert whiten(x, mask)[1].tolist() == [0, 0]
-
-
-# ------------------------------------------------------------------------------------- whiten
 
 
 @pytest.mark.proves("rlhf_pg.masking.whiten")
@@ -170,9 +161,6 @@ def test_zero_variance_statistics_give_zero(noise):
     x = torch.full((1, 4), 10_000.1)
     stats = (x.mean() + noise, torch.tensor(noise**2))
     assert (whiten(x, torch.ones(1, 4).bool(), stats=stats) == 0).all()
-
-
-# ----------------------------------------------------------------------------- for all of them
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

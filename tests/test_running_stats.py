@@ -26,9 +26,6 @@ def moments_of(*batches, shift=0.0):
     return moments
 
 
-# --------------------------------------------------------------------------------- RunningMoments
-
-
 @pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
 def test_moments_of_two_batches_by_hand():
     # 1, 3 (mean 2, var 1) and 6, 6, 9 (mean 7, var 2): mean 25/5; 16 + 4 + 1 + 1 + 16 = 38
@@ -104,9 +101,6 @@ def test_moments_with_invalid_batch_raise(batch):
     with pytest.raises(ValueError, match=r"RunningMoments\.update takes a finite count"):
         moments.update(*batch)
     assert moments == RunningMoments(count=2, mean=1.0, var=4.0)
-
-
-# ---------------------------------------------------------------------------------- MovingAverage
 
 
 @pytest.mark.proves("rlhf_pg.running_stats.MovingAverage")

@@ -50,9 +50,6 @@ def recipe(tmp_path):
     return tmp_path / "recipe.yaml"
 
 
-# -------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.fault(33, "refused by name when it is read")
 @pytest.mark.parametrize(
     ("config", "key", "value"),
@@ -159,9 +156,6 @@ def test_off_policy_sampler_is_corrected_by_default(options, correction):
     assert args.correction_of(args.rollout_engine) == correction
 
 
-# ----------------------------------------------------------------------------------------- names
-
-
 def test_names_are_those_of_registries():
     """The config has them without torch."""
     fields = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -183,9 +177,6 @@ def test_function_is_bound_to_its_config_keys():
 
     config = GRPOConfig(beta=0.5, epsilon_high=0.4)
     assert bind(loss, config)("x") == ("x", 0.5, 0.4, 1)
-
-
-# -------------------------------------------------------------------------------------- defaults
 
 
 @pytest.mark.parametrize(
@@ -223,9 +214,6 @@ def test_subclass_with_undocumented_key_is_parsed(capsys):
     assert mine(beta=1, own=5).beta == 1
     with pytest.raises(ValueError, match=r"^beta must be"):
         mine(beta=-1)
-
-
-# ------------------------------------------------------------------------ defaults < YAML < flags
 
 
 def test_flags_override_yaml_and_yaml_overrides_defaults(recipe):
@@ -279,14 +267,10 @@ def test_flag_replaces_keys_of_what_it_replaces(recipe, flag, kept):
     [
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string to PyYAML
         ("epsilon_high: null", "epsilon_high", None),
-        ("gradient_checkpointing: true", "gradient_checkpointing", True),
         ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
-        ("reward_weights: [1, 0.5]", "reward_weights", (1.0, 0.5)),
         ("output_dir: '007'", "output_dir", "007"),
         ("report_to: [tensorboard, wandb]", "report_to", ("tensorboard", "wandb")),
-        ("report_to: trackio", "report_to", ("trackio",)),
         ("report_to: none", "report_to", ()),
-        ("stop: </answer>", "stop", ("</answer>",)),
         ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
         ('stop: ["--seed", "7"]', "stop", ("--seed", "7")),
         ("run_name: 2026", "run_name", "2026"),
@@ -326,9 +310,6 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
         assert args.on("cpu").gradient_checkpointing is bool(given)
     said = "gradient_checkpointing: offload is for GPUs; on a CPU it means true"
     assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
-
-
-# ------------------------------------------------------------------------------------- files
 
 
 def test_later_recipe_wins_and_keys_of_other_algorithms_are_left_out(recipe, tmp_path, caplog):
@@ -406,39 +387,25 @@ def test_only_first_rank_prints_error(capsys, monkeypatch, recipe):
     assert capsys.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------------------------------- dump
-
-
+# Values that YAML could take for others.
 OTHERS = {
     "output_dir": "runs/a: b # c",
     "dataset_name": ("org/data", "org/more"),
     "dataset_weights": (1.0, 2.0),
-    "dataset_test_split": 0.1,
     "dataset_columns": {"prompt": "question: no", "answer": "a # b"},
     "prompt_template": "Q: {question}\n",
     "system_prompt": "Be --brief",
     "chat_template_kwargs": {"enable_thinking": False, "n": 1},
     "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
-    "gradient_checkpointing": "offload",
-    "use_peft": True,
-    "lora_target_modules": ("q_proj", "v_proj"),
-    "disable_dropout": False,
     "pad_token": "<|pad|>",
     "save_total_limit": None,
-    "report_to": ("tensorboard", "trackio"),
-    "run_name": "third: try",
     "learning_rate": 1 / 3 * 1e-5,
 }
 WITH_REWARDS = {
     "reward_funcs": ("math", "length"),
     "reward_options": {"length": {"target": 9, "words": ["a: b", "--c"]}},
     "reward_weights": (1.0, -0.5, 1e-7),
-    "reward_clip_range": (-1.0, 2.5),
     "stop": ("\n", "a: b # c"),
-    "adam_epsilon": 1e-5,
-    "micro_batch_tokens": 1000,
-    "given_in_python": ("tools", "optimizers"),
-    "shuffle_dataset": False,
 }
 
 

@@ -190,14 +190,6 @@ def test_empty_or_invalid_prompt_raises_with_row(prompts, row):
         load_prompts(dataset(*prompts), plain())
 
 
-def test_chat_without_template_raises():
-    tokenizer = plain()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"row 0 is a list of messages.*no chat_template"):
-        load_prompts(dataset([message("a")]), tokenizer)
-    assert load_prompts(dataset("a"), tokenizer).tokens == [[4]]
-
-
 @pytest.mark.fault(37, "an error names the columns that are there")
 def test_missing_prompt_column_error_names_columns():
     data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})

@@ -58,9 +58,6 @@ def surrogate_of_one(ratio, advantage, **options):
     return per_token.item(), logprob.grad.item(), {k: v.item() for k, v in metrics.items()}
 
 
-# --------------------------------------------------------------------------------- policy losses
-
-
 @pytest.mark.proves("rlhf_pg.losses.vanilla")
 def test_vanilla_by_hand():
     logprobs = f64([[-1.0, -2.0, NAN]]).requires_grad_()
@@ -206,9 +203,6 @@ def test_approx_kl_is_masked_mean():
     assert mean.item() == pytest.approx(0.02, rel=0.1)
 
 
-# -------------------------------------------------------------------------------------- value loss
-
-
 @pytest.mark.proves("rlhf_pg.losses.value_loss")
 @pytest.mark.parametrize(
     ("value", "old", "target", "clip_range", "loss", "slope", "clipped"),
@@ -245,9 +239,6 @@ def test_value_loss_matches_loop(case, clip_range):
             squares.append((v_old + min(max(v - v_old, -clip_range), clip_range) - r) ** 2)
         expected[i, t] = max(squares) / 2
     equal(value_loss(values, old, returns, mask, clip_range)[0], expected)
-
-
-# ------------------------------------------------------------------------------ for all the losses
 
 
 @each_loss
@@ -300,8 +291,6 @@ def test_batch_without_tokens_has_zero_loss_and_gradient(loss, aggregation):
     total.backward()
     assert torch.equal(x.grad, torch.zeros(2, 3))
 
-
-# ----------------------------------------------------------------------------------- token_weights
 
 HOLED = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # lengths 3, 1, and none
 
@@ -377,9 +366,6 @@ def test_constant_aggregation_without_length_raises():
         token_weights(HOLED, "constant")
 
 
-# ----------------------------------------------------------------------- likelihood
-
-
 @pytest.mark.proves("rlhf_pg.losses.nll")
 def test_nll_by_hand():
     """Of three tokens: -(-1 - 2 - 4) / 3; of a part of a larger update, / 14; of none, 0."""
@@ -392,9 +378,6 @@ def test_nll_by_hand():
     assert torch.allclose(logprobs.grad, -torch.tensor([[third, third], [0, 0], [third, 0]]))
     assert nll(logprobs, mask, torch.tensor(14)).item() == pytest.approx(0.5)
     assert nll(logprobs, torch.zeros_like(mask)).item() == 0
-
-
-# ------------------------------------------------------------------ the tokens with most entropy
 
 
 @pytest.mark.proves("rlhf_pg.losses.high_entropy")

@@ -106,13 +106,6 @@ def test_mask_holes_are_attended_but_not_valued(kind, tokenizer):
     assert (module(replace(batch, completion_ids=said)).end_values - end)[1].abs() > 1e-3
 
 
-def test_policy_output_is_unchanged_beside_critic(tokenizer):
-    module = actor_critic("shared", "llama", tokenizer)
-    alone, out = module.policy(rollout(left=2)), module(rollout(left=2))
-    assert out.logprobs.equal(alone.logprobs)
-    assert out.entropy.equal(alone.entropy)
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("separate", torch.bfloat16), ("shared", torch.float64), ("lora", torch.bfloat16)],

@@ -157,12 +157,6 @@ def test_masked_slots_give_no_gradient():
     assert not gradient(model, batch, large * ~mask).any()
 
 
-def test_blank_row_gives_zero_gradient_to_every_parameter():
-    model = tiny_model("llama")
-    Policy(model)(rollout().blank_row()).logprobs.sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 def test_undefined_logits_at_padding_stay_out_of_scores():
     logits = table()
     logits[0] = math.nan  # what the pad id is followed by

@@ -50,7 +50,7 @@ def test_train_mode_logprobs_match_eval_mode(arch, checkpointing):
     assert all(a.equal(b) for a, b in zip(weights, policy.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("arch", SWITCHED_ON)
+@pytest.mark.parametrize("arch", ["phimoe", "gemma3n_text", "opt"])
 def test_recomputation_leaves_gradient_unchanged(arch):
     plain, recomputing = (policy_of(arch, checkpointing).train() for checkpointing in (False, True))
     calls, expected = [], trained_gradient(plain)

@@ -120,7 +120,6 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
         (["model:"], {}, "write model:PATH_OR_HUB_ID, without options"),
         (["mine.py:brevity"], {"mine.py:brevity": {"limt": 1}}, "did you mean 'limit'"),
         (["mine.py"], {}, "names no function"),
-        (["ftp://host/mine.py:f"], {}, "there is no file"),
     ],
 )
 def test_wrong_name_or_option_is_one_error(here, names, options, reason):

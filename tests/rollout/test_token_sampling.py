@@ -140,18 +140,6 @@ def test_half_precision_logits_are_sampled_in_float32(temperature):
     torch.testing.assert_close(logprobs.double(), exact[range(64), ids], rtol=0, atol=1e-5)
 
 
-def test_rows_are_sampled_independently_and_logits_left_unchanged():
-    logits = 3 * torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    params = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1)
-    before, noise = logits.clone(), noise_of(50)
-    ids, logprobs = sample(logits, params, noise)
-    assert logits.equal(before)
-    for i in range(50):
-        row_ids, row_logprobs = sample(logits[i : i + 1], params, noise[i : i + 1])
-        assert row_ids.item() == ids[i]
-        torch.testing.assert_close(row_logprobs[0], logprobs[i])
-
-
 def expected_uniform(seed: int, draw: int, sample: int, position: int) -> float:
     word = 0
     for key in (seed, draw, sample, position):

@@ -61,9 +61,6 @@ def train(tmp_path, model=None, data=None, held_out=None, peft_config=None, **op
     return train_reward_model(args, model, letters(), data, held_out, peft_config)
 
 
-# --------------------------------------------------------------------------------------- the loss
-
-
 def test_loss_matches_bradley_terry_formula():
     chosen, rejected = torch.tensor([2.0, -1.0]), torch.tensor([0.0, 0.5])
     expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1.5))) / 2
@@ -125,9 +122,6 @@ def test_calibration_error_of_ties_and_certainty():
     assert calibration_error(torch.zeros(3), torch.zeros(3)) == 0
     assert calibration_error(far, -far) == 0
     assert calibration_error(-far, far) == 1
-
-
-# -------------------------------------------------------------------------------- what it reads
 
 
 def test_batch_is_scored_pair_by_pair():
@@ -203,9 +197,6 @@ def test_system_message_beside_repeated_prompt_is_there_once(where):
 def test_system_prompt_stands_in_front_of_conversations():
     [pair] = tokenized(Dataset.from_list([WHOLE]), chats(), system_prompt="z")
     assert pair == ([21, 28, 23, 3, 4, 3, 5], [21, 28, 23, 3, 4, 3, 6])
-
-
-# -------------------------------------------------------------------------------------- training
 
 
 def test_adapter_is_merged_into_plain_classifier(tmp_path):
@@ -352,9 +343,6 @@ def test_language_model_gets_seeded_head(tmp_path):
     assert heads[0].equal(heads[1])
     assert not heads[0].equal(heads[2])
     assert heads[0].dtype == torch.float32
-
-
-# ------------------------------------------------------------------------------- what is refused
 
 
 def broken(row=None, drop=(), **changes):

@@ -57,9 +57,6 @@ def only(rows, tokenizer, **options):
     return learnt(example, tokenizer)
 
 
-# ------------------------------------------------------------------------------------------ text
-
-
 @pytest.mark.parametrize("column", ["completion", "answer"])
 def test_only_completion_and_eos_are_learnt(tokenizer, column):
     rows = [{"prompt": "ab", column: "cd"}]
@@ -78,16 +75,6 @@ def test_prompt_keeps_tokens_that_a_rollout_gives_it():
     assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == [*"abcd", "<eos>"]
     [example] = examples([{"prompt": "a", "completion": "bcd"}], tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == ["a", "bc", "d", "<eos>"]
-
-
-def test_bos_stands_in_front_once():
-    tokenizer = letters(bos=True)
-    [example] = examples([{"prompt": "a", "completion": "b"}], tokenizer)
-    assert list(example["input_ids"]) == [1, 3, 4, 2]
-    assert list(example["labels"]) == [-100, -100, 4, 2]
-
-
-# ----------------------------------------------------------------------------------------- chats
 
 
 @pytest.mark.parametrize("template", [TAGGED, UNTAGGED])
@@ -197,9 +184,6 @@ def test_template_arguments_and_system_prompt_reach_the_chat(tokenizer):
     assert only(rows, tokenizer, system_prompt="hi").startswith("z[s|hi<eos> [u|ab")
 
 
-# --------------------------------------------------------------------------------- where data are
-
-
 def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "a", "answer": "b"}\n' * 10)
@@ -227,8 +211,6 @@ def test_text_file_is_no_prompt(tmp_path):
     train, _ = settle_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
     assert train[0] == {"text": "ab"}
 
-
-# -------------------------------------------------------------------------------- what is refused
 
 LONG = [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": "cdefg"}]
 

@@ -56,9 +56,6 @@ def same(first, second):
     return all(first[name].equal(second[name]) for name in first)
 
 
-# --------------------------------------------------------------------------------------- numbers
-
-
 def test_held_out_metrics_are_means_over_learnt_tokens(tmp_path):
     """Held-out loss and accuracy by a loop in float64, whatever the batches they come in."""
     data = upper(7)
@@ -176,9 +173,6 @@ def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
         train(tmp_path, model, max_steps=9)
 
 
-# -------------------------------------------------------------------------------------- training
-
-
 def test_model_learns_completions(tmp_path):
     metrics = train(tmp_path, held_out=upper(6), max_steps=60)
     assert metrics["eval_loss"] < 0.5
@@ -188,15 +182,6 @@ def test_model_learns_completions(tmp_path):
     ids = tokenizer("c ", return_tensors="pt")
     said = model.generate(input_ids=ids["input_ids"], max_new_tokens=4, do_sample=False)
     assert said[0, 2] == ids["input_ids"][0, 0]
-
-
-def test_several_held_out_sets_are_measured_by_name(tmp_path):
-    metrics = train(tmp_path, held_out={"easy": upper(6), "same": upper(7)}, max_steps=1)
-    assert set(metrics) == {
-        f"eval_{name}_{metric}"
-        for name in ("easy", "same")
-        for metric in ("loss", "mean_token_accuracy")
-    }
 
 
 def test_adapter_is_saved_apart_and_merged(tmp_path):
@@ -301,13 +286,15 @@ def test_resume_is_refused_with_other_data_model_or_keys(killed, other, key):
 
 
 def test_run_leaves_config_metrics_and_report(tmp_path):
-    train(tmp_path, held_out=upper(6), eval_steps=2)
+    metrics = train(tmp_path, held_out={"easy": upper(6), "same": upper(7)}, eval_steps=2)
+    kinds = ("loss", "mean_token_accuracy")
+    assert set(metrics) == {f"eval_{name}_{kind}" for name in ("easy", "same") for kind in kinds}
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert [line["step"] for line in lines if "eval_easy_loss" in line] == [2, 4]
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= lines[0].keys()
     assert "dataset_fingerprint: null" not in (tmp_path / "config.yaml").read_text()
-    assert "eval_loss" in (tmp_path / "report.html").read_text()
+    assert "eval_easy_loss" in (tmp_path / "report.html").read_text()
 
 
 def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch):
@@ -327,9 +314,6 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropout\) is for loading"):
         train(tmp_path / "object", model, **options)
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,8 @@ def test_logprobs_match_teacher_forced_forward(arch):
     assert_teacher_forced(model, PROMPTS, completions, atol)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_samples_do_not_depend_on_batch(arch):
-    engine = engine_of(tiny_model(arch))
+def test_samples_do_not_depend_on_batch():
+    engine = engine_of(tiny_model("llama"))
     together = engine.generate(PROMPTS, 3, PARAMS, seed=1)
     alone = [
         completion
@@ -233,20 +232,6 @@ def test_stop_string_in_prompt_is_ignored():
         assert stop not in tokenizer.decode(endless.tokens)
         [completion] = engine.generate([[17, 4]], 1, replace(PARAMS, stop=stop), seed=0)
         assert completion == endless
-
-
-def test_eos_ends_completion_beside_stop_strings():
-    model = tiny_model("llama")
-    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
-    engine = engine_of(model, tokenizer=char_tokenizer())
-    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop=["e", "k"]), seed=0)
-    by_text = [cut_at_text(c, ["e", "k"]) for c in endless]
-    by_eos = [cut(c, EOS, PARAMS.max_tokens) for c in endless]
-    first = [
-        min(pair, key=lambda c: (len(c.tokens), c.finish_reason == "length"))
-        for pair in zip(by_text, by_eos, strict=True)
-    ]
-    assert_same(completions, first)
 
 
 def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
