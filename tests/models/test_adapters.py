@@ -326,19 +326,6 @@ def test_merging_one_tied_weight_keeps_other(target, tmp_path):
     torch.testing.assert_close(logits(restored), logits(model), rtol=0, atol=1e-4)
 
 
-def test_adapter_weights_are_restored_in_place(base_path, tmp_path):
-    """The dtypes of base and adapter differ, and so they stay."""
-    original, model = (adapted(base_path, seed, torch.bfloat16) for seed in (1, 2))
-    original.save_pretrained(tmp_path)
-    modules, where = [name for name, _ in model.named_modules()], storages(model)
-    load_weights(model, tmp_path)
-    assert [name for name, _ in model.named_modules()] == modules  # not wrapped once more
-    assert storages(model) == where
-    weights = dict(original.named_parameters())
-    assert all(weights[name].equal(p) for name, p in model.named_parameters())
-    assert trained(model).keys() == trained(original).keys()
-
-
 def test_restoring_adapter_with_changed_config_raises(tmp_path):
     """The tensors would fit."""
     stir(add_adapter(tiny_model("llama"), adapter())).save_pretrained(tmp_path)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,7 +19,6 @@ from rlhf_pg.models import (
     load_model,
     load_tokenizer,
     load_weights,
-    max_positions,
     stop_token_ids,
 )
 from tests.tiny import tiny_model
@@ -189,12 +187,6 @@ def test_quantized_weights_are_not_cast():
     packed = torch.arange(3, dtype=torch.uint8)
     model.packed = torch.nn.Parameter(packed, requires_grad=False)
     assert load_model(model, torch.bfloat16).packed.dtype == torch.uint8
-
-
-def test_max_positions_matches_config():
-    config = AutoConfig.for_model("bloom", vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
-    assert max_positions(AutoModelForCausalLM.from_config(config)) is None
-    assert max_positions(tiny_model("gpt2")) == max_positions(tiny_model("llama")) == 64
 
 
 @pytest.mark.fault(44, "refused; pad_token names another")

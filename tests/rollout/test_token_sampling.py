@@ -129,13 +129,12 @@ def test_each_token_owns_half_open_noise_interval():
     assert ids.tolist() == [0, 0, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_half_precision_logits_are_sampled_in_float32(temperature):
-    params = SamplingParams(temperature=temperature)
+def test_half_precision_logits_are_sampled_in_float32():
+    params = SamplingParams(temperature=0.7)
     logits = 3 * torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     logits = logits.bfloat16()
     ids, logprobs = sample(logits, params, noise_of(64))
-    exact = (logits.double() / (temperature or 1)).log_softmax(-1)
+    exact = (logits.double() / 0.7).log_softmax(-1)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), exact[range(64), ids], rtol=0, atol=1e-5)
 

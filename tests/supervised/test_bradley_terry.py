@@ -436,22 +436,11 @@ def test_config_that_no_reward_model_can_have_is_refused(options, message):
 
 
 def test_string_pairs_end_with_one_eos():
-    tokenizer = letters()
-    pairs = Dataset.from_list(
-        [
-            {"prompt": "a", "chosen": "b", "rejected": "c<eos>"},
-            {"prompt": "", "chosen": "b", "rejected": "c"},
-        ]
-    )
-    for data in (
-        pairs,
-        pairs.map(
-            lambda row: {key: row["prompt"] + row[key] for key in ("chosen", "rejected")},
-            remove_columns="prompt",
-        ),
-    ):
-        first, second = tokenized(data, tokenizer)
-        assert first == ([3, 4, 2], [3, 5, 2])
-        assert second == ([4, 2], [5, 2])
-        bare, _ = tokenized(data, tokenizer, append_eos=False)
-        assert bare == ([3, 4], [3, 5, 2])
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c<eos>"},
+        {"prompt": "", "chosen": "b", "rejected": "c"},
+    ]
+    expected = [([3, 4, 2], [3, 5, 2]), ([4, 2], [5, 2])]
+    assert tokenized(Dataset.from_list(rows), letters()) == expected
+    bare, _ = tokenized(Dataset.from_list(rows), letters(), append_eos=False)
+    assert bare == ([3, 4], [3, 5, 2])

@@ -131,18 +131,6 @@ def test_cancelled_request_leaves_its_place_to_others():
     assert len(finished[0].completion.tokens) == 30
 
 
-def test_session_continues_after_rejected_request():
-    engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
-    with engine.session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[5], prompt_index=0))
-        with pytest.raises(ValueError, match="has 7 tokens"):
-            session.add(Request(tokens=[5] * 7, prompt_index=1))
-        finished = []
-        while not session.idle:
-            finished += session.step()
-    assert [f.request.prompt_index for f in finished] == [0]
-
-
 def test_adapter_is_merged_into_copy_of_policy():
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
