@@ -6,6 +6,7 @@ import math
 import random
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -51,8 +52,13 @@ def play(program: Any, script: Any = None, n: int = 1, rows: int = 1, **options:
     return runner.play(engine, examples, [[1]] * rows, range(rows), n, params, seed=0)
 
 
+@cache
+def client(url: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+
+
 def client_of(endpoint: Endpoint) -> openai.OpenAI:
-    return openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    return client(endpoint.base_url, endpoint.api_key)
 
 
 def ask(endpoint: Endpoint, messages: Any = ASK, **options: Any) -> Any:
