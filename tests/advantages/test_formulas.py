@@ -788,10 +788,7 @@ def test_masked_slots_do_not_affect_named_estimators(name, planted):
 def test_estimator_sets_match_required_and_read_signals(name):
     s = signals(*TWO_GROUPS)
     ADVANTAGES[name](s)
-    for key, needed in (
-        ("values", NEED_VALUES),
-        ("greedy_scores", NEED_GREEDY),
-    ):
+    for key, needed in (("values", NEED_VALUES), ("greedy_scores", NEED_GREEDY)):
         without = dataclasses.replace(s, **{key: None})
         if name in needed:
             with pytest.raises(AssertionError):

@@ -14,13 +14,7 @@ from rlhf_pg.config import (
     RLOOConfig,
     SFTConfig,
 )
-from rlhf_pg.config.foreign_keys import (
-    FOREIGN_ARGUMENTS,
-    HINTS,
-    REASONS,
-    SUPERVISED_HINTS,
-    unknown,
-)
+from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS, HINTS, REASONS, SUPERVISED_HINTS, unknown
 from rlhf_pg.config.parse import parse
 
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
@@ -87,10 +81,7 @@ def test_hints_name_keys() -> None:
 
 @pytest.mark.parametrize(
     ("key", "ours"),
-    [
-        ("per_device_train_batch_size", "batch_size"),
-        ("use_vllm", "rollout_engine.*, of grpo, "),
-    ],
+    [("per_device_train_batch_size", "batch_size"), ("use_vllm", "rollout_engine.*, of grpo, ")],
 )
 def test_supervised_run_has_hints_of_its_own(key, ours) -> None:
     with pytest.raises(ValueError, match=f"{key}.* {ours}"):

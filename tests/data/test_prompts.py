@@ -177,13 +177,7 @@ def test_bos_is_prepended_once_if_there_is_one(tokenizer, prompt, ids):
 @pytest.mark.fault(37, "refused by its row")
 @pytest.mark.parametrize(
     ("prompts", "row"),
-    [
-        (["a", ""], 1),
-        (["a", "b", None], 2),
-        ([[message("a")], []], 1),
-        ([[4, 5]], 0),
-        ([3], 0),
-    ],
+    [(["a", ""], 1), (["a", "b", None], 2), ([[message("a")], []], 1), ([[4, 5]], 0), ([3], 0)],
 )
 def test_empty_or_invalid_prompt_raises_with_row(prompts, row):
     with pytest.raises(ValueError, match=f"prompt in row {row} (is empty|must be a string or)"):

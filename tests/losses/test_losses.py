@@ -35,10 +35,7 @@ WITH_RATIO = {name: loss for name, loss in POLICY.items() if name != "vanilla"}
 # Their advantage is the row's, so their gradient at a token is not that token's alone.
 OF_ROWS = ("gspo",)
 # Each as a function of what it is differentiated by and two other (B,T) inputs.
-LOSSES = POLICY | {
-    "value": value_loss,
-    "value-clipped": lambda *x: value_loss(*x, clip_range=0.3),
-}
+LOSSES = POLICY | {"value": value_loss, "value-clipped": lambda *x: value_loss(*x, clip_range=0.3)}
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 

@@ -207,8 +207,7 @@ def test_scores_without_grad_are_identical() -> None:
 
 
 @pytest.mark.parametrize(
-    "transform",
-    [LogitTransform(), LogitTransform(0.4), LogitTransform(3.0, 1.5)],
+    "transform", [LogitTransform(), LogitTransform(0.4), LogitTransform(3.0, 1.5)]
 )
 @pytest.mark.parametrize("entropy", [True, False])
 def test_gradient_matches_finite_differences(transform, entropy) -> None:

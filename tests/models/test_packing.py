@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import (
-    Policy,
-    add_adapter,
-    checkpoint_activations,
-    disable_dropout,
-    packing,
-)
+from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, packing
 from rlhf_pg.models.attention import attention_support, replace_attention
 from rlhf_pg.models.packing import PrefixTree, lay_out_packed, lay_out_padded
 from tests.models.architectures import build

@@ -133,9 +133,7 @@ def test_error_names_function_and_prompt(fault):
 
 @pytest.mark.fault(27, "with on_reward_error drop the other prompts keep their scores")
 @pytest.mark.parametrize(
-    "fault",
-    [faults.hangs, faults.is_killed, faults.is_not_a_number],
-    ids=lambda f: f.__name__,
+    "fault", [faults.hangs, faults.is_killed, faults.is_not_a_number], ids=lambda f: f.__name__
 )
 def test_dropped_failure_leaves_other_scores(fault):
     made = short(fault, on_error="drop")

@@ -17,8 +17,7 @@ def accelerator(kind: DistributedType, **state: Any) -> Any:
 
 def deepspeed_with(stage: int, **config: Any) -> Any:
     plugin = SimpleNamespace(
-        zero_stage=stage,
-        deepspeed_config={"zero_optimization": {"stage": stage}, **config},
+        zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage}, **config}
     )
     return accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
 

@@ -7,11 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.models import loading

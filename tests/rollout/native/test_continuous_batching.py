@@ -30,10 +30,7 @@ def forward_sizes(model) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("arch", "cache_tokens"),
-    [("llama", 1), ("gpt2", 40)],
-)
+@pytest.mark.parametrize(("arch", "cache_tokens"), [("llama", 1), ("gpt2", 40)])
 def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     model = tiny_model(arch, dtype=torch.float64)  # no token's noise is that close to an edge
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
