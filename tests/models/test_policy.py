@@ -21,7 +21,7 @@ PADDINGS = [(0, 0), (5, 3), (64, 0)]
 EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
 
 
-def rollout(prompts=PROMPTS, completions=COMPLETIONS, left=0, right=0, pad=0, seed=0):
+def rollout(prompts=PROMPTS, completions=COMPLETIONS, left=0, right=0, pad=0):
     """Rows padded further on either side, with ids of no meaning in every padded slot."""
     batch = Batch.from_tokens(
         prompts=prompts,
@@ -57,19 +57,19 @@ def with_garbage(batch, seed=0):
     )
 
 
-def teacher_forced(model, prompt, completion, temperature=1.0):
+def teacher_forced(model, prompt, completion):
     """log-probability and entropy of every token of one completion, in float64."""
     logits = model(torch.tensor([prompt + completion]), use_cache=False).logits[0].double()
-    p = (logits[len(prompt) - 1 : -1] / temperature).softmax(-1)
+    p = logits[len(prompt) - 1 : -1].softmax(-1)
     chosen = torch.stack([p[t, token] for t, token in enumerate(completion)])
     return chosen.log(), -(p * p.log()).sum(-1)
 
 
-def assert_teacher_forced(model, batch, atol, temperature=1.0, completions=COMPLETIONS):
-    out = Policy(model, temperature)(batch)
+def assert_teacher_forced(model, batch, atol):
+    out = Policy(model)(batch)
     assert out.logprobs.shape == out.entropy.shape == batch.completion_ids.shape
-    for i, completion in enumerate(completions):
-        logprobs, entropy = teacher_forced(model, PROMPTS[i], completion, temperature)
+    for i, completion in enumerate(COMPLETIONS):
+        logprobs, entropy = teacher_forced(model, PROMPTS[i], completion)
         n = len(completion)
         torch.testing.assert_close(out.logprobs[i, :n].double(), logprobs, rtol=0, atol=atol)
         torch.testing.assert_close(out.entropy[i, :n].double(), entropy, rtol=0, atol=atol)
@@ -77,12 +77,8 @@ def assert_teacher_forced(model, batch, atol, temperature=1.0, completions=COMPL
         assert not out.entropy[i, n:].any()
 
 
-def gradient(model, batch, weights=None):
-    """Of the weighted sum of the log-probabilities, flat."""
-    return gradient_of(Policy(model), batch, weights)
-
-
 def gradient_of(policy, batch, weights=None):
+    """Of the weighted sum of the log-probabilities, flat."""
     logprobs = policy(batch).logprobs
     weights = torch.arange(1.0, logprobs.numel() + 1) if weights is None else weights.flatten()
     grads = torch.autograd.grad((logprobs.flatten() * weights).sum(), list(policy.parameters()))
@@ -153,8 +149,8 @@ def test_masked_slots_give_no_gradient():
     batch = replace(rollout(), action_mask=mask)
     ones = torch.ones(mask.shape)
     large = torch.where(mask, 1.0, 1e6)
-    assert gradient(model, batch, large).equal(gradient(model, batch, ones))
-    assert not gradient(model, batch, large * ~mask).any()
+    assert gradient_of(Policy(model), batch, large).equal(gradient_of(Policy(model), batch, ones))
+    assert not gradient_of(Policy(model), batch, large * ~mask).any()
 
 
 def test_undefined_logits_at_padding_stay_out_of_scores():
@@ -180,7 +176,7 @@ def test_gradient_checkpointing_leaves_gradient_unchanged(arch, offload):
     calls = []
     model = tiny_model(arch, dtype=torch.float64)
     disable_dropout(model.train())
-    plain = gradient(model, rollout(left=2))
+    plain = gradient_of(Policy(model), rollout(left=2))
     checkpoint_activations(model, offload)
     policy = Policy(model)
     model.get_input_embeddings().register_forward_hook(lambda *_: calls.append("embedding"))

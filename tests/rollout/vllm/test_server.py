@@ -254,7 +254,6 @@ def logprobs(*numbers: Any) -> dict[str, Any]:
 FAULTS = {
     "status 429: slow down": (429, b"slow down"),
     "no answer": (200, b"{"),  # cut off within the body
-    "an answer that cannot be used": (200, b"{}}"),
     "KeyError": (200, {"id": "cmpl-1"}),
     "an answer of 'older'": (200, {"model": "older"}),
     "not enough values": (200, {"model": "base", "choices": []}),
@@ -265,7 +264,6 @@ FAULTS = {
     "'length' after 6 of 6 tokens, the last 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
     "-inf is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
     r"status 500: \x1b[2J": (500, b"\x1b[2J"),
-    "RemoteProtocolError": lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
 }
 
 
