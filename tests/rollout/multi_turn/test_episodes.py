@@ -358,16 +358,3 @@ def test_results_do_not_depend_on_finishing_order():
         assert (a.tokens, a.logprobs, a.actions) == (b.tokens, b.logprobs, b.actions)
         assert a.rewards[1] == b.rewards[1]
     assert [text(episode.tokens) for episode in one] == [f"a<eos>{c}b<eos>" for c in "xyz"]
-
-
-def test_many_slow_environments_run_concurrently():
-    """Each answers only when all of them have been asked."""
-    barrier = threading.Barrier(40)
-
-    class Together(Listed):
-        def step(self, completion):
-            barrier.wait(30)
-            return super().step(completion)
-
-    episodes = play(sayer("a<eos>"), *(Together(("", 1.0, True)) for _ in range(40)), n=40)
-    assert all(episode.error is None for episode in episodes)

