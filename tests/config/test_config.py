@@ -102,6 +102,7 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"eval_success_threshold": 0.5}, "num_generations_eval"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop"),
         (GRPOConfig, {"delta": 1.1}, "delta"),
+        (GRPOConfig, {"max_steps": 0}, "max_steps"),
         (PPOConfig, {"importance_sampling_level": "sequence"}, "importance_sampling_level .*'gae'"),
         (GRPOConfig, {"scale_rewards": "mean", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
@@ -323,6 +324,8 @@ def test_flags_none_and_false_win_over_recipe(recipe):
         GRPOConfig, ["--config", str(recipe), "--use_peft", "false", "--epsilon_high", "null"]
     )
     assert (args.use_peft, args.lora_r, args.epsilon_high) == (False, 16, None)
+    args = parse(GRPOConfig, ["--config", str(recipe), "--use_peft", "true"])
+    assert (args.use_peft, args.lora_r) == (True, 8)
 
 
 def test_types_names_and_rules_are_checked_in_one_round(recipe, capsys):

@@ -10,7 +10,6 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.models import loading
 from rlhf_pg.rewards import RewardModel, train_reward_model
 from rlhf_pg.supervised.bradley_terry import (
     Pair,
@@ -252,21 +251,6 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
         train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
     with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropuot\) is for loading"):
         train_reward_model(args, classifier(), letters(), pairs(), pairs(8))
-
-
-def test_tokenizer_has_revision_of_model(tmp_path, monkeypatch):
-    classifier().save_pretrained(tmp_path / "base")
-    letters().save_pretrained(tmp_path / "base")
-    seen, load = [], loading.AutoTokenizer.from_pretrained
-
-    def noted(**options):
-        seen.append(options["revision"])
-        return load(**options)
-
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", noted)
-    args = config(tmp_path / "run", max_steps=1, model_init_kwargs={"revision": "v2"})
-    train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
-    assert seen == ["v2"]
 
 
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path):
