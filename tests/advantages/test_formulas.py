@@ -283,16 +283,6 @@ def test_padding_leaves_results_unchanged_and_zero(name, case, pad):
             equal(wide[:, left : left + width], narrow)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ALONG_A_ROW)
-def test_results_keep_dtype_and_are_detached(name, dtype):
-    rewards, values = (torch.ones(2, 3, dtype=dtype, requires_grad=True) for _ in range(2))
-    bootstrap = torch.ones(2, dtype=torch.float32, requires_grad=True)
-    for result in ALONG_A_ROW[name](rewards, values, torch.ones(2, 3).bool(), bootstrap):
-        assert result.dtype == dtype
-        assert not result.requires_grad
-
-
 # ------------------------------------------------------------------------------- against the group
 
 

@@ -23,7 +23,10 @@ def score(name, completion, truth, **options):
         ("STRASSE", "straße", {"ignore_case": True}, 1),
         ("e\u0301t\u00e9", "\u00e9te\u0301", {}, 1),
         ("<think>Lyon?</think>\n\nParis", "Paris", {}, 1),
-        ("Paris <think>or Lyon", "Paris", {}, 1),
+        ("<think>a</think>Paris<think>or Lyon", "Paris", {}, 1),
+        ("<think><answer>Lyon</answer></think>Paris", "Paris", {}, 1),
+        ("<answer>Lyon</answer><answer>Paris</answer>", "Paris", {}, 1),
+        ("<answer>Paris", "Paris", {}, 1),
         ("Paris", "Paris", {"opened": True}, 0),  # it is still thinking
         ("42", 42, {}, 1),
         ("Lyon", ["Paris", "Lyon"], {}, 1),
@@ -78,7 +81,9 @@ def test_numeric(completion, truth, options, expected) -> None:
     assert score("numeric", completion, truth, **options) == expected
 
 
-@pytest.mark.parametrize("text", ["111," * 50_000, "9" * 200_000, "#### " * 40_000])
+@pytest.mark.parametrize(
+    "text", ["111," * 50_000, "9" * 200_000, "#### " * 40_000, r"\boxed{" * 20_000]
+)
 def test_number_in_endless_text_is_looked_for_in_one_pass(text) -> None:
     number_in(text)  # for minutes, if a pattern went over the text again from every place in it
 

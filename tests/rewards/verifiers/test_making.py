@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pg.rewards import verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
-from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
+from rlhf_pg.rewards.verifiers.texts import text_of
 
 # Options that each of them can be made with.
 ENOUGH = {
@@ -37,6 +37,7 @@ def test_row_without_truth_applies_to_no_one() -> None:
         ("exact", {"colum": "a"}, ["reward exact: ", "'colum'", "'column'"]),
         ("regex", {"pattern": "(a"}, ["reward regex: ", "'(a'", "not a regular expression"]),
         ("numeric", {"abs_tol": "much"}, ["reward numeric: abs_tol", "'much'"]),
+        ("length", {}, ["reward length: ", "shortest", "longest"]),
         ("length", {"shortest": 5, "longest": 4}, ["shortest (5)", "longest (4)"]),
         ("format", {"tags": ["a", "a"]}, ["reward format: tags", "different"]),
         ("json_schema", {"schema": {"type": "objekt"}}, ["not a JSON schema", "objekt"]),
@@ -96,33 +97,6 @@ def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
 )
 def test_text_of_completion(completion, text) -> None:
     assert text_of(completion) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<think>6", ""),
-        ("<think>5</think>6<think>7", "6"),
-        ("<answer>6</answer><answer>7</answer>", "7"),
-        ("<answer>7", "7"),
-        ("<think><answer>6</answer></think>7", "7"),
-    ],
-)
-def test_answer_stands_outside_of_thinking(text, answer) -> None:
-    assert answer_of(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [
-        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{7}}", "7"),
-        (r"\boxed{7", None),
-        (r"\boxed{" * 20_000, None),
-    ],
-)
-def test_last_boxed(text, held) -> None:
-    assert last_boxed(text) == held
 
 
 def test_docs_name_every_option() -> None:
