@@ -551,6 +551,9 @@ def test_nothing_that_arrives_ends_the_run() -> None:
                     assert answer.json()["error"]["message"]
 
             send()
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+            body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+            assert client.post("/chat/completions", json=body).status_code == 400
             assert client.post("/completions", content=b" " * (2**23 + 1)).status_code == 413
             client.headers["Authorization"] = "Bearer none"
             assert client.post("/completions", json={"prompt": "a"}).status_code == 401

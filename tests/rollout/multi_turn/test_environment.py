@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pg.rollout import Observation
 from rlhf_pg.rollout.multi_turn.environment import check_observation, check_prompt
-from rlhf_pg.tasks.multi_turn import Guess, calculate, found
+from rlhf_pg.tasks.multi_turn import Guess, calculate, found, last_word
 
 CHAT = [{"role": "user", "content": "q"}]
 
@@ -81,3 +81,8 @@ def test_calculate_by_hand(expression, value):
 def test_invalid_expression_raises(expression):
     with pytest.raises(ValueError, match="not an expression"):
         calculate(expression)
+
+
+def test_only_last_message_counts():
+    said = [[{"content": "4"}], [{"content": "4"}, {"content": "5"}]]
+    assert last_word([], said, answer=["4", "4"]) == [1.0, 0.0]
