@@ -141,10 +141,8 @@ def test_last_assistant_message_is_continued(words):
     assert tokenizer.decode(closed).replace(" ", "") == "u:q<end>a:ab<end>"
     answer = encode_answer([message("t", "tool")], tokenizer, chat, None)
     assert tokenizer.decode(answer) == "<end>t:t<end>a:"
-    assert whole_turn(chat, [message("c", "assistant")]) == (
-        chat[:1],
-        [message("ab c", "assistant")],
-    )
+    joined = [message("ab c", "assistant")]
+    assert whole_turn(chat, [message("c", "assistant")]) == (chat[:1], joined)
     assert whole_turn(chat, []) == (chat, [])
 
 

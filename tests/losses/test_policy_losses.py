@@ -264,9 +264,7 @@ def test_delta_not_above_one_raises(delta):
 
 def test_unknown_importance_sampling_level_raises():
     x = torch.zeros(1, 1)
-    with pytest.raises(
-        ValueError, match="importance_sampling_level must be one of token, sequence"
-    ):
+    with pytest.raises(ValueError, match="importance_sampling_level"):
         clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), importance_sampling_level="row")
 
 

@@ -54,11 +54,8 @@ def assert_values(module, batch, tolerance):
     assert out.values.shape == batch.completion_ids.shape
     assert out.end_values.shape == (len(PROMPTS),)
     for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        expected, mask, n = (
-            by_hand(module, prompt, completion),
-            batch.action_mask[i],
-            len(completion),
-        )
+        expected, n = by_hand(module, prompt, completion), len(completion)
+        mask = batch.action_mask[i]
         shown = torch.where(mask[:n], expected[:-1], 0.0)
         torch.testing.assert_close(out.values[i, :n].double(), shown, **close)
         assert not out.values[i, n:].any()

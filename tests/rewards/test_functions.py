@@ -278,9 +278,7 @@ def test_none_score_leaves_gap_in_its_column():
 def test_completion_scored_by_no_function_raises():
     assert call(says([1, None, None]), says([None, 2, 3])).nansum(1).tolist() == [1, 2, 3]
     for none in (None, [None] * 3):
-        with pytest.raises(
-            ValueError, match=r"completion 2 .* one, two returned None for pr.* 'q'"
-        ):
+        with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None"):
             call(says([None, 1, none], "one"), says([1, 1, none], "two"))
 
 

@@ -231,9 +231,7 @@ def test_function_that_no_worker_can_have_is_refused(monkeypatch):
 
     mine.__module__, mine.__qualname__ = "__main__", "mine"
     monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
-    with pytest.raises(
-        ValueError, match=r"reward function mine cannot be sent .* '__main__' .* a file of its own"
-    ):
+    with pytest.raises(ValueError, match=r"mine cannot be sent .* '__main__'"):
         rewards(mine)
     with pytest.raises(ValueError, match=r"cannot be sent to a worker .*top level of a file"):
         rewards(lambda completions: [0.0] * len(completions))
