@@ -151,7 +151,7 @@ def draw_students(plt: Any) -> None:
 
 
 def draw_rates(plt: Any) -> None:
-    """Draw reward, entropy and KL of each step, for three learning rates each of three adapters."""
+    """Draw reward, entropy and KL of each step, for each adapter at its learning rates."""
     kinds = ("rank-1", "rank-16", "full")
     figure, axes = plt.subplots(3, 3, figsize=(10, 7), sharey="row", layout="constrained")
     for kind, column in zip(kinds, axes.T, strict=True):

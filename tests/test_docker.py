@@ -4,8 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 ARGUMENTS = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.M))
@@ -30,16 +28,3 @@ def test_image_uses_existing_extras_and_files() -> None:
     assert (ROOT / command).stat().st_mode & 0o111
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert not {".git", "tests", "constraints.txt", "examples"} & set(ignored)
-
-
-def test_issue_form_accepts_report() -> None:
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/gpu_report.yml").read_text())
-    assert {"name", "description", "body"} <= set(form)
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
-    ids = [field["id"] for field in fields]
-    assert len(set(ids)) == len(ids)
-    assert all(field["attributes"]["label"] for field in fields)
-    (report,) = (field for field in fields if field["id"] == "report")
-    assert report["validations"]["required"]
-    assert report["attributes"]["render"] == "json"

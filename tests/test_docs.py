@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.report.metrics import KEYS
-from tests.gpu import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -90,11 +89,6 @@ def test_site_lists_every_page() -> None:
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
-def test_readme_and_ci_name_test_command() -> None:
-    assert "`make test`" in (ROOT / "README.md").read_text()
-    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_and_links_on_page_exist(page: Path) -> None:
     text = page.read_text()
@@ -140,23 +134,6 @@ def test_functions_without_source_exist() -> None:
     assert {entry.name for entry in ENTRIES} >= NO_SOURCE
 
 
-@pytest.mark.parametrize(
-    ("paragraph", "expected"),
-    [
-        ("Plain,\ntext.", "Plain,\ntext.\n"),
-        ("    a = b\n      + c", "```text\na = b\n  + c\n```\n"),
-        (
-            "Args:\n    x: (B,T)\n        or so.\n    y, z: others.",
-            "**Args:**\n\n- `x`: (B,T) or so.\n- `y, z`: others.\n",
-        ),
-        ("Returns:\n    (B,T).", "**Returns:** (B,T).\n"),
-        ("Elsewhere: TRL clips.", "**Elsewhere:** TRL clips.\n"),
-    ],
-)
-def test_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
-    assert generate.rendered(paragraph) == expected
-
-
 REPORT = {
     "device": "NVIDIA H100 80GB HBM3",
     "gpus": 1,
@@ -200,12 +177,6 @@ def test_gpu_report_becomes_table(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps(REPORT | {"done": False}))
     assert "1 not checked; it was broken off." in generate.gpu.section(path)
-
-
-def test_written_report_can_be_rendered(tmp_path: Path) -> None:
-    path, rows = tmp_path / "gpu.json", [report.Row("a", "b", "1 s", 1.0, True, 2.0)]
-    report.write(path, report.environment("cpu"), rows, 61.0, done=True)
-    assert "| a | b | 1 s | ok |" in generate.gpu.section(path)
 
 
 def test_filled_requires_exactly_one_place() -> None:

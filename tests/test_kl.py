@@ -2,21 +2,19 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
+from hypothesis import given
 
 from rlhf_pg.kl import DIVERGENCES, KL_LOSSES, divergence, kl_estimate, kl_loss
+from tests.advantages import tabular
+from tests.numbers import few, tokens
 
 NAN = float("nan")
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)  # policy over three tokens
 REF = torch.tensor([-0.4, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
 OLD = torch.tensor([-0.1, -0.6, 0.4], dtype=torch.float64).log_softmax(0)
 each_loss = pytest.mark.parametrize("estimator", KL_LOSSES)
-few = settings(max_examples=15, deadline=None)
 
 
 def estimate(u, estimator):
@@ -191,26 +189,6 @@ def test_single_token_loss_by_hand(rho, u, estimator, value, slope):
 
 # -------------------------------------------------------------------- as a loss: whole completions
 
-# All completions of at most two tokens, 0 ends one. The policy is a table: one row of logits for
-# the first token, and one after each first token that goes on.
-COMPLETIONS = torch.tensor([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]])
-MASK = torch.tensor([[True, False]] + [[True, True]] * 6)
-
-
-def table(seed):
-    return torch.randn(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def token_logprobs(logits):
-    """(7,2) of every completion; NaN where there is no token."""
-    log = logits.log_softmax(1)
-    return torch.stack(
-        [
-            torch.stack([log[0, a], log[a, b] if a else torch.full_like(log[0, 0], NAN)])
-            for a, b in COMPLETIONS.tolist()
-        ]
-    )
-
 
 def prefix_kl(logits, ref):
     """(3,) KL of the next token at each prefix."""
@@ -218,24 +196,18 @@ def prefix_kl(logits, ref):
     return (p.exp() * (p - q)).sum(1)
 
 
-def reach(logits):
-    """(3,) probability of each prefix."""
-    first = logits.softmax(1)[0]
-    return torch.stack([torch.ones_like(first[0]), first[1], first[2]])
-
-
 def table_gradient(of, logits):
-    logits = logits.clone().requires_grad_()
+    logits = logits.detach().requires_grad_()
     return torch.autograd.grad(of(logits), logits)[0]
 
 
 def completion_gradient(estimator, logits, old, ref):
     """Of E[sum_t kl_loss_t] over all completions, each as likely as `old` makes it."""
-    old_logprobs = token_logprobs(old)
+    old_logprobs = tabular.log_probs(old)
     likely = old_logprobs.nan_to_num(0.0).sum(1, keepdim=True).exp()
 
     def of(x):
-        args = (token_logprobs(x), old_logprobs, token_logprobs(ref), MASK, estimator)
+        args = (tabular.log_probs(x), old_logprobs, tabular.log_probs(ref), tabular.MASK, estimator)
         return (likely * kl_loss(*args)).sum()
 
     return table_gradient(of, logits)
@@ -244,10 +216,10 @@ def completion_gradient(estimator, logits, old, ref):
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
 def test_k1_to_go_is_gradient_of_sequence_kl(seed):
-    logits, ref = table(seed), table(seed + 10)
+    logits, ref = tabular.logits(seed), tabular.logits(seed + 10)
 
     def whole_kl(x):
-        log, other = (torch.where(MASK, token_logprobs(y), 0.0).sum(1) for y in (x, ref))
+        log, other = (torch.where(tabular.MASK, tabular.log_probs(y), 0.0).sum(1) for y in (x, ref))
         return (log.exp() * (log - other)).sum()
 
     actual = completion_gradient("k1_to_go", logits, logits, ref)
@@ -258,12 +230,12 @@ def test_k1_to_go_is_gradient_of_sequence_kl(seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k2", "k2_straight_through", "k3_ratio"])
 def test_token_level_losses_hold_prefixes_fixed(estimator, seed):
-    logits, ref = table(seed), table(seed + 10)
+    logits, ref = tabular.logits(seed), tabular.logits(seed + 10)
     actual = completion_gradient(estimator, logits, logits, ref)
-    held = table_gradient(lambda x: (reach(logits) * prefix_kl(x, ref)).sum(), logits)
+    held = table_gradient(lambda x: (tabular.visits(logits) * prefix_kl(x, ref)).sum(), logits)
     torch.testing.assert_close(actual, held, rtol=1e-12, atol=1e-15)
     # what they leave out: the first token decides which prefixes, and so which KL, come after it
-    left_out = table_gradient(lambda x: (reach(x) * prefix_kl(logits, ref)).sum(), logits)
+    left_out = table_gradient(lambda x: (tabular.visits(x) * prefix_kl(logits, ref)).sum(), logits)
     exact = completion_gradient("k1_to_go", logits, logits, ref)
     torch.testing.assert_close(actual + left_out, exact, rtol=1e-12, atol=1e-14)
     assert torch.cosine_similarity(actual.flatten(), exact.flatten(), dim=0) < 0.99
@@ -272,16 +244,16 @@ def test_token_level_losses_hold_prefixes_fixed(estimator, seed):
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
 def test_off_policy_k3_ratio_is_exact_at_old_prefixes(seed):
-    logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
+    logits, ref, old = tabular.logits(seed), tabular.logits(seed + 10), tabular.logits(seed + 20)
     actual = completion_gradient("k3_ratio", logits, old, ref)
-    held = table_gradient(lambda x: (reach(old) * prefix_kl(x, ref)).sum(), logits)
+    held = table_gradient(lambda x: (tabular.visits(old) * prefix_kl(x, ref)).sum(), logits)
     torch.testing.assert_close(actual, held, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
 def test_off_policy_k1_to_go_uses_old_policy_completions(seed):
-    logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
+    logits, ref, old = tabular.logits(seed), tabular.logits(seed + 10), tabular.logits(seed + 20)
     u = (logits.log_softmax(1) - ref.log_softmax(1)).tolist()
     pi_old = old.softmax(1).tolist()
 
@@ -302,17 +274,6 @@ def test_off_policy_k1_to_go_uses_old_policy_completions(seed):
 
 
 # ----------------------------------------------------------------------- as a loss: every number
-
-quarters = st.integers(-8, 8).map(lambda i: i / 4)
-
-
-@st.composite
-def tokens(draw):
-    """mask (B,T), and three (B,T) tensors with NaN in the slots that the mask hides."""
-    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
-    mask = draw(arrays(np.bool_, shape))
-    numbers = [draw(arrays(float, shape, elements=quarters)) for _ in range(3)]
-    return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
 
 
 def looped(logprobs, old, ref, mask, estimator):

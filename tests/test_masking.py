@@ -3,19 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.masking import completion_mask, masked_mean, masked_var, whiten
+from tests.numbers import f64, few
 
 EOS, STOP, NAN = 2, 7, float("nan")
 DTYPES = [torch.bfloat16, torch.float32, torch.float64]
-few = settings(max_examples=15, deadline=None)
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @st.composite
@@ -25,9 +21,6 @@ def masked_numbers(draw, max_rows=4, max_width=6):
     mask = draw(arrays(np.bool_, shape))
     x = draw(arrays(np.float64, shape, elements=st.integers(-50, 50).map(lambda i: i / 4)))
     return torch.tensor(np.where(mask, x, np.nan)), torch.tensor(mask)
-
-
-# ------------------------------------------------------------------------------- completion_mask
 
 
 @pytest.mark.proves("rlhf_pg.masking.completion_mask")
@@ -49,9 +42,6 @@ def test_completion_ends_at_first_eos(row, eos, expected):
     mask = completion_mask(torch.tensor([row]), eos)
     assert mask.dtype == torch.bool
     assert mask.int().tolist() == [expected]
-
-
-# --------------------------------------------------------------------------- mean and variance
 
 
 @pytest.mark.proves("rlhf_pg.masking.masked_mean")
@@ -105,9 +95,6 @@ def test_one_column_mask_covers_whole_rows():
     assert masked_mean(x, mask).item() == 1.5
     assert masked_var(x, mask).item() == 0.25
     assert whiten(x, mask)[1].tolist() == [0, 0]
-
-
-# ------------------------------------------------------------------------------------- whiten
 
 
 @pytest.mark.proves("rlhf_pg.masking.whiten")
@@ -174,9 +161,6 @@ def test_zero_variance_statistics_give_zero(noise):
     x = torch.full((1, 4), 10_000.1)
     stats = (x.mean() + noise, torch.tensor(noise**2))
     assert (whiten(x, torch.ones(1, 4).bool(), stats=stats) == 0).all()
-
-
-# ----------------------------------------------------------------------------- for all of them
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,10 +8,7 @@ import torch
 from rlhf_pg.advantages import gae
 from rlhf_pg.losses import clipped_surrogate
 from rlhf_pg.masking import masked_mean, whiten
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.numbers import f64
 
 
 def advantages_of(rewards, values, **options):

@@ -23,15 +23,17 @@ def test_mix_matches_published_values(state, expected):
     assert mix(torch.tensor(as_signed(state))).item() == as_signed(expected)
 
 
-def test_mix_of_integers_of_any_size():
-    def by_hand(x):
-        x = (x + STEP) % 2**64
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return as_signed(x ^ x >> 31)
+def splitmix64(state):
+    """The output in this state (Steele, Lea and Flood 2014), on Python's integers."""
+    x = (state + STEP) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
+
+def test_mix_of_integers_of_any_size():
     states = [as_signed(i * STEP) for i in range(100)] + [-1, -(2**63), 2**63 - 1]
-    assert mix(torch.tensor(states)).tolist() == [by_hand(x % 2**64) for x in states]
+    assert mix(torch.tensor(states)).tolist() == [as_signed(splitmix64(x % 2**64)) for x in states]
 
 
 def seed_everything(seed):

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
+from tests.numbers import few
 
-few = settings(max_examples=15, deadline=None)
 numbers = st.lists(st.integers(-400, 400).map(lambda i: i / 8), max_size=6)
 batches = st.lists(numbers, min_size=1, max_size=6)
 
@@ -24,9 +24,6 @@ def moments_of(*batches, shift=0.0):
         else:
             moments.update(0, math.nan, math.nan)
     return moments
-
-
-# --------------------------------------------------------------------------------- RunningMoments
 
 
 @pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
@@ -104,9 +101,6 @@ def test_moments_with_invalid_batch_raise(batch):
     with pytest.raises(ValueError, match=r"RunningMoments\.update takes a finite count"):
         moments.update(*batch)
     assert moments == RunningMoments(count=2, mean=1.0, var=4.0)
-
-
-# ---------------------------------------------------------------------------------- MovingAverage
 
 
 @pytest.mark.proves("rlhf_pg.running_stats.MovingAverage")

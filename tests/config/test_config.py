@@ -50,61 +50,33 @@ def recipe(tmp_path):
     return tmp_path / "recipe.yaml"
 
 
-# ---------------------------------------------------------------------------------------- ranges
-
-
 @pytest.mark.fault(33, "refused by name when it is read")
 @pytest.mark.parametrize(
     ("config", "key", "value"),
     [
-        (GRPOConfig, "num_generations", 1),
         (GRPOConfig, "temperature", float("nan")),
-        (GRPOConfig, "epsilon", 1.5),
-        (GRPOConfig, "lora_dropout", 1),
-        (PPOConfig, "lam", 1.01),
+        (GRPOConfig, "seed", True),
+        (GRPOConfig, "reward_weights", [1.0, "a"]),
+        (GRPOConfig, "advantage_estimator", "nothing_like_it"),
+        (GRPOConfig, "report_to", ["wandb", "neptune"]),
+        (GRPOConfig, "dataset_test_split", 1.5),
         (SFTConfig, "label_smoothing", 1.0),
     ],
 )
-def test_number_out_of_range_is_refused(config, key, value):
+def test_wrong_value_is_refused_by_its_key(config, key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be .*, got "):
         config(**{key: value})
 
 
 def test_everything_wrong_is_told_at_once():
-    """21 keys as a user of TRL writes them, seven of them not ours or wrong: a line for each."""
-    right = {
-        "model_name_or_path": "m",
-        "output_dir": "o",
-        "learning_rate": 1e-6,
-        "seed": 1,
-        "num_generations": 8,
-        "max_completion_length": 64,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "epsilon": 0.2,
-        "max_steps": 10,
-        "save_steps": 5,
-        "logging_steps": 1.0,
-        "report_to": "none",
-        "warmup_steps": 0,
-    }
-    wrong = {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "bf16": True,
-        "use_vllm": True,
-        "learning_rte": 1e-6,
-        "lr_scheduler_type": ["cosine", 3],
-        "num_iterations": 0,
-    }
-    with pytest.raises(ValueError, match="be") as refusal:
-        GRPOConfig(**right, **wrong)
+    """Keys of TRL, a misspelt one and wrong values: a line for each."""
+    wrong = {"use_vllm": True, "learning_rte": 1, "lr_scheduler_type": [3], "num_iterations": 0}
+    with pytest.raises(ValueError, match="did you mean 'learning_rate'") as refusal:
+        GRPOConfig(seed=1, logging_steps=1.0, **wrong)
     lines = str(refusal.value).splitlines()
     assert len(lines) == len(wrong)
     for key in wrong:
         assert any(key in line for line in lines), key
-    assert any("did you mean 'learning_rate'" in line for line in lines)
-    assert any("micro_batch_tokens" in line for line in lines)
 
 
 @pytest.mark.parametrize("more", [{"num_iterations": 2}, {"num_mini_batches": 2}])
@@ -120,7 +92,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
     [
         (GRPOConfig, {"num_mini_batches": 17}, "num_mini_batches"),
         (RLOOConfig, {"kl_controller": "adaptive", "kl_horizon": 12}, "kl_horizon"),
-        (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_horizon"),
         (GRPOConfig, {"sampler_correction": "token_mask", "sampler_clip_min": 3.0}, "clip_min"),
         (GRPOConfig, {"sampler_clip_max": 9.0}, "sampler_clip_max"),
         (GRPOConfig, {"entropy_target": 1.0, "entropy_coef": 2.0}, "entropy_coef"),
@@ -128,7 +99,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (PPOConfig, {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1}, "old"),
         (GRPOConfig, {"top_k": 50}, "top_k 50 .* truncated_sampling: ignore"),
         (PPOConfig, {"top_p": 0.9}, "^top_p 0.9"),
-        (RLOOConfig, {"min_p": 0.1}, "^min_p 0.1"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "num_generations_eval"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop"),
         (GRPOConfig, {"delta": 1.1}, "delta"),
@@ -149,7 +119,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (PPOConfig, {"critic": "shared", "value_model_name_or_path": "x"}, "value_model_name"),
         (GRPOConfig, {"target_kl": 0.1}, "num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r .*use_peft"),
-        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "disable_dropout"),
         (GRPOConfig, {"router_aux_loss_coef": 0.1, "disable_dropout": False}, "disable_dropout"),
         (GRPOConfig, {"rollout_engine": "native", "vllm_max_model_length": 9}, "rollout_engine"),
@@ -184,57 +153,11 @@ def test_off_policy_sampler_is_corrected_by_default(options, correction):
     assert args.correction_of(args.rollout_engine) == correction
 
 
-# ----------------------------------------------------------------------------------------- types
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", 1.5),
-        ("seed", True),
-        ("epsilon_high", "none"),
-        ("dtype", "float16"),
-        ("algorithm", "rloo"),
-        ("reward_weights", [1.0, "a"]),
-        ("advantage_estimator", "nothing_like_it"),
-        ("report_to", ["wandb", "neptune"]),
-        ("dataset_test_split", 1.5),
-    ],
-)
-def test_wrong_type_raises_with_key(key, value):
-    with pytest.raises(ValueError, match=rf"^{key} must be .*got "):
-        GRPOConfig(**{key: value})
-
-
-def test_ints_become_floats_and_lists_become_tuples():
-    config = GRPOConfig(beta=1, reward_weights=[1, 2.5], num_train_epochs=3)
-    assert (config.beta, config.num_train_epochs) == (1.0, 3.0)
-    assert config.reward_weights == (1.0, 2.5)
-    whole = (config.beta, config.num_train_epochs, *config.reward_weights)
-    assert {type(x) for x in whole} == {float}
-
-
-def test_misspelt_choice_error_lists_names_with_suggestion():
-    with pytest.raises(ValueError, match="did you mean 'leave_one_out'") as refusal:
-        GRPOConfig(advantage_estimator="leave_1_out")
-    assert all(name in str(refusal.value) for name in ADVANTAGES)
-
-
 def test_names_are_those_of_registries():
     """The config has them without torch."""
     fields = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     assert set(fields["advantage_estimator"].metadata["names"]) == set(ADVANTAGES)
     assert set(fields["policy_loss"].metadata["names"]) == set(POLICY_LOSSES)
-
-
-def test_config_stays_a_dataclass():
-    args = dataclasses.replace(PPOConfig(), learning_rate=1e-5)
-    assert (args.learning_rate, args.vf_coef) == (1e-5, 0.1)
-    assert dataclasses.asdict(args)["beta"] == 0.05
-    defaults = {field.name: field.default for field in dataclasses.fields(PPOConfig)}
-    assert (defaults["num_iterations"], defaults["stop"]) == (4, None)
-    with pytest.raises(ValueError, match=r"^beta must be"):
-        dataclasses.replace(args, beta=-1)
 
 
 def test_registered_estimator_is_selectable_by_name(monkeypatch, recipe):
@@ -251,9 +174,6 @@ def test_function_is_bound_to_its_config_keys():
 
     config = GRPOConfig(beta=0.5, epsilon_high=0.4)
     assert bind(loss, config)("x") == ("x", 0.5, 0.4, 1)
-
-
-# -------------------------------------------------------------------------------------- defaults
 
 
 @pytest.mark.parametrize(
@@ -291,9 +211,6 @@ def test_subclass_with_undocumented_key_is_parsed(capsys):
     assert mine(beta=1, own=5).beta == 1
     with pytest.raises(ValueError, match=r"^beta must be"):
         mine(beta=-1)
-
-
-# ------------------------------------------------------------------------ defaults < YAML < flags
 
 
 def test_flags_override_yaml_and_yaml_overrides_defaults(recipe):
@@ -347,14 +264,10 @@ def test_flag_replaces_keys_of_what_it_replaces(recipe, flag, kept):
     [
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string to PyYAML
         ("epsilon_high: null", "epsilon_high", None),
-        ("gradient_checkpointing: true", "gradient_checkpointing", True),
         ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
-        ("reward_weights: [1, 0.5]", "reward_weights", (1.0, 0.5)),
         ("output_dir: '007'", "output_dir", "007"),
         ("report_to: [tensorboard, wandb]", "report_to", ("tensorboard", "wandb")),
-        ("report_to: trackio", "report_to", ("trackio",)),
         ("report_to: none", "report_to", ()),
-        ("stop: </answer>", "stop", ("</answer>",)),
         ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
         ('stop: ["--seed", "7"]', "stop", ("--seed", "7")),
         ("run_name: 2026", "run_name", "2026"),
@@ -368,39 +281,22 @@ def test_yaml_values_keep_their_type(recipe, line, key, value):
     assert type(result) is type(value)
 
 
-def test_flags_have_declared_type():
-    args = "--epsilon_high None --reward_weights -1 2 --disable_dropout False --max_steps -1"
-    config = parse(GRPOConfig, args.split())
-    assert (config.epsilon_high, config.reward_weights) == (None, (-1.0, 2.0))
-    assert (config.disable_dropout, config.max_steps) == (False, -1)
-    trackers = parse(GRPOConfig, ["--report_to", "tensorboard", "wandb", "--run_name", "a"])
-    assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
-
-
 @pytest.mark.parametrize(
-    ("key", "text", "expected"),
+    ("flags", "key", "value"),
     [
-        ("reward_weights", "[1.0, 0.5]", (1.0, 0.5)),
-        ("lora_target_modules", "[q_proj, v_proj]", ("q_proj", "v_proj")),
-        ("stop", "[END]", ("[END]",)),
+        ("--epsilon_high None", "epsilon_high", None),
+        ("--reward_weights -1 2", "reward_weights", (-1.0, 2.0)),
+        ("--reward_weights [1.0,0.5]", "reward_weights", (1.0, 0.5)),
+        ("--stop [END]", "stop", ("[END]",)),
+        ("--disable_dropout False", "disable_dropout", False),
+        ("--report_to tensorboard wandb --seed 1", "report_to", ("tensorboard", "wandb")),
+        ("--gradient_checkpointing --seed 1", "gradient_checkpointing", True),
+        ("--gradient_checkpointing=false", "gradient_checkpointing", False),
+        ("--gradient_checkpointing offload", "gradient_checkpointing", "offload"),
     ],
 )
-def test_list_in_one_flag_is_read_as_yaml(key, text, expected):
-    keys = ["--use_peft"] if "lora" in key else []
-    assert getattr(parse(GRPOConfig, [f"--{key}", text, *keys]), key) == expected
-
-
-@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig])
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--gradient_checkpointing --seed 1", True),
-        ("--gradient_checkpointing=false", False),
-        ("--gradient_checkpointing offload", "offload"),
-    ],
-)
-def test_checkpointing_is_a_switch_or_a_word(config_type, flags: str, expected) -> None:
-    assert parse(config_type, flags.split()).gradient_checkpointing == expected
+def test_flags_have_declared_type(flags, key, value):
+    assert getattr(parse(GRPOConfig, flags.split()), key) == value
 
 
 @pytest.mark.parametrize("given", [False, True, "offload"])
@@ -411,9 +307,6 @@ def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
         assert args.on("cpu").gradient_checkpointing is bool(given)
     said = "gradient_checkpointing: offload is for GPUs; on a CPU it means true"
     assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 def test_later_recipe_wins_and_keys_of_other_algorithms_are_left_out(recipe, tmp_path, caplog):
@@ -431,6 +324,8 @@ def test_flags_none_and_false_win_over_recipe(recipe):
         GRPOConfig, ["--config", str(recipe), "--use_peft", "false", "--epsilon_high", "null"]
     )
     assert (args.use_peft, args.lora_r, args.epsilon_high) == (False, 16, None)
+    args = parse(GRPOConfig, ["--config", str(recipe), "--use_peft", "true"])
+    assert (args.use_peft, args.lora_r) == (True, 8)
 
 
 def test_types_names_and_rules_are_checked_in_one_round(recipe, capsys):
@@ -452,11 +347,9 @@ def test_types_names_and_rules_are_checked_in_one_round(recipe, capsys):
         ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' is given twice"),
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
-        ("seed: 1.5", "seed must be"),
         ("beta: -1", "beta must be"),
-        ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
-        ("dtype: float16", "dtype must be 'float32'"),
-        ("algorithm: rloo", "algorithm must be 'grpo', got 'rloo'"),
+        ("num_mini_batches: 99", "num_mini_batches must be at most"),
+        ("algorithm: rloo", "algorithm must be"),
         ('stop: ["--seed", 7, {a: 1}]', "stop must be"),
         ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
     ],
@@ -472,11 +365,7 @@ def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, tex
     ("flags", "said"),
     [
         ("--betta 0.1", "'beta'"),
-        ("--beta -1", "beta must be"),
-        ("--seed 1.5", "seed must be"),
         ("--seed --beta 0.1", "seed must be a number"),
-        ("--dtype float16", "dtype must be"),
-        ("--algorithm rloo", "algorithm must be"),
         ("--advantage_estimator leave_1_out", "did you mean 'leave_one_out'"),
         ("--conf recipe", "'conf'"),
         ("surplus", "surplus"),
@@ -488,14 +377,6 @@ def test_bad_flag_is_one_error_with_name(capsys, flags, said):
     assert ".yaml" not in error
 
 
-@pytest.mark.parametrize(("config", "other"), [(GRPOConfig, RLOOConfig), (PPOConfig, SFTConfig)])
-def test_recipe_of_other_algorithm_is_rejected(capsys, recipe, config, other):
-    recipe.write_text(f"algorithm: {other().algorithm}\n")
-    assert "algorithm must be" in error_of(capsys, config, "--config", str(recipe))
-    recipe.write_text(f"algorithm: {config().algorithm}\n")
-    assert parse(config, ["--config", str(recipe)]) == config()
-
-
 def test_only_first_rank_prints_error(capsys, monkeypatch, recipe):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -505,39 +386,25 @@ def test_only_first_rank_prints_error(capsys, monkeypatch, recipe):
     assert capsys.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------------------------------- dump
-
-
+# Values that YAML could take for others.
 OTHERS = {
     "output_dir": "runs/a: b # c",
     "dataset_name": ("org/data", "org/more"),
     "dataset_weights": (1.0, 2.0),
-    "dataset_test_split": 0.1,
     "dataset_columns": {"prompt": "question: no", "answer": "a # b"},
     "prompt_template": "Q: {question}\n",
     "system_prompt": "Be --brief",
     "chat_template_kwargs": {"enable_thinking": False, "n": 1},
     "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
-    "gradient_checkpointing": "offload",
-    "use_peft": True,
-    "lora_target_modules": ("q_proj", "v_proj"),
-    "disable_dropout": False,
     "pad_token": "<|pad|>",
     "save_total_limit": None,
-    "report_to": ("tensorboard", "trackio"),
-    "run_name": "third: try",
     "learning_rate": 1 / 3 * 1e-5,
 }
 WITH_REWARDS = {
     "reward_funcs": ("math", "length"),
     "reward_options": {"length": {"target": 9, "words": ["a: b", "--c"]}},
     "reward_weights": (1.0, -0.5, 1e-7),
-    "reward_clip_range": (-1.0, 2.5),
     "stop": ("\n", "a: b # c"),
-    "adam_epsilon": 1e-5,
-    "micro_batch_tokens": 1000,
-    "given_in_python": ("tools", "optimizers"),
-    "shuffle_dataset": False,
 }
 
 
@@ -560,14 +427,10 @@ def test_dumped_config_parses_back_to_itself(config, tmp_path):
     ("text", "flags"),
     [
         ('run_name: "a\\e[2J\\0\\u202eb"', ["--help"]),
-        ('stop: ["\\e[2J"]', ["--help"]),
-        ('run_name: "\\e[2J"', ["--run_name"]),
         ('run_name: "\\e[2J"', ["--nothing", "1"]),
         ('run_name: "\\e[2J"\nseed: x', []),
         ('"\\e[2J": 5', []),
-        ('"\\e[2J": 5\n"\\e[2J": 6', []),
         ("!\u202e [", []),
-        ("", ["--dtype", "\x1b[2J"]),
         ("", ["--\x1b[2J", "5"]),
     ],
 )

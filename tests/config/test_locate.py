@@ -42,10 +42,8 @@ def test_names_of_files_become_absolute(recipe):
     args = config().locate(recipe)
     assert args.model_name_or_path == args.reward_model_name_or_path == f"{recipe}/model"
     assert args.value_model_name_or_path == "org/model"
-    assert (args.dataset_name, args.eval_dataset_name) == (
-        (f"{recipe}/data.jsonl",),
-        ("absent.jsonl",),
-    )
+    assert args.dataset_name == (f"{recipe}/data.jsonl",)
+    assert args.eval_dataset_name == ("absent.jsonl",)
     assert args.reward_funcs == (
         *(f"{recipe}/mine.py:f", f"{recipe}/team.scores:f", f"{recipe}/team.scores.g"),
         *("json.dumps", "absent.py:f", f"model:{recipe}/model", "judge:kind", "judge:text"),

@@ -61,6 +61,11 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
     nothing = rollout(prompts=(), completions=())
     assert nothing.completion_ids.shape == nothing.prompt_ids.shape == (0, 1)
     assert nothing.micro_batches(100) == []
+    counted = nothing.with_counts()
+    assert counted.host_rows == ()
+    assert counted.with_counts() is counted
+    assert counted.action_slots().tolist() == []
+    assert counted.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -202,13 +207,6 @@ def test_adjacent_rows_with_same_group_and_prompt_are_family():
     assert dataclasses.replace(r, prompt_ids=garbage).shared_prefixes().tolist() == [0, 0, 1, 2, 3]
 
 
-def test_micro_batches_are_row_indices():
-    # prompts of 1, 3 and 2 tokens, completions of 2, 1 and 3; the widest two are 3 and 3
-    assert [b.tolist() for b in rollout().micro_batches(12)] == [[2, 1, 0]]
-    assert [b.tolist() for b in rollout().micro_batches(9)] == [[2, 1], [0]]
-    assert [b.tolist() for b in rollout().micro_batches(12, window=0)] == [[2, 1], [0]]
-
-
 def test_rows_beyond_window_are_split_by_padded_size():
     r = rollout(prompts=[[1] * 6] * 4, completions=[[2] * 3, [2] * 2, [2], [2] * 2])
     r = dataclasses.replace(r, groups=torch.zeros(4, dtype=torch.int64))
@@ -237,16 +235,6 @@ def test_counted_rows_match_masks():
     for name, value in other._tensors():
         assert getattr(one, name).equal(value), name
     assert one.longest == other.longest == 3
-
-
-def test_counted_record_without_rows():
-    none = rollout().select(torch.tensor([], dtype=torch.int64)).with_counts()
-    assert none.host_rows == ()
-    assert none.completion_ids.shape == (0, 1)
-    assert none.with_counts() is none
-    assert none.micro_batches(10) == []
-    assert none.action_slots().tolist() == []
-    assert none.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
 
 
 def test_copy_to_cuda_is_non_blocking(monkeypatch):

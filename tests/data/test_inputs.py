@@ -20,6 +20,7 @@ from rlhf_pg.data.inputs import make_sets, settle_data
 from rlhf_pg.rewards.named import name_of, settle_rewards
 from rlhf_pg.trainers.build import refuse_given_twice
 from rlhf_pg.trainers.evaluation import Evaluation
+from tests.untimed import untimed
 
 REWARDS = """
 def even(completions, **columns):
@@ -55,39 +56,25 @@ def made(recipe: Path, *flags: str) -> GRPOTrainer:
     return GRPOTrainer(args=parse(GRPOConfig, ["--config", str(recipe), *flags]))
 
 
-def lines(run: Path) -> list[dict]:
-    timed = ("time", "perf", "memory")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in row.items() if not any(word in key for word in timed)}
-        for row in rows
-    ]
-
-
-def test_run_from_its_own_config_is_the_same_run(model_path, tmp_path, monkeypatch):
+def test_own_config_gives_the_same_run_and_refuses_changed_data(model_path, tmp_path, monkeypatch):
     recipe = files(tmp_path, model_path, dataset_test_split=0.25, eval_steps=1)
     made(recipe).train()
     monkeypatch.chdir(tmp_path.parent)  # names are absolute
     again = made(tmp_path / "run" / "config.yaml", "--output_dir", str(tmp_path / "again"))
     again.train()
-    assert lines(tmp_path / "again") == lines(tmp_path / "run")
+    assert untimed(tmp_path / "again") == untimed(tmp_path / "run")
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["task"] is None
     assert saved["dataset_name"] == [str(tmp_path / "problems.jsonl")]
     assert saved["reward_funcs"] == [f"{tmp_path / 'my_rewards.py'}:even"]
     assert saved["dataset_fingerprint"] == again.train_prompts.fingerprint
-    assert lines(tmp_path / "run")[0]["rewards/even/mean"] is not None
-
-
-def test_changed_data_are_refused_by_a_recorded_config(model_path, tmp_path):
-    made(files(tmp_path, model_path)).train()
+    assert untimed(tmp_path / "run")[0]["rewards/even/mean"] is not None
     with (tmp_path / "problems.jsonl").open("a") as file:
         file.write('{"question": "1+1=", "answer": "2"}\n')
-    config = tmp_path / "run" / "config.yaml"
     with pytest.raises(ValueError, match="not dataset_fingerprint"):
-        made(config)
-    trainer = made(config, "--dataset_name", str(tmp_path / "problems.jsonl"))
-    assert len(trainer.train_prompts) == 13
+        made(tmp_path / "run" / "config.yaml")
+    named = ("--dataset_name", str(tmp_path / "problems.jsonl"))
+    assert len(made(tmp_path / "run" / "config.yaml", *named).train_prompts) == 10
 
 
 def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
@@ -113,10 +100,9 @@ def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
     assert metrics["eval_easy_reward"] == trainer.evaluate(sets["easy"])["eval_reward"]
     alone = trainer.evaluate({"easy": sets["easy"]})
     assert alone["eval_reward"] == alone["eval_easy_reward"] == metrics["eval_easy_reward"]
-    trainer.train()
-    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (saved["task"], saved["dataset_name"]) == (None, [])
-    assert saved["reward_funcs"] == ["python:even"]  # which no name finds
+    recorded = trainer.resolved_args()
+    assert (recorded.task, recorded.dataset_name) == (None, ())
+    assert recorded.reward_funcs == ("python:even",)  # which no name finds
 
 
 def total(completions, **columns):
@@ -182,24 +168,14 @@ def test_evaluation_data_by_name_stand_beside_training_data_in_python(tmp_path):
     assert settle_data(args, ROWS)[2][""]["prompt"] == ["2+2="]
 
 
-def test_config_made_in_python_records_absolute_names(model_path, tmp_path, monkeypatch):
-    files(tmp_path, model_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model_path)
-    keys = {"dataset_name": "problems.jsonl", "reward_funcs": "my_rewards.py:even"}
-    args = GRPOConfig(dataset_columns={"prompt": "question"}, **keys, **SIZES)
-    recorded = GRPOTrainer(model="model", args=args).resolved_args()
-    assert recorded.dataset_name == (f"{tmp_path}/problems.jsonl",)
-    assert recorded.reward_funcs == (f"{tmp_path}/my_rewards.py:even",)
-    assert recorded.model_name_or_path == f"{tmp_path}/model"
-
-
-def test_task_by_name_brings_data_and_reward(model_path, tmp_path):
-    keys = {"output_dir": str(tmp_path), **SIZES}
-    args = GRPOConfig(task="arithmetic", model_name_or_path=model_path, **keys)
-    trainer = GRPOTrainer(args=args)
-    assert trainer.shaping.names == ["exact_match"]
-    assert len(trainer.eval_sets[""]) == 1091
+def test_task_by_name_brings_data_and_reward():
+    args = GRPOConfig(task="arithmetic")
+    task, train, sets = settle_data(args)
+    assert "prompt" in train.column_names
+    assert len(sets[""]) == 1091
+    assert [reward.__name__ for reward in settle_rewards((), args, task.reward)[0]] == [
+        "exact_match"
+    ]
 
 
 def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path):
@@ -232,7 +208,6 @@ def test_arguments_that_say_nothing_are_not_given():
     ("keys", "message"),
     [
         ({"dataset_name": []}, "train_dataset: set dataset_name"),
-        ({"dataset_columns": {}}, "no column 'prompt' .it has question, answer"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"eval_steps": 1}, "eval_steps needs an eval_dataset"),
         (

@@ -60,7 +60,7 @@ def some_rows(draw):
 
 @settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
-def test_split_covers_every_row_once_within_limit(rows, limit):
+def test_split_covers_every_row_once_within_limit_and_keeps_families_together(rows, limit):
     for split in (split_packed, split_padded):
         batches = split(rows, limit)
         assert sorted(i for own in batches for i in own) == list(range(len(rows)))
@@ -68,20 +68,9 @@ def test_split_covers_every_row_once_within_limit(rows, limit):
             width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
             cost = tokens(rows, own) if split is split_packed else len(own) * width
             assert cost <= limit or len(own) == 1
-
-
-@settings(max_examples=50, deadline=None)
-@given(rows=some_rows(), limit=st.integers(1, 60))
-def test_packed_families_are_contiguous_and_longest_first(rows, limit):
     for own in split_packed(rows, limit):
         families = [family for family, _ in groupby(rows[i].family for i in own)]
         assert len(families) == len(set(families))
         for _, part in groupby(own, key=lambda i: rows[i].family):
             lengths = [rows[i].completion for i in part]
             assert lengths == sorted(lengths, reverse=True)
-
-
-def test_packing_computes_family_prompt_once():
-    rows = [RowLengths(0, 500, 60) for _ in range(16)]
-    assert len(split_packed(rows, 500 + 16 * 60)) == 1
-    assert len(split_padded(rows, 500 + 16 * 60)) == 8

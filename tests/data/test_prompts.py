@@ -141,10 +141,8 @@ def test_last_assistant_message_is_continued(words):
     assert tokenizer.decode(closed).replace(" ", "") == "u:q<end>a:ab<end>"
     answer = encode_answer([message("t", "tool")], tokenizer, chat, None)
     assert tokenizer.decode(answer) == "<end>t:t<end>a:"
-    assert whole_turn(chat, [message("c", "assistant")]) == (
-        chat[:1],
-        [message("ab c", "assistant")],
-    )
+    joined = [message("ab c", "assistant")]
+    assert whole_turn(chat, [message("c", "assistant")]) == (chat[:1], joined)
     assert whole_turn(chat, []) == (chat, [])
 
 
@@ -160,49 +158,28 @@ def test_messages_become_chat_with_generation_prompt():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "ids"),
+    ("tokenizer", "prompt", "ids"),
     [
-        ("ab", [2, 4, 5]),
-        ("<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
-        ([message("ab")], [2, 4, 5]),  # from the template alone
-        ("", [2]),
+        (with_bos(), "ab", [2, 4, 5]),
+        (with_bos(), "<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
+        (with_bos(), [message("ab")], [2, 4, 5]),  # from the template alone
+        (with_bos(), "", [2]),
+        (with_bos(BOS_TEMPLATE.removeprefix("{{ bos_token }}")), [message("ab")], [4, 5]),
+        (plain(), "<user><user>a", [2, 2, 4]),
     ],
 )
-def test_bos_is_prepended_once(prompt, ids):
-    assert encode(prompt, with_bos()) == ids
-
-
-def test_template_without_bos_gets_none():
-    chat = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert encode([message("ab")], with_bos(chat)) == [4, 5]
-
-
-def test_tokenizer_without_bos_removes_no_token():
-    assert len(encode("<user><user>a", plain())) == 3
+def test_bos_is_prepended_once_if_there_is_one(tokenizer, prompt, ids):
+    assert encode(prompt, tokenizer) == ids
 
 
 @pytest.mark.fault(37, "refused by its row")
 @pytest.mark.parametrize(
     ("prompts", "row"),
-    [
-        (["a", ""], 1),
-        (["a", "b", None], 2),
-        ([[message("a")], []], 1),
-        ([[4, 5]], 0),
-        ([3], 0),
-    ],
+    [(["a", ""], 1), (["a", "b", None], 2), ([[message("a")], []], 1), ([[4, 5]], 0), ([3], 0)],
 )
 def test_empty_or_invalid_prompt_raises_with_row(prompts, row):
     with pytest.raises(ValueError, match=f"prompt in row {row} (is empty|must be a string or)"):
         load_prompts(dataset(*prompts), plain())
-
-
-def test_chat_without_template_raises():
-    tokenizer = plain()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"row 0 is a list of messages.*no chat_template"):
-        load_prompts(dataset([message("a")]), tokenizer)
-    assert load_prompts(dataset("a"), tokenizer).tokens == [[4]]
 
 
 @pytest.mark.fault(37, "an error names the columns that are there")

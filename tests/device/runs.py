@@ -98,7 +98,6 @@ RUNS: dict[str, Run] = {
             "n_steps": 2,
         },
     ),
-    "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),
     "grpo, penalties": Run(
         options={
             "rollout_cache_tokens": 120,

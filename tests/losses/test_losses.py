@@ -3,10 +3,9 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -21,27 +20,9 @@ from rlhf_pg.losses import (
     vanilla,
     weight_count,
 )
+from tests.numbers import equal, f64, few, quarters, tokens
 
 NAN = float("nan")
-few = settings(max_examples=15, deadline=None)
-quarters = st.integers(-8, 8).map(lambda i: i / 4)
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def equal(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-@st.composite
-def tokens(draw, count=3):
-    """mask (B,T), and `count` (B,T) tensors with NaN in the slots that the mask hides."""
-    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
-    mask = draw(arrays(np.bool_, shape))
-    numbers = [draw(arrays(float, shape, elements=quarters)) for _ in range(count)]
-    return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
 
 
 # Each as a function of log pi, log pi_old, advantages and mask.
@@ -54,10 +35,7 @@ WITH_RATIO = {name: loss for name, loss in POLICY.items() if name != "vanilla"}
 # Their advantage is the row's, so their gradient at a token is not that token's alone.
 OF_ROWS = ("gspo",)
 # Each as a function of what it is differentiated by and two other (B,T) inputs.
-LOSSES = POLICY | {
-    "value": value_loss,
-    "value-clipped": lambda *x: value_loss(*x, clip_range=0.3),
-}
+LOSSES = POLICY | {"value": value_loss, "value-clipped": lambda *x: value_loss(*x, clip_range=0.3)}
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
@@ -75,9 +53,6 @@ def surrogate_of_one(ratio, advantage, **options):
     per_token, metrics = clipped_surrogate(logprob, old, f64([[advantage]]), mask, **options)
     per_token.sum().backward()
     return per_token.item(), logprob.grad.item(), {k: v.item() for k, v in metrics.items()}
-
-
-# --------------------------------------------------------------------------------- policy losses
 
 
 @pytest.mark.proves("rlhf_pg.losses.vanilla")
@@ -173,7 +148,7 @@ def test_only_clipped_tokens_have_zero_gradient(case):
 
 @pytest.mark.parametrize("name", POLICY)
 @few
-@given(case=tokens(2), shares=arrays(float, 4, elements=quarters))
+@given(case=tokens(2), shares=arrays(float, 4, elements=quarters()))
 def test_row_advantage_is_broadcast_to_tokens(name, case, shares):
     mask, logprobs, old = case
     advantages = torch.tensor(shares[: len(mask), None])
@@ -225,9 +200,6 @@ def test_approx_kl_is_masked_mean():
     assert mean.item() == pytest.approx(0.02, rel=0.1)
 
 
-# -------------------------------------------------------------------------------------- value loss
-
-
 @pytest.mark.proves("rlhf_pg.losses.value_loss")
 @pytest.mark.parametrize(
     ("value", "old", "target", "clip_range", "loss", "slope", "clipped"),
@@ -264,9 +236,6 @@ def test_value_loss_matches_loop(case, clip_range):
             squares.append((v_old + min(max(v - v_old, -clip_range), clip_range) - r) ** 2)
         expected[i, t] = max(squares) / 2
     equal(value_loss(values, old, returns, mask, clip_range)[0], expected)
-
-
-# ------------------------------------------------------------------------------ for all the losses
 
 
 @each_loss
@@ -320,8 +289,6 @@ def test_batch_without_tokens_has_zero_loss_and_gradient(loss, aggregation):
     assert torch.equal(x.grad, torch.zeros(2, 3))
 
 
-# ----------------------------------------------------------------------------------- token_weights
-
 HOLED = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # lengths 3, 1, and none
 
 
@@ -343,17 +310,6 @@ def test_token_weights_by_hand(aggregation, denominator, first_row, second_row, 
     weights = token_weights(HOLED, aggregation, 8, denominator)
     expected = [[first_row, 0, first_row, first_row], [second_row, 0, 0, 0], [0] * 4]
     torch.testing.assert_close(weights, torch.tensor(expected))
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"), [("token_mean", 0.1), ("sequence_mean", 0.5), ("constant", 0.05)]
-)
-def test_aggregation_of_one_short_and_one_long_row(aggregation, expected):
-    mask = torch.arange(9) < torch.tensor([[1], [9]])
-    per_token = torch.zeros(2, 9)
-    per_token[0, 0] = 1
-    total = (per_token * token_weights(mask, aggregation, max_completion_length=10)).sum()
-    assert total.item() == pytest.approx(expected)
 
 
 @pytest.mark.proves("rlhf_pg.losses.weight_count")
@@ -396,12 +352,6 @@ def test_weights_ignore_padding_and_sum_by_aggregation(aggregation, case, pad):
         assert weights.sum().item() == pytest.approx(sums.get(aggregation, 1))
 
 
-def test_weights_use_default_dtype_unless_given():
-    assert token_weights(HOLED, "token_mean").dtype == torch.get_default_dtype()
-    exact = token_weights(HOLED, "sequence_mean", dtype=torch.float64)
-    assert exact[0, 0].item() == 1 / 6
-
-
 def test_unknown_aggregation_raises():
     for function in (token_weights, weight_count):
         with pytest.raises(ValueError, match="token_mean, sequence_mean, constant"):
@@ -411,9 +361,6 @@ def test_unknown_aggregation_raises():
 def test_constant_aggregation_without_length_raises():
     with pytest.raises(ValueError, match="max_completion_length"):
         token_weights(HOLED, "constant")
-
-
-# ----------------------------------------------------------------------- likelihood
 
 
 @pytest.mark.proves("rlhf_pg.losses.nll")
@@ -428,9 +375,6 @@ def test_nll_by_hand():
     assert torch.allclose(logprobs.grad, -torch.tensor([[third, third], [0, 0], [third, 0]]))
     assert nll(logprobs, mask, torch.tensor(14)).item() == pytest.approx(0.5)
     assert nll(logprobs, torch.zeros_like(mask)).item() == 0
-
-
-# ------------------------------------------------------------------ the tokens with most entropy
 
 
 @pytest.mark.proves("rlhf_pg.losses.high_entropy")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -22,18 +22,9 @@ from rlhf_pg.losses import (
     surrogate,
     token_weights,
 )
+from tests.numbers import equal, f64, few, quarters
 
 NAN = float("nan")
-few = settings(max_examples=15, deadline=None)
-quarters = st.integers(-8, 8).map(lambda i: i / 4)
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def equal(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # ------------------------------------------------------------------------------------ formulas
@@ -148,8 +139,8 @@ def completions(draw):
     """log pi, log pi_old (B,T) with NaN where masked, advantages (B,1), mask with holes (B,T)."""
     shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
     mask = draw(arrays(np.bool_, shape))
-    new, old = (draw(arrays(float, shape, elements=quarters)) for _ in range(2))
-    advantages = draw(arrays(float, (shape[0], 1), elements=quarters))
+    new, old = (draw(arrays(float, shape, elements=quarters())) for _ in range(2))
+    advantages = draw(arrays(float, (shape[0], 1), elements=quarters()))
     hidden = (torch.tensor(np.where(mask, x, np.nan)) for x in (new, old))
     return *hidden, torch.tensor(advantages), torch.tensor(mask)
 
@@ -273,9 +264,7 @@ def test_delta_not_above_one_raises(delta):
 
 def test_unknown_importance_sampling_level_raises():
     x = torch.zeros(1, 1)
-    with pytest.raises(
-        ValueError, match="importance_sampling_level must be one of token, sequence"
-    ):
+    with pytest.raises(ValueError, match="importance_sampling_level"):
         clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), importance_sampling_level="row")
 
 

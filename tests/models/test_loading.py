@@ -8,21 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pg.models import (
-    disable_dropout,
-    load_model,
-    load_tokenizer,
-    load_weights,
-    max_positions,
-    stop_token_ids,
-)
+from rlhf_pg.models import disable_dropout, load_model, load_tokenizer, load_weights, stop_token_ids
 from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
@@ -67,9 +59,7 @@ def test_checkpoint_lacking_tensor_raises(saved):
     model = load_model(saved, torch.float32)
     without(saved, "model.layers.1.mlp.down_proj.weight")
     for kind in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(
-            ValueError, match=r"lacks 1 tensors of a Llama\w+, .*layers.1.mlp.down_"
-        ):
+        with pytest.raises(ValueError, match=r"lacks 1 tensors of a Llama\w+, .*mlp.down_"):
             load_model(saved, torch.float32, kind)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
         load_weights(model, Path(saved))
@@ -87,10 +77,6 @@ def writes(name, content):
     return lambda path: (path / name).write_bytes(content)
 
 
-def without_weights(path):
-    (path / "model.safetensors").unlink()
-
-
 def half_of_the_weights(path):
     whole = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -102,7 +88,7 @@ ADAPTER = writes(
 
 
 def nothing_but_a_tokenizer(path):
-    without_weights(path)
+    (path / "model.safetensors").unlink()
     (path / "config.json").unlink()
 
 
@@ -117,10 +103,7 @@ NO_MODELS = {
     "a run": (directory_of_a_run, r"\w/final, "),
     "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
     "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
-    "another kind": (config_of(model_type="t5"), "cannot be loaded .ValueError: Unrecognized"),
-    "no heads": (config_of(num_attention_heads=0), "cannot be loaded .ZeroDivisionError"),
     "other weights": (config_of(num_attention_heads=8, head_dim=8), "cannot be loaded .Runtime"),
-    "no weights": (without_weights, r"OSError: Error no file named model\.safetensors"),
     "half of the weights": (half_of_the_weights, "cannot be loaded .SafetensorError"),
     "an adapter that is a list": (writes("adapter_config.json", b"[]"), "adapter .*TypeError"),
     "an adapter on nothing": (ADAPTER, r"no model directory \./nowhere"),
@@ -137,11 +120,8 @@ def test_incomplete_model_directory_is_one_error(saved, name):
     assert len(str(caught.value)) < 1500
 
 
-@pytest.mark.parametrize(
-    ("file", "content"), [("tokenizer.json", b"[]"), ("tokenizer_config.json", b"{")]
-)
-def test_unreadable_tokenizer_is_one_error(saved, file, content):
-    (Path(saved) / file).write_bytes(content)
+def test_unreadable_tokenizer_is_one_error(saved):
+    (Path(saved) / "tokenizer.json").write_bytes(b"[]")
     with pytest.raises(ValueError, match=r"^the tokenizer '.*cannot be loaded"):
         load_tokenizer(None, load_model(saved, torch.float32))
 
@@ -181,17 +161,6 @@ def test_trunk_needs_no_head_and_tied_weights_load(saved):
         load_model(saved, torch.float32, AutoModelForSequenceClassification)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_path_is_loaded_and_object_cast_in_place_in_requested_dtype(saved, dtype):
-    model, original = load_model(saved, dtype), tiny_model("llama", dtype=dtype)
-    weights = model.state_dict()
-    assert all(weights[name].equal(value) for name, value in original.state_dict().items())
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    model = tiny_model("gpt2")
-    assert load_model(model, dtype) is model
-    assert {p.dtype for p in model.parameters()} == {dtype}
-
-
 # Constants that a model computes in its dtype (Gemma's scale) have float32 digits in an object.
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.0), (torch.float64, 1e-5)])
 @pytest.mark.parametrize("arch", ["gemma", "llama", "gpt_neox"])
@@ -200,6 +169,8 @@ def test_model_by_path_matches_model_by_object(tmp_path, arch, dtype, atol):
     model = tiny_model(arch, max_position_embeddings=512)
     model.save_pretrained(tmp_path)
     by_path, by_object = load_model(str(tmp_path), dtype), load_model(model, dtype)
+    assert by_object is model
+    assert {p.dtype for p in (*by_path.parameters(), *by_object.parameters())} == {dtype}
     ids = IDS.repeat(1, 50)
     logits = by_object.eval()(ids).logits
     torch.testing.assert_close(logits, by_path.eval()(ids).logits, rtol=0, atol=atol)
@@ -210,19 +181,6 @@ def test_quantized_weights_are_not_cast():
     packed = torch.arange(3, dtype=torch.uint8)
     model.packed = torch.nn.Parameter(packed, requires_grad=False)
     assert load_model(model, torch.bfloat16).packed.dtype == torch.uint8
-
-
-def test_max_positions_matches_config():
-    config = AutoConfig.for_model("bloom", vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
-    assert max_positions(AutoModelForCausalLM.from_config(config)) is None
-    assert max_positions(tiny_model("gpt2")) == max_positions(tiny_model("llama")) == 64
-
-
-def test_tokenizer_is_read_from_model_directory(saved):
-    tokenizer = load_tokenizer(None, load_model(saved, torch.float32))
-    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (40, 2, 0)
-    with pytest.raises(ValueError, match="processing_class"):
-        load_tokenizer(None, tiny_model("gpt2"))
 
 
 @pytest.mark.fault(44, "refused; pad_token names another")

@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import (
-    Critic,
-    Policy,
-    add_adapter,
-    checkpoint_activations,
-    disable_dropout,
-    packing,
-)
+from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, packing
 from rlhf_pg.models.attention import attention_support, replace_attention
-from rlhf_pg.models.critic import ValueHead
 from rlhf_pg.models.packing import PrefixTree, lay_out_packed, lay_out_padded
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
@@ -149,19 +141,6 @@ def test_rows_longer_than_sliding_window_are_padded():
     assert seen == [1]
     policy(batch)  # of 18 tokens
     assert seen == [1, 9]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_packed_critic_matches_padded(shared):
-    model = tiny_model("gpt2", dtype=torch.float64)
-    own = None if shared else tiny_model("gpt2", dtype=torch.float64, seed=1).base_model
-    critic = Critic(own, stir(ValueHead(32, torch.float64)))
-    policy, batch = Policy(model), batch_of()
-    states = policy.hidden_states(batch) if shared else None
-    values, end = critic(batch, states)
-    critic.window = policy.window = 0
-    states = policy.hidden_states(batch) if shared else None
-    torch.testing.assert_close((values, end), critic(batch, states), rtol=0, atol=1e-10)
 
 
 # Parent and length of each segment: families of a prompt and its completions, then branches of

@@ -14,38 +14,25 @@ from rlhf_pg.models import (
     new_critic,
 )
 from rlhf_pg.models.critic import ValueHead
-from tests.models.architectures import with_vision
+from tests.models.architectures import build, with_vision
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of, trained_gradient
 from tests.tiny import adapter, tiny_model
 
 CPU = torch.device("cpu")
-EXPERTS = {"intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 4}
-GEMMA3N = {
-    "intermediate_size": [48, 48],
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 40,
-    "laurel_rank": 4,
-    "activation_sparsity_pattern": None,
-    "altup_coef_clip": 0.05,
-}
 # What each does in train mode, and with which of its options.
 SWITCHED_ON = {
-    "phimoe": EXPERTS | {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
-    "mixtral": EXPERTS | {"router_jitter_noise": 0.3},
-    "gemma3n_text": GEMMA3N,
-    "falcon": {"hidden_dropout": 0.5, "attention_dropout": 0.5, "num_kv_heads": 4},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+    "mixtral": {"router_jitter_noise": 0.3},
+    "gemma3n_text": {"activation_sparsity_pattern": None, "altup_coef_clip": 0.05},
+    "falcon": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
     "opt": {"dropout": 0.5, "attention_dropout": 0.5},
 }
 
 
 def policy_of(arch, checkpointing=False):
     """As the learner makes it."""
-    policy = Policy(tiny_model(arch, **SWITCHED_ON[arch]))
+    policy = Policy(build(arch, **SWITCHED_ON[arch]))
     disable_dropout(policy)
     if checkpointing:
         checkpoint_activations(policy.model)
@@ -63,7 +50,7 @@ def test_train_mode_logprobs_match_eval_mode(arch, checkpointing):
     assert all(a.equal(b) for a, b in zip(weights, policy.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("arch", SWITCHED_ON)
+@pytest.mark.parametrize("arch", ["phimoe", "gemma3n_text", "opt"])
 def test_recomputation_leaves_gradient_unchanged(arch):
     plain, recomputing = (policy_of(arch, checkpointing).train() for checkpointing in (False, True))
     calls, expected = [], trained_gradient(plain)

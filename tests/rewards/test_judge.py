@@ -1,10 +1,7 @@
 """A judge, against a server on loopback that OpenAI's own client takes for the real one."""
 
 import re
-import threading
-import time
 
-import openai
 import pytest
 
 from rlhf_pg.boundary.user_code import begin
@@ -64,22 +61,6 @@ def failure(judge, *args, **given):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         scores(judge, *args, **given)
     return str(caught.value)
-
-
-def test_server_that_fails_is_asked_again_then_one_error(server):
-    answers = [chat('{"score": 10}'), Said({"error": {"message": "no"}}, 500, {"Retry-After": "0"})]
-    server.answer = lambda asked: answers.pop()
-    assert scores(make(server, retries=1), ["a"]) == [1.0]
-    server.answer = lambda asked: Said({"error": {"message": "no"}}, 500, {"Retry-After": "0"})
-    with pytest.raises(openai.InternalServerError):
-        scores(make(server, retries=1), ["b"])
-    assert len(server.asked) == 4
-
-
-def test_hanging_server_times_out(server):
-    server.answer = lambda asked: time.sleep(0.5) or by_length(asked)
-    with pytest.raises(openai.APITimeoutError):
-        scores(make(server, timeout=0.1, retries=0), ["a"])
 
 
 def test_scores_reach_the_trainer_under_the_name_of_the_judge(server):
@@ -142,19 +123,6 @@ def test_each_text_is_asked_once(server):
     assert sorted(shown_part(asked) for asked in server.asked) == ["a", "bb", "ccc"]
 
 
-def test_questions_run_side_by_side_within_the_limit(server):
-    arrived = threading.Barrier(4, timeout=5)
-
-    def together(asked):
-        arrived.wait()  # four at a time, or never
-        time.sleep(0.02)
-        return by_length(asked)
-
-    server.answer = together
-    scores(make(server, concurrency=4), ["a" * n for n in range(1, 9)])
-    assert server.most_at_once == 4
-
-
 @pytest.mark.parametrize(
     ("options", "said", "score"),
     [
@@ -196,8 +164,6 @@ def test_lasting_garbage_is_one_error_with_row_and_words(server):
     server.asked.clear()
     scores(judge, ["a"])
     assert server.asked == []  # what was answered before stays known
-
-    assert server.asked == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_pg.rewards.servers import HttpReward
-from tests.rewards.calling import Rewards
 from tests.rewards.loopback import Loopback, Said, cut_off, hang_up
 
 
@@ -71,16 +70,6 @@ def test_each_form_of_answer_is_read(server, form):
     assert scores(HttpReward(server.url)) == [1, None]
 
 
-def test_reward_of_trainer_is_named_by_host_and_path(server):
-    chat = [[{"role": "assistant", "content": "hello"}]]
-    server.answer = lambda asked: Said([[None, 2.5] for _ in asked.body["completions"]])
-    rewards = Rewards([HttpReward(server.url + "/v1/score/")])
-    assert rewards.names == [server.url.removeprefix("http://") + "/v1/score"]
-    paid = rewards([[{"role": "user", "content": "hi"}]], chat, [[4, 5]], {})
-    assert paid.nansum().item() == 2.5
-    assert server.asked[0].body["completions"] == chat
-
-
 def test_limit_on_concurrent_requests_holds_across_calls(server):
     arrived = threading.Barrier(3, timeout=5)
 
@@ -121,13 +110,6 @@ def test_lasting_fault_is_one_error_after_growing_pauses(server, pauses):
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_unreachable_server_is_one_error(server, pauses):
-    server.close()
-    said = failure(HttpReward(server.url, retries=2))
-    assert "gave no answer (" in said
-    assert len(pauses) == 2
-
-
 @pytest.mark.fault(62, "given up after its timeout, for every attempt")
 @pytest.mark.parametrize("drips", [False, True])
 def test_hanging_or_dripping_server_times_out(server, pauses, drips):
@@ -159,7 +141,6 @@ def test_hanging_or_dripping_server_times_out(server, pauses, drips):
     ("said", "reason"),
     [
         (Said(b"<html>busy</html>"), "an answer that cannot be used"),
-        (Said(b""), "got None"),
         (Said([1]), "it is not a list of 2 scores, got [1]"),
         (Said({"score": [1, 2]}), "it is not a list of 2 scores, got None"),
         (Said({"detail": "no such page"}, 404), 'refuses / with status 404: {"detail": "no such'),
@@ -206,7 +187,6 @@ def test_column_that_is_no_json_is_an_error_and_nothing_is_sent(server):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"url": "http://"}, "an address is http"),
         ({"url": "http://me:secret@host/score"}, "a user, a password"),
         ({"url": "ftp://host/score"}, "an address is http"),
         ({"api_key_env": "ABSENT_KEY"}, "there is no environment variable ABSENT_KEY"),

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.rewards.scores import (
-    at_end,
-    last_true,
-    overlong,
-    replace_sources,
-    sum_step_scores,
-)
+from rlhf_pg.rewards.scores import at_end, last_true, overlong, replace_sources, sum_step_scores
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()

@@ -9,9 +9,8 @@ import torch
 from rlhf_pg.rollout import SamplingParams
 from rlhf_pg.rollout.token_sampling import row_key, sample
 from rlhf_pg.rollout.token_sampling import uniform as uniform_of_key
-from tests.rollout.stats import chi_square_p
+from tests.test_rng import splitmix64
 
-N = 200_000
 LAST = 1 - 2.0**-52  # the largest number that `uniform` gives
 INF = float("inf")
 # Out of order, so that a token's id is not its rank: sorted, 0.4 0.3 0.15 0.1 0.05.
@@ -50,17 +49,6 @@ def distribution(params: SamplingParams, kept: list[int]) -> torch.Tensor:
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize(
-    ("fields", "kept"), [({"temperature": 0.7}, range(5)), ({"top_k": 3, "top_p": 0.8}, [1, 3])]
-)
-def test_draws_follow_exact_distribution(fields, kept):
-    params, kept = SamplingParams(**fields), list(kept)
-    ids, _ = sample(PROBS.log().expand(N // 4, -1), params, noise_of(N // 4))
-    counts = torch.bincount(ids, minlength=len(PROBS))
-    assert counts.nonzero().squeeze(1).tolist() == kept
-    assert len(kept) == 1 or chi_square_p(counts[kept], distribution(params, kept)[kept]) > 1e-6
-
-
 @pytest.mark.parametrize(("fields", "kept"), TRUNCATIONS)
 def test_logprobs_are_renormalized_over_kept_ids(fields, kept):
     params = SamplingParams(**fields)
@@ -97,16 +85,6 @@ def test_zero_probability_tokens_are_never_drawn(noise, drawn, low):
     assert logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 7}, {"top_p": 0.3}, {"min_p": 0.2}])
-@pytest.mark.parametrize("noise", [0.0, LAST])
-def test_truncated_tokens_are_not_drawn_at_noise_extremes(noise, fields):
-    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
-    noise = torch.full((500,), noise, dtype=torch.float64)
-    ids, logprobs = sample(logits, SamplingParams(**fields), noise)
-    assert logprobs.isfinite().all()
-    assert (ids < 300).all()
-
-
 def test_last_token_of_large_vocabulary_is_reachable():
     logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     ids, _ = sample(logits, SamplingParams(), torch.full((64,), LAST, dtype=torch.float64))
@@ -128,35 +106,14 @@ def test_each_token_owns_half_open_noise_interval():
     assert ids.tolist() == [0, 0, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_half_precision_logits_are_sampled_in_float32(temperature):
-    params = SamplingParams(temperature=temperature)
+def test_half_precision_logits_are_sampled_in_float32():
+    params = SamplingParams(temperature=0.7)
     logits = 3 * torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     logits = logits.bfloat16()
     ids, logprobs = sample(logits, params, noise_of(64))
-    exact = (logits.double() / (temperature or 1)).log_softmax(-1)
+    exact = (logits.double() / 0.7).log_softmax(-1)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), exact[range(64), ids], rtol=0, atol=1e-5)
-
-
-def test_rows_are_sampled_independently_and_logits_left_unchanged():
-    logits = 3 * torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    params = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1)
-    before, noise = logits.clone(), noise_of(50)
-    ids, logprobs = sample(logits, params, noise)
-    assert logits.equal(before)
-    for i in range(50):
-        row_ids, row_logprobs = sample(logits[i : i + 1], params, noise[i : i + 1])
-        assert row_ids.item() == ids[i]
-        torch.testing.assert_close(row_logprobs[0], logprobs[i])
-
-
-def splitmix64(state: int) -> int:
-    """The output of SplitMix64 in this state (Steele, Lea and Flood 2014), on Python integers."""
-    word = (state + 0x9E3779B97F4A7C15) % 2**64
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
 
 
 def expected_uniform(seed: int, draw: int, sample: int, position: int) -> float:
@@ -170,35 +127,6 @@ def one(seed: int, draw: int, sample: int, position: int) -> float:
     return uniform(seed, torch.tensor([draw]), torch.tensor([sample]), position).item()
 
 
-def strips(axis: str) -> torch.Tensor:
-    """(200,1000) noise; neighbours in a row differ by one in this coordinate and in no other."""
-    row, step = torch.arange(200), torch.arange(1000)
-    rows, steps = row.repeat_interleave(1000), step.repeat(200)
-    match axis:
-        case "draw":
-            return uniform(7, steps, rows, 3).view(200, 1000)
-        case "sample":
-            return uniform(7, rows, steps, 3).view(200, 1000)
-        case "position":
-            return torch.stack([uniform(7, row, row, i) for i in range(1000)], dim=1)
-        case _:
-            return torch.stack([uniform(i, row, row, 3) for i in range(1000)], dim=1)
-
-
-AXES = ["seed", "draw", "sample", "position"]
-
-
-def test_reference_generator_matches_published_values():
-    golden = 0x9E3779B97F4A7C15  # https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
-    assert [splitmix64((1234567 + i * golden) % 2**64) for i in range(5)] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-
-
 @pytest.mark.parametrize("seed", [0, 42, 2**63, -1])
 def test_uniform_matches_reference_generator(seed):
     for at in itertools.product([0, 1, 2**40], [0, 3, 1000], [0, 1, 4095]):
@@ -210,16 +138,6 @@ def test_first_noise_values_are_pinned():
     assert one(0, 0, 0, 0) == 0.1296456182997474
     assert one(42, 0, 0, 1) == 0.4211658554149422
     assert one(42, 7, 3, 11) == 0.9581007961503081
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_neighbouring_noise_is_uncorrelated(axis):
-    noise = strips(axis)
-    pairs = torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()])
-    assert abs(torch.corrcoef(pairs)[0, 1]) < 5 * pairs.shape[1] ** -0.5
-    cells = (pairs * 20).long()
-    counts = torch.bincount(cells[0] * 20 + cells[1], minlength=400)
-    assert chi_square_p(counts, torch.full((400,), 1 / 400)) > 1e-6
 
 
 def test_every_coordinate_gives_distinct_noise():

@@ -17,8 +17,7 @@ def accelerator(kind: DistributedType, **state: Any) -> Any:
 
 def deepspeed_with(stage: int, **config: Any) -> Any:
     plugin = SimpleNamespace(
-        zero_stage=stage,
-        deepspeed_config={"zero_optimization": {"stage": stage}, **config},
+        zero_stage=stage, deepspeed_config={"zero_optimization": {"stage": stage}, **config}
     )
     return accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
 
@@ -27,7 +26,6 @@ def deepspeed_with(stage: int, **config: Any) -> Any:
     ("asked", "name"),
     [
         (accelerator(DistributedType.NO), "DDP"),
-        (accelerator(DistributedType.MULTI_CPU), "DDP"),
         (accelerator(DistributedType.MULTI_GPU), "DDP"),
         (deepspeed_with(2), "ZeRO-2"),
         (deepspeed_with(3), "ZeRO-3"),

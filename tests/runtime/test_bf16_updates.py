@@ -45,9 +45,6 @@ def weights_after(steps, lr=1e-3):
     return module.weight.detach().float()
 
 
-# -------------------------------------------------------------------------------- float32 masters
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 def test_masters_match_float32_adamw_with_rounded_forward(max_norm) -> None:
     module, by_hand = Mixed(), Mixed()

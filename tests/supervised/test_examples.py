@@ -57,9 +57,6 @@ def only(rows, tokenizer, **options):
     return learnt(example, tokenizer)
 
 
-# ------------------------------------------------------------------------------------------ text
-
-
 @pytest.mark.parametrize("column", ["completion", "answer"])
 def test_only_completion_and_eos_are_learnt(tokenizer, column):
     rows = [{"prompt": "ab", column: "cd"}]
@@ -67,9 +64,6 @@ def test_only_completion_and_eos_are_learnt(tokenizer, column):
     assert only(rows, tokenizer, append_eos=False) == "__cd"
     assert only(rows, tokenizer, completion_only_loss=False) == "abcd<eos>"
     assert only([{"prompt": "ab", column: "c<eos>"}], tokenizer) == "__c<eos>"
-
-
-def test_text_is_learnt_whole(tokenizer):
     assert only([{"text": "abc"}], tokenizer) == "abc<eos>"
 
 
@@ -81,16 +75,6 @@ def test_prompt_keeps_tokens_that_a_rollout_gives_it():
     assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == [*"abcd", "<eos>"]
     [example] = examples([{"prompt": "a", "completion": "bcd"}], tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == ["a", "bc", "d", "<eos>"]
-
-
-def test_bos_stands_in_front_once():
-    tokenizer = letters(bos=True)
-    [example] = examples([{"prompt": "a", "completion": "b"}], tokenizer)
-    assert list(example["input_ids"]) == [1, 3, 4, 2]
-    assert list(example["labels"]) == [-100, -100, 4, 2]
-
-
-# ----------------------------------------------------------------------------------------- chats
 
 
 @pytest.mark.parametrize("template", [TAGGED, UNTAGGED])
@@ -200,9 +184,6 @@ def test_template_arguments_and_system_prompt_reach_the_chat(tokenizer):
     assert only(rows, tokenizer, system_prompt="hi").startswith("z[s|hi<eos> [u|ab")
 
 
-# --------------------------------------------------------------------------------- where data are
-
-
 def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "a", "answer": "b"}\n' * 10)
@@ -220,9 +201,7 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
     assert set(settle_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
     with pytest.raises(ValueError, match="given twice, as train_dataset and "):
         settle_data(args, [{"text": "c"}], None)
-    with pytest.raises(
-        ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
-    ):
+    with pytest.raises(ValueError, match="system_prompt: the prompt in row 0 has a"):
         settle_data(plain, train, None)
     with pytest.raises(ValueError, match="train_dataset: set dataset_name"):
         settle_data(SFTConfig(), None, None)
@@ -232,8 +211,6 @@ def test_text_file_is_no_prompt(tmp_path):
     train, _ = settle_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
     assert train[0] == {"text": "ab"}
 
-
-# -------------------------------------------------------------------------------- what is refused
 
 LONG = [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": "cdefg"}]
 
@@ -253,11 +230,6 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        (
-            [{"a": "b"}],
-            {},
-            "no columns prompt and completion .* it has a. Rename columns by dataset_columns",
-        ),
         ([{"prompt": "b"}], {}, "no columns prompt and completion .* it has prompt"),
         ([{"text": "b"}], {"completion_only_loss": True}, "completion_only_loss needs columns"),
         ([{"prompt": "b", "completion": ""}], {}, "the completion in row 0 is empty: drop the row"),
@@ -270,7 +242,6 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
         ([{"messages": "b"}], {}, "messages in row 0 must be a list of messages, got 'b'"),
         (Dataset.from_dict({"text": []}), {}, "it has no rows"),
         ([], {}, "give a datasets.Dataset or a list of dicts"),
-        ("abc", {}, "give a datasets.Dataset or a list of dicts"),
     ],
 )
 def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options, message):
@@ -282,11 +253,7 @@ def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options
 @pytest.mark.parametrize(
     ("template", "chat", "message"),
     [
-        (
-            None,
-            CHAT,
-            "messages in row 0 is a list of messages, but the tokenizer has no chat_template",
-        ),
+        (None, CHAT, "messages in row 0 is a list of messages, .* no chat_template"),
         ("{{ raise_exception('odd') }}", CHAT, "messages in row 0 does not fit the chat template"),
         (TAGGED, CHAT[:1], "row 0 has nothing to train on: .*no words of the assistant"),
     ],

@@ -56,9 +56,6 @@ def same(first, second):
     return all(first[name].equal(second[name]) for name in first)
 
 
-# --------------------------------------------------------------------------------------- numbers
-
-
 def test_held_out_metrics_are_means_over_learnt_tokens(tmp_path):
     """Held-out loss and accuracy by a loop in float64, whatever the batches they come in."""
     data = upper(7)
@@ -176,9 +173,6 @@ def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
         train(tmp_path, model, max_steps=9)
 
 
-# -------------------------------------------------------------------------------------- training
-
-
 def test_model_learns_completions(tmp_path):
     metrics = train(tmp_path, held_out=upper(6), max_steps=60)
     assert metrics["eval_loss"] < 0.5
@@ -190,21 +184,12 @@ def test_model_learns_completions(tmp_path):
     assert said[0, 2] == ids["input_ids"][0, 0]
 
 
-def test_several_held_out_sets_are_measured_by_name(tmp_path):
-    metrics = train(tmp_path, held_out={"easy": upper(6), "same": upper(7)}, max_steps=1)
-    assert set(metrics) == {
-        f"eval_{name}_{metric}"
-        for name in ("easy", "same")
-        for metric in ("loss", "mean_token_accuracy")
-    }
-
-
 def test_adapter_is_saved_apart_and_merged(tmp_path):
     model = tiny_model("llama", scale=0.05)
     model.save_pretrained(tmp_path / "base")
     letters().save_pretrained(tmp_path / "base")
     options = {"use_peft": True, "lora_r": 2, "learning_rate": 1e-2, "save_merged": True}
-    train(tmp_path / "run", tmp_path / "base", **options)
+    first = train(tmp_path / "run", tmp_path / "base", held_out=upper(6), **options)
     final = tmp_path / "run" / "final"
     adapted = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), final
@@ -218,10 +203,7 @@ def test_adapter_is_saved_apart_and_merged(tmp_path):
     # An adapter is trained further.
     again = train(tmp_path / "again", final, held_out=upper(6), save_merged=True)
     assert (tmp_path / "again" / "final" / "merged").is_dir()
-    assert (
-        again["eval_loss"]
-        < train(tmp_path / "x", final, held_out=upper(6), max_steps=1)["eval_loss"]
-    )
+    assert again["eval_loss"] < first["eval_loss"]
 
 
 def test_given_peft_config_is_trained_in_bfloat16(tmp_path):
@@ -231,12 +213,6 @@ def test_given_peft_config_is_trained_in_bfloat16(tmp_path):
     trained = {p.dtype for n, p in model.named_parameters() if "lora" in n}
     assert (frozen, trained) == ({torch.bfloat16}, {torch.float32})
     assert any(p.any() for n, p in model.named_parameters() if "lora_B" in n)
-
-
-def test_gradient_checkpointing_does_not_change_training(tmp_path):
-    for name, recompute in (("plain", False), ("recomputed", True), ("offloaded", "offload")):
-        train(tmp_path / name, gradient_checkpointing=recompute)
-        assert same(weights(tmp_path / "plain"), weights(tmp_path / name))
 
 
 RESUMED = {"save_steps": 3, "save_total_limit": None, "max_steps": 7, "batch_size": 4}
@@ -280,45 +256,49 @@ def test_signal_ends_run_after_its_step_with_a_checkpoint(tmp_path, monkeypatch)
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "run", **options)
     assert left.value.code == 128 + signal.SIGTERM
-    latest = {"resume_from_checkpoint": "latest"}
-    train(tmp_path / "run", **options | latest)
+    train(tmp_path / "run", **options | {"resume_from_checkpoint": "latest"})
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
-    shutil.rmtree(tmp_path / "run" / "final")
-    train(tmp_path / "again", **options | {"save_steps": 4})
-    with pytest.raises(ValueError, match="max_steps"):
-        train(tmp_path / "again", **options | latest | {"max_steps": 3})
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run with an adapter, after its checkpoint of step 3."""
+    path = tmp_path_factory.mktemp("killed")
+    train(path / "whole", **RESUMED, peft_config=adapter())
+    copy_to_step(path / "whole", path / "run", 3)
+    return path / "run"
 
 
 @pytest.mark.parametrize(
     ("other", "key"),
     [
         ({"batch_size": 2}, "batch_size"),
+        ({"max_steps": 2}, "max_steps"),
         ({"data": upper(23)}, "train_dataset"),
         ({"model": tiny_model("llama", scale=0.1)}, "model"),
         ({"peft_config": adapter(lora_alpha=1)}, "lora_alpha"),
     ],
 )
-def test_resume_is_refused_with_other_data_model_or_keys(tmp_path, other, key):
-    options = RESUMED | {"peft_config": adapter()}
-    train(tmp_path / "whole", **options)
-    copy_to_step(tmp_path / "whole", tmp_path / "run", 3)
-    with pytest.raises(ValueError, match=f"{key}.*[Rr]esume with|another config: {key}"):
-        train(tmp_path / "run", **options | {"resume_from_checkpoint": "latest"} | other)
+def test_resume_is_refused_with_other_data_model_or_keys(killed, other, key):
+    options = RESUMED | {"peft_config": adapter(), "resume_from_checkpoint": "latest"}
+    with pytest.raises(ValueError, match=f"{key}.*([Rr]esume with|raise)|another config: {key}"):
+        train(killed, **options | other)
 
 
 def test_run_leaves_config_metrics_and_report(tmp_path):
-    train(tmp_path, held_out=upper(6), eval_steps=2)
+    metrics = train(tmp_path, held_out={"easy": upper(6), "same": upper(7)}, eval_steps=2)
+    kinds = ("loss", "mean_token_accuracy")
+    assert set(metrics) == {f"eval_{name}_{kind}" for name in ("easy", "same") for kind in kinds}
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert [line["step"] for line in lines if "eval_easy_loss" in line] == [2, 4]
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= lines[0].keys()
     assert "dataset_fingerprint: null" not in (tmp_path / "config.yaml").read_text()
-    assert "eval_loss" in (tmp_path / "report.html").read_text()
+    assert "eval_easy_loss" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("asked", ["fp16", "bf16"])
-def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch, asked):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match="mixed_precision"):
         train(tmp_path, max_steps=1)
 
@@ -330,22 +310,14 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
     train(tmp_path / "run", tmp_path / "base", **options)
     saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert saved["attention_dropout"] == 0.25
-    train(tmp_path / "eager", model, max_steps=1, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropout\) is for loading"):
         train(tmp_path / "object", model, **options)
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"dataset_fingerprint": "00"},
-            "dataset_fingerprint 00: the data or the tokenizer differ",
-        ),
+        ({"dataset_fingerprint": "00"}, "dataset_fingerprint 00"),
         ({"save_merged": True}, "save_merged is for a model with an adapter"),
         ({"use_peft": True, "peft_config": adapter()}, "there are two adapters"),
         ({"max_length": 3}, "train_dataset: row 0 has 4 tokens, more than the 3"),

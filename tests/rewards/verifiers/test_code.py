@@ -50,21 +50,13 @@ def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
         make_verifier("code", {})
 
 
-@pytest.mark.parametrize(
-    "complaint",
-    ["bwrap: Unknown option --disable-userns", ""],
-)
-def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) -> None:
-    script = tmp_path / "bwrap"
-    script.write_text(f"#!/bin/sh\nprintf '{complaint}' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(programs, "sandbox_command", lambda seconds: [str(script)])
+@pytest.mark.parametrize("complaint", ["Unknown option --disable-userns", ""])
+def test_refuses_where_no_sandbox_can_be_made(monkeypatch, complaint) -> None:
+    failing = ["sh", "-c", f"printf '{complaint}' >&2; exit 1"]
+    monkeypatch.setattr(programs, "sandbox_command", lambda seconds: failing)
     programs.check_sandbox.cache_clear()
-    with pytest.raises(ValueError, match=r"0\.8 or newer .*user namespaces") as caught:
+    with pytest.raises(ValueError, match=f"reward code: .*here .{complaint or 'bwrap failed'}"):
         make_verifier("code", {})
-    assert f"reward code: no sandbox can be made here ({complaint or 'bwrap failed'})" in str(
-        caught.value
-    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +65,6 @@ def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path, complaint) 
         ("So:\n```py\nx = 1\n```\nor\n```\nx = 2\n```\nDone.", "x = 2\n"),
         ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1\n"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
-        ("```python\nx = 1", "x = 1"),
         ("```python\nx = 1\n```\nwhich prints\n```text\n1\n```", "x = 1\n"),
         ("```bash\nls\n```", ""),
         ("", ""),
@@ -90,7 +81,6 @@ def test_program_in_answer(answer, program) -> None:
         ("[f(1)] == [2] or 1 / 0", ["[f(1)] == [2] or 1 / 0"]),
         ('["assert a"]', ["assert a"]),
         ({"inputs": ["1", "2"], "outputs": ["a", "b"]}, [("1", "a"), ("2", "b")]),
-        ({"input": "1", "output": "a"}, [("1", "a")]),
         ([{"input": "1", "output": "a", "type": "stdin"}], [("1", "a")]),
         ('{"inputs": ["1"], "outputs": ["a"], "fn_name": null}', [("1", "a")]),
     ],
@@ -120,11 +110,9 @@ def test_unreadable_tests_say_why(truth, why) -> None:
         (NEXT, True),
         ("from __future__ import annotations\n" + NEXT, True),
         (NEXT + "print('noise' * 1000)\nimport sys; print('x', file=sys.stderr)", True),
-        ("def f(x) return", False),
         ("", False),
         ("\0", False),
         ("import os; os._exit(0)", False),
-        ("import os; os.kill(os.getpid(), 9)", False),
         (NEXT + '"""', False),
         ("import signal, time; signal.alarm(1); signal.pause()", False),
     ],

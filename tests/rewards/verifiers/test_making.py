@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.rewards import accuracy_reward, think_format_reward, verifiers
+from rlhf_pg.rewards import verifiers
 from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
-from rlhf_pg.rewards.verifiers.texts import answer_of, last_boxed, text_of
+from rlhf_pg.rewards.verifiers.texts import text_of
 
 # Options that each of them can be made with.
 ENOUGH = {
@@ -35,7 +35,6 @@ def test_row_without_truth_applies_to_no_one() -> None:
     [
         ("maths", {}, ["no reward 'maths'", "did you mean 'math'", "repetition"]),
         ("exact", {"colum": "a"}, ["reward exact: ", "'colum'", "'column'"]),
-        ("regex", {}, ["reward regex: pattern"]),
         ("regex", {"pattern": "(a"}, ["reward regex: ", "'(a'", "not a regular expression"]),
         ("numeric", {"abs_tol": "much"}, ["reward numeric: abs_tol", "'much'"]),
         ("length", {}, ["reward length: ", "shortest", "longest"]),
@@ -71,7 +70,6 @@ def test_truth_is_in_the_column_of_the_option() -> None:
 
 def test_rewards_take_one_text() -> None:
     assert make_verifier("numeric")("It is 4.", answer="4") == [1.0]
-    assert accuracy_reward("\\boxed{42}", "42") == think_format_reward("<think>a</think>b") == [1.0]
 
 
 def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
@@ -94,41 +92,11 @@ def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
             "last",
         ),
         ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
-        ([], ""),
         ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}], "a"),
     ],
 )
 def test_text_of_completion(completion, text) -> None:
     assert text_of(completion) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<think>6</think>7", "7"),
-        ("<think>6", ""),
-        ("<think>5</think>6<think>7", "6"),
-        ("<answer>6</answer><answer>7</answer>", "7"),
-        ("<answer>7", "7"),
-        ("<think><answer>6</answer></think>7", "7"),
-    ],
-)
-def test_answer_stands_outside_of_thinking(text, answer) -> None:
-    assert answer_of(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [
-        (r"\boxed{6}, no: \boxed{7}.", "7"),
-        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{7}}", "7"),
-        (r"\boxed{7", None),
-        (r"\boxed{" * 20_000, None),
-    ],
-)
-def test_last_boxed(text, held) -> None:
-    assert last_boxed(text) == held
 
 
 def test_docs_name_every_option() -> None:

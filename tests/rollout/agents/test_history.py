@@ -15,29 +15,20 @@ from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
 
 # Templates that trl ships, and the token that ends a turn.
 ENDS = {
-    "cohere": "<|END_OF_TURN_TOKEN|>",
-    "deepseekv3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "gemma": "<end_of_turn>",
-    "gemma3": "<end_of_turn>",
     "glm4moe": "<|user|>",
     "gptoss": "<|return|>",
-    "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>",
-    "llama3_2": "<|eot_id|>",
     "nemotron_3_nano": "<|im_end|>",
     "phi3": "<|end|>",
-    "phi3_5": "<|end|>",
     "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
     "qwen3_5_think": "<|im_end|>",
-    "qwen3_instruct_2507": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
     "deepseek_r1_distill": "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }
 # Templates that show an earlier turn otherwise than they opened it, even without reasoning.
 REWRITES = {
-    *("deepseek_r1_distill", "deepseekv3", "glm4moe", "gptoss", "nemotron_3_nano"),
-    *("qwen3_5_think", "smolvlm"),
+    *("deepseek_r1_distill", "glm4moe", "gptoss", "nemotron_3_nano", "qwen3_5_think", "smolvlm")
 }
 WORDS = (
     "Yes, sir.",

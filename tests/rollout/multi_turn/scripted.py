@@ -74,3 +74,16 @@ class ScriptedSession:
         reason = "stop" if tokens[-1] == self.engine.eos else "length"
         logprobs = [-place / 10 for place in places]
         return [Finished(request, sample, Completion(tokens, logprobs, reason))]
+
+
+def sayer(
+    tokenizer: PreTrainedTokenizerFast, *turns: str | Sequence[int], **options: bool
+) -> ScriptedEngine:
+    """An engine that says the k-th of `turns` where k stop tokens stand behind the prompt."""
+
+    def script(request: Request, sample: int) -> Sequence[int]:
+        row = request.tokens[len(request.tokens) - request.position :]
+        turn = turns[sum(token == tokenizer.eos_token_id for token in row)]
+        return tokenizer.encode(turn, add_special_tokens=False) if isinstance(turn, str) else turn
+
+    return ScriptedEngine(script, tokenizer.eos_token_id, **options)

@@ -4,12 +4,14 @@ import asyncio
 import math
 import threading
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams
-from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
+from tests.rollout.multi_turn import scripted
+from tests.rollout.multi_turn.scripted import ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -41,15 +43,7 @@ class Listed:
         return answer
 
 
-def sayer(*turns, **options):
-    """An engine that says the k-th of `turns` where k stop tokens stand behind the prompt."""
-
-    def script(request, sample):
-        row = request.tokens[len(request.tokens) - request.position :]
-        turn = turns[sum(token == EOS for token in row)]
-        return ids(turn) if isinstance(turn, str) else turn
-
-    return ScriptedEngine(script, EOS, **options)
+sayer = partial(scripted.sayer, TOKENIZER)
 
 
 def play(
@@ -66,8 +60,7 @@ def play(
     runner = EpisodeRunner(
         environment_factory=lambda: next(made),
         tokenizer=tokenizer,
-        stop_token_ids=[EOS],
-        **options,
+        **{"stop_token_ids": [EOS]} | options,
     )
     examples = [{"prompt": prompt, "answer": "a"} for _ in draws]
     tokens = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [5] for _ in draws]
@@ -93,12 +86,8 @@ def test_turn_request_has_full_history_and_own_position():
     engine = sayer("ab<eos>", "c<eos>")
     play(engine, Listed(("up", 0.0, False), ("", 1.0, True)), max_tokens=9)
     first, second = engine.requests
-    assert (first.prompt_index, list(first.samples), first.position, first.max_tokens) == (
-        7,
-        [0],
-        0,
-        9,
-    )
+    assert (first.prompt_index, list(first.samples)) == (7, [0])
+    assert (first.position, first.max_tokens) == (0, 9)
     assert text(second.tokens) == "q?ab<eos>up"
     assert (second.prompt_index, list(second.samples)) == (7, [0])
     assert (second.position, second.max_tokens) == (5, 4)
@@ -155,13 +144,8 @@ def test_eos_is_appended_after_other_stop_token():
     engine = sayer("ab<eos>")
     engine.eos = stop
     engine.script = lambda request, sample: ids("abz" if request.position == 0 else "cz")
-    runner = EpisodeRunner(
-        environment_factory=lambda: Listed(([tool("up")], 0.0, False), ([], 1.0, True)),
-        tokenizer=TOKENIZER,
-        stop_token_ids=[EOS, stop],
-    )
-    params = SamplingParams(max_tokens=40)
-    [episode] = runner.play(engine, [{"prompt": ASKED}], [[5]], [0], 1, params, 0)
+    environment = Listed(([tool("up")], 0.0, False), ([], 1.0, True))
+    [episode] = play(engine, environment, prompt=ASKED, stop_token_ids=[EOS, stop])
     assert text(episode.tokens) == "abz<eos><tool>up<assistant>cz"
     assert [i for i, own in enumerate(episode.actions) if not own] == list(range(3, 8))
 
@@ -374,16 +358,3 @@ def test_results_do_not_depend_on_finishing_order():
         assert (a.tokens, a.logprobs, a.actions) == (b.tokens, b.logprobs, b.actions)
         assert a.rewards[1] == b.rewards[1]
     assert [text(episode.tokens) for episode in one] == [f"a<eos>{c}b<eos>" for c in "xyz"]
-
-
-def test_many_slow_environments_run_concurrently():
-    """Each answers only when all of them have been asked."""
-    barrier = threading.Barrier(40)
-
-    class Together(Listed):
-        def step(self, completion):
-            barrier.wait(30)
-            return super().step(completion)
-
-    episodes = play(sayer("a<eos>"), *(Together(("", 1.0, True)) for _ in range(40)), n=40)
-    assert all(episode.error is None for episode in episodes)

@@ -8,7 +8,7 @@ from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Observation, Sampl
 from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
 from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
-from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.rollout.multi_turn.scripted import sayer
 
 TOKENIZER = tool_tokenizer(CHARACTERS, [])
 EOS = TOKENIZER.eos_token_id
@@ -87,17 +87,6 @@ def call(name, **arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {{{inner}}}}}</tool_call>'
 
 
-def sayer(*turns):
-    """An engine that says the k-th of the turns where k stop tokens stand behind the prompt."""
-
-    def script(request, sample):
-        row = request.tokens[len(request.tokens) - request.position :]
-        turn = turns[sum(token == EOS for token in row)]
-        return [*TOKENIZER(turn, add_special_tokens=False)["input_ids"], EOS]
-
-    return ScriptedEngine(script, EOS)
-
-
 def runner_of(factory, tools=(), timeout=30.0, **options):
     found = TrlEnvironments(factory).runner_options(TOKENIZER, timeout, tools)
     return EpisodeRunner(tokenizer=TOKENIZER, stop_token_ids=[EOS], **found, **options)
@@ -107,7 +96,8 @@ def play(runner, *turns, rows=({},), n=1, max_tokens=400):
     examples = [{"prompt": CHAT} | row for row in rows]
     tokens = [TOKENIZER("(q)>")["input_ids"]] * len(rows)
     params = SamplingParams(max_tokens=max_tokens)
-    return runner.play(sayer(*turns), examples, tokens, range(len(rows)), n, params, 0)
+    engine = sayer(TOKENIZER, *(turn + TOKENIZER.eos_token for turn in turns))
+    return runner.play(engine, examples, tokens, range(len(rows)), n, params, 0)
 
 
 def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:

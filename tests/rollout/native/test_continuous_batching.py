@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
@@ -31,10 +30,7 @@ def forward_sizes(model) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("arch", "cache_tokens"),
-    [("llama", 1), ("gpt2", 40), ("llama", 100)],
-)
+@pytest.mark.parametrize(("arch", "cache_tokens"), [("llama", 1), ("gpt2", 40)])
 def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     model = tiny_model(arch, dtype=torch.float64)  # no token's noise is that close to an edge
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
@@ -132,18 +128,6 @@ def test_cancelled_request_leaves_its_place_to_others():
     assert len(finished[0].completion.tokens) == 30
 
 
-def test_session_continues_after_rejected_request():
-    engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
-    with engine.session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[5], prompt_index=0))
-        with pytest.raises(ValueError, match="has 7 tokens"):
-            session.add(Request(tokens=[5] * 7, prompt_index=1))
-        finished = []
-        while not session.idle:
-            finished += session.step()
-    assert [f.request.prompt_index for f in finished] == [0]
-
-
 def test_adapter_is_merged_into_copy_of_policy():
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -194,19 +178,6 @@ def test_only_rows_longer_than_window_use_generate(caplog):
     params = SamplingParams(max_tokens=11, temperature=0.8)
     assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, params, seed=0))
     assert "a row of 18 tokens exceeds the model's window of 17" in caplog.text
-
-
-def test_row_outgrowing_window_continues_correctly():
-    model = tiny_model("mistral", sliding_window=17)
-    engine = NativeEngine(model, EOS, PAD)
-    prompts = [PROMPTS[0], PROMPTS[0] * 3]
-    with engine.session(PARAMS, seed=0) as session:
-        completions = []
-        for prompt in prompts:
-            session.add(Request(tokens=prompt, prompt_index=0, samples=range(4)))
-            while not session.idle:
-                completions += sorted(session.step(), key=lambda f: f.sample)
-    assert_teacher_forced(model, prompts, [f.completion for f in completions])
 
 
 @pytest.mark.parametrize("max_tokens", [10, 20])
@@ -270,18 +241,6 @@ def test_generate_fallback_keeps_request_limits(monkeypatch):
     assert_same(results(), fast)
 
 
-def test_unmergeable_adapter_keeps_generation_config(monkeypatch):
-    monkeypatch.setattr("rlhf_pg.rollout.native.engine.is_quantized", lambda model: True)
-    base = tiny_model("llama")
-    configured = base.generation_config
-    model = stir(add_adapter(base, adapter(lora_alpha=1)))
-    completions = plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(
-        PROMPTS, 3, PARAMS, seed=0
-    )
-    assert base.generation_config is configured
-    assert_teacher_forced(model, PROMPTS, completions)
-
-
 def test_generate_fallback_respects_cache_tokens_and_max_rows(monkeypatch):
     model = tiny_model("llama")  # prompts of seven tokens at most, completions of ten
     fast = NativeEngine(model, EOS, PAD).generate(PROMPTS, 3, PARAMS, seed=0)
@@ -289,19 +248,12 @@ def test_generate_fallback_respects_cache_tokens_and_max_rows(monkeypatch):
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    for cache_tokens, max_rows, rows in ((1, 256, 1), (17 * 4, 256, 4), (10_000, 5, 5)):
+    for cache_tokens, max_rows, rows in ((17 * 4, 256, 4), (10_000, 5, 5)):
         monkeypatch.setattr(native_engine, "MAX_ROWS", max_rows)
         engine = plainly(monkeypatch, NativeEngine(model, EOS, PAD, cache_tokens=cache_tokens))
         assert_same(engine.generate(PROMPTS, 3, PARAMS, seed=0), fast)
         assert max(shapes) == rows
         shapes.clear()
-
-
-def test_nan_logits_raise_in_generate_fallback(monkeypatch):
-    model = tiny_model("llama")
-    model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="NaN"):
-        plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(PROMPTS, 2, PARAMS, seed=0)
 
 
 def test_cache_size_stays_near_limit(monkeypatch):
@@ -315,10 +267,7 @@ def test_cache_size_stays_near_limit(monkeypatch):
             reserved.append(sum(store.slots * store.width for store in stores))
             return finished
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=40, num_attention_heads=2, **sizes)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=2048)
     prompts = [[5, 9] * 640, *([7, 2, i] * 20 for i in range(20))]
     params = SamplingParams(max_tokens=60)
     expected = NativeEngine(model, [], PAD).generate(prompts, 1, params, seed=0)

@@ -76,20 +76,8 @@ def test_logprobs_match_teacher_forced_forward(arch):
     assert_teacher_forced(model, PROMPTS, completions, atol)
 
 
-def test_bf16_model_gives_float32_logprobs():
-    model, logits = tiny_model("llama", dtype=torch.bfloat16), []
-    completions = engine_of(model).generate(PROMPTS, 4, PARAMS, seed=0)
-    assert_teacher_forced(model, PROMPTS, completions, atol=0.15)  # bfloat16 rounds as it likes
-    model.register_forward_hook(lambda *call: logits.append(call[-1].logits[0, -1]))
-    [completion] = engine_of(model).generate([[17, 4]], 1, PARAMS, seed=0)
-    exact = (torch.stack(logits).float() / PARAMS.temperature).log_softmax(-1)
-    picked = exact[range(len(completion.tokens)), completion.tokens].tolist()
-    assert completion.logprobs == pytest.approx(picked, abs=1e-6)
-
-
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_samples_do_not_depend_on_batch(arch):
-    engine = engine_of(tiny_model(arch))
+def test_samples_do_not_depend_on_batch():
+    engine = engine_of(tiny_model("llama"))
     together = engine.generate(PROMPTS, 3, PARAMS, seed=1)
     alone = [
         completion
@@ -119,14 +107,6 @@ def test_sliding_window_shorter_than_row_is_respected():
     unbounded = tiny_model("mistral", sliding_window=None)
     with pytest.raises(AssertionError, match="not close"):
         assert_teacher_forced(unbounded, prompts, completions, atol=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-def test_gradient_checkpointing_changes_nothing():
-    model = tiny_model("llama")
-    expected = engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
-    model.gradient_checkpointing_enable()
-    assert_same(engine_of(model.train()).generate(PROMPTS, 2, PARAMS, seed=0), expected)
 
 
 def test_seeds_draws_and_samples_all_differ():
@@ -166,26 +146,6 @@ def test_short_completions_have_exact_probabilities():
     torch.testing.assert_close(claimed, probs.log()[drawn], rtol=0, atol=1e-4)
 
 
-def test_top_k_logprobs_are_renormalized():
-    model, params = tiny_model("llama"), replace(PARAMS, top_k=3)
-    for i, c in enumerate(engine_of(model).generate(PROMPTS, 3, params, seed=0)):
-        full = teacher_forced(model, PROMPTS[i // 3], c.tokens, params.temperature)
-        kept = full.topk(3).values.log_softmax(-1)
-        logprobs = torch.tensor(c.logprobs)
-        assert (logprobs[:, None] - kept).abs().amin(1).max() < 1e-4
-
-
-def test_temperature_zero_is_greedy_and_ignores_noise():
-    model = tiny_model("llama")
-    params = replace(PARAMS, temperature=0)
-    completions = engine_of(model).generate(PROMPTS, 2, params, seed=0)
-    assert_teacher_forced(model, PROMPTS, completions, temperature=1.0)
-    for i, c in enumerate(completions):
-        exact = teacher_forced(model, PROMPTS[i // 2], c.tokens, 1.0)
-        assert c.tokens == exact.argmax(-1).tolist()
-    assert_same(engine_of(model).generate(PROMPTS, 2, params, seed=1), completions)
-
-
 @pytest.mark.fault(39, "completions of full length")
 def test_generation_without_eos_has_full_length():
     for completion in engine_of(tiny_model("llama"), eos=[]).generate(PROMPTS, 4, PARAMS, seed=0):
@@ -195,15 +155,13 @@ def test_generation_without_eos_has_full_length():
         assert {type(logprob) for logprob in completion.logprobs} == {float}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 10])
-def test_eos_only_truncates_completion(max_tokens):
+def test_eos_only_truncates_completion():
     model = tiny_model("llama")
     endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=4)
-    params = replace(PARAMS, max_tokens=max_tokens)
     for eos in (7, EOS, {30, 4}):
         ends = [eos] if isinstance(eos, int) else eos
-        completions = engine_of(model, eos).generate(PROMPTS, 8, params, seed=4)
-        assert_same(completions, [cut(c, ends, max_tokens) for c in endless])
+        completions = engine_of(model, eos).generate(PROMPTS, 8, PARAMS, seed=4)
+        assert_same(completions, [cut(c, ends, PARAMS.max_tokens) for c in endless])
 
 
 @pytest.mark.fault(38, "a completion of one token")
@@ -257,21 +215,12 @@ def test_stop_string_ends_completion_and_is_kept(width):
     model, tokenizer = tiny_model("llama"), char_tokenizer()
     endless = engine_of(model, eos=[]).generate(PROMPTS, 3, PARAMS, seed=0)
     engine = engine_of(model, eos=[], tokenizer=tokenizer)
-    for completion in endless[::6]:
+    for completion in endless[::8]:
         said = tokenizer.decode(completion.tokens)
         for stop in ([said[4 : 4 + width]], ["!", said[-width:]]):  # the last allowed tokens
             completions = engine.generate(PROMPTS, 3, replace(PARAMS, stop=stop), seed=0)
             assert_same(completions, [cut_at_text(c, stop) for c in endless])
             assert "stop" in {c.finish_reason for c in completions}
-
-
-def test_special_token_may_be_stop_string():
-    model = tiny_model("llama")
-    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
-    engine = engine_of(model, eos=[], tokenizer=char_tokenizer())
-    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop="</s>"), seed=0)
-    assert_same(completions, [cut(c, [39], PARAMS.max_tokens) for c in endless])
-    assert "stop" in {c.finish_reason for c in completions}
 
 
 def test_stop_string_in_prompt_is_ignored():
@@ -283,20 +232,6 @@ def test_stop_string_in_prompt_is_ignored():
         assert stop not in tokenizer.decode(endless.tokens)
         [completion] = engine.generate([[17, 4]], 1, replace(PARAMS, stop=stop), seed=0)
         assert completion == endless
-
-
-def test_eos_ends_completion_beside_stop_strings():
-    model = tiny_model("llama")
-    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
-    engine = engine_of(model, tokenizer=char_tokenizer())
-    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop=["e", "k"]), seed=0)
-    by_text = [cut_at_text(c, ["e", "k"]) for c in endless]
-    by_eos = [cut(c, EOS, PARAMS.max_tokens) for c in endless]
-    first = [
-        min(pair, key=lambda c: (len(c.tokens), c.finish_reason == "length"))
-        for pair in zip(by_text, by_eos, strict=True)
-    ]
-    assert_same(completions, first)
 
 
 def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
@@ -339,19 +274,14 @@ def test_dropout_is_disabled_in_sampling(arch, dropout):
     assert_teacher_forced(model, PROMPTS, completions)
 
 
-def test_sampling_builds_no_graph_and_keeps_weights():
-    model = tiny_model("llama").train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tracked = []
+def test_sampling_builds_no_graph():
+    model, tracked = tiny_model("llama").train(), []
     model.register_forward_hook(lambda *call: tracked.append(call[-1].logits.requires_grad))
-    prompts = [list(prompt) for prompt in PROMPTS]
-    engine_of(model).generate(prompts, 2, PARAMS, seed=0)
+    engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
     assert tracked
     assert not any(tracked)
     assert torch.is_grad_enabled()
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert prompts == PROMPTS
 
 
 def test_unusable_arguments_raise():
@@ -366,9 +296,8 @@ def test_unusable_arguments_raise():
         engine.generate([[1]], 1, SamplingParams(stop="a"), seed=0)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_context_may_be_filled_but_not_exceeded(arch):
-    model = tiny_model(arch, max_position_embeddings=16)
+def test_context_may_be_filled_but_not_exceeded():
+    model = tiny_model("gpt2", max_position_embeddings=16)
     prompts = [[1], [5, 6, 7, 8, 9, 10]]
     completions = engine_of(model, eos=[]).generate(prompts, 2, PARAMS, seed=0)
     assert_teacher_forced(model, prompts, completions)
@@ -376,31 +305,25 @@ def test_context_may_be_filled_but_not_exceeded(arch):
         engine_of(model).generate(prompts, 2, replace(PARAMS, max_tokens=11), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("min_p", 1.1),
-        ("max_tokens", 0),
-    ],
-)
-def test_out_of_range_sampling_param_raises_with_name(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
-        SamplingParams(**{name: value})
+def test_out_of_range_sampling_param_raises_with_name():
     SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, max_tokens=1)
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(temperature=-0.1)
     with pytest.raises(ValueError, match="empty string"):
         SamplingParams(stop=["b", ""])
 
 
-def test_nan_logits_raise():
+@pytest.mark.parametrize("plain", [False, True])
+def test_nan_logits_raise(monkeypatch, plain):
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
+    engine = engine_of(model)
+    if plain:
+        monkeypatch.setattr(engine, "unsupported_reason", lambda longest: "of this test")
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=4, temperature=temperature)
         with pytest.raises(FloatingPointError, match="NaN"):
-            NativeEngine(model, [3], 0).generate([[1]], 2, params, 0)
+            engine.generate([[1]], 2, params, 0)
 
 
 @pytest.mark.parametrize(("size", "is_merged"), [(1e-5, False), (1.0, True)])

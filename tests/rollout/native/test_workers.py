@@ -63,6 +63,17 @@ def test_workers_sample_what_the_trainer_would(make: Any, adapted: bool) -> None
     assert [x.tokens for x in first] != [x.tokens for x in second]
 
 
+def test_errors_are_those_of_the_native_engine(make: Any) -> None:
+    model = tiny_decoder(TOKENIZER, 64)
+    engine = make(model)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        engine.generate([[1] * 60], 1, PARAMS, seed=0)
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="logits"):
+        sampled(engine)
+
+
 def dies(places: str, times: int, *arguments: Any) -> Any:
     """Be killed the first `times` times, which files count."""
     count = len(os.listdir(places))
@@ -82,15 +93,4 @@ def test_request_of_a_killed_worker_is_sampled_again(
     monkeypatch.setattr(workers, "ATTEMPTS", 1)
     monkeypatch.setattr(workers, "sample_alone", partial(dies, str(tmp_path), 99))
     with pytest.raises(RolloutError, match=r"rollout_workers.*-9"):
-        sampled(engine)
-
-
-def test_errors_are_those_of_the_native_engine(make: Any) -> None:
-    model = tiny_decoder(TOKENIZER, 64)
-    engine = make(model)
-    with pytest.raises(ValueError, match="max_position_embeddings"):
-        engine.generate([[1] * 60], 1, PARAMS, seed=0)
-    with torch.no_grad():
-        next(model.parameters()).fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="logits"):
         sampled(engine)

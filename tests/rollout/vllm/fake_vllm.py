@@ -1,25 +1,22 @@
 """A server that speaks as `vllm serve` does, and fails on demand."""
 
-import json
 import random
 from collections.abc import Callable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.rewards import loopback
+from tests.rewards.loopback import Asked, Loopback, Said, cut_off
 
 # Status, and JSON or bytes; or what writes an answer of its own to the handler's `wfile`.
 Answer = tuple[int, Any] | Callable[[BaseHTTPRequestHandler], None]
-
-
-class _Threads(ThreadingHTTPServer):
-    request_queue_size = 256  # of connections not yet taken; a client beyond it waits a second
 
 
 class FakeVllm:
     """Says ten possible tokens with equal probability, by the seed of a request.
 
     `answers` maps a path to what takes its place: body -> status and answer, or None for the usual.
+    The answer b"{" is cut off.
     """
 
     def __init__(self, vocab_size: int = 10) -> None:
@@ -28,41 +25,14 @@ class FakeVllm:
         self.asked: list[tuple[str, Any]] = []
         self.models = ["base"]
         self.device, self.raw, self.instance = "cuda", False, "a1"
-        fake = self
+        self.server = Loopback(self.reply)
+        self.url, self.close = self.server.url, self.server.close
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(None)
-
-            def do_POST(self) -> None:
-                self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def reply(self, body: Any) -> None:
-                said = fake.answer(self.path.split("?")[0], body)
-                if callable(said):
-                    with suppress(ConnectionError):
-                        said(self)
-                    return
-                status, answer = said
-                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(status)
-                # One that is cut off has promised more.
-                self.send_header("Content-Length", str(len(text) + 10 * (answer == b"{")))
-                self.end_headers()
-                with suppress(ConnectionError):  # who asked has not waited
-                    self.wfile.write(text)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = _Threads(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        serve = self.server.serve_forever
-        Thread(target=serve, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def reply(self, asked: Asked) -> loopback.Answer:
+        said = self.answer(asked.path.split("?")[0], asked.body)
+        if callable(said):
+            return said
+        return cut_off if said[1] == b"{" else Said(said[1], said[0])
 
     def count(self, path: str) -> int:
         return sum(asked == path for asked, _ in self.asked)
