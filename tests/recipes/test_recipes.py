@@ -116,13 +116,6 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
     assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
 
 
-def test_reward_model_for_task_without_pairs_is_refused(capsys) -> None:
-    recipe = str(RECIPES / "reward_model_preference.yaml")
-    with pytest.raises(SystemExit):
-        main(["train", recipe, "--task", "arithmetic"])
-    assert "arithmetic has no preference pairs" in capsys.readouterr().err
-
-
 def test_demo_command_shows_results_and_report(model_path: str, tmp_path: Path, capsys) -> None:
     out = ["--output_dir", str(tmp_path)]
     main(["demo", *SMALL, *out, "--model_name_or_path", model_path])

@@ -13,7 +13,7 @@ from rlhf_pg.models import Critic, Reference
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation
-from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error, stripped_text
+from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
 
@@ -225,26 +225,6 @@ def test_eval_reward_std_is_within_prompt(make) -> None:
     assert metrics["eval_frac_reward_zero_std"] == pytest.approx(4 / 9)
 
 
-def test_uncountable_answer_is_refused(make) -> None:
-    with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
-        make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
-
-    def letters(completion):
-        return list(completion)
-
-    trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
-    with pytest.raises(ValueError, match=r"letters must return hashable answers"):
-        trainer.evaluate(answer=letters)
-
-
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [(" 42\n", "42"), ([{"role": "assistant", "content": "so: 4 2 "}], "so: 4 2"), ("", "")],
-)
-def test_stripped_text_returns_completion_text(completion, text) -> None:
-    assert stripped_text(completion) == text
-
-
 # ------------------------------------------------------------------------- in the course of a run
 
 
@@ -354,9 +334,3 @@ def test_evaluation_of_adapter_adds_no_other(make, model_path, tmp_path) -> None
     assert alone.evaluate() == pytest.approx(expected, nan_ok=True)
     with pytest.raises(ValueError, match="cannot train"):
         alone.train()
-
-
-def test_data_of_evaluation_are_called_so(model_path) -> None:
-    short = GRPOConfig(max_prompt_length=2, **SIZES)
-    with pytest.raises(ValueError, match=r"^eval_dataset: .*longer than max_prompt_length 2"):
-        Evaluation(model_path, digits, short, HELD_OUT)

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_pg import GRPOConfig, PPOTrainer
+from rlhf_pg import PPOTrainer
 from rlhf_pg.models import loading
 from rlhf_pg.models.attention import configs_of
 
@@ -53,25 +53,6 @@ def test_loaded_critic_has_attention_and_fields_of_config(make, model_path):
 def test_unknown_option_raises_before_training(make, options, said):
     with pytest.raises(ValueError, match=said):
         make(**options)
-
-
-def test_options_for_loading_are_refused_for_object(make, model_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    with pytest.raises(ValueError, match=r"model_init_kwargs \(revision\) is for loading"):
-        make(model=model, model_init_kwargs={"revision": "main"})
-
-
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("device_map", "the launcher chooses devices"),
-        ("token", "config.yaml would keep a token"),
-        ("trust_remote_code", "set trust_remote_code"),
-    ],
-)
-def test_own_keys_are_refused_in_model_init_kwargs(key, said):
-    with pytest.raises(ValueError, match=f"^model_init_kwargs must not have '{key}': .*{said}"):
-        GRPOConfig(model_init_kwargs={key: False})
 
 
 # -------------------------------------------------------------- values as transformers has them

@@ -22,18 +22,6 @@ def flat(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().float() for p in trainer.learner.module.parameters()])
 
 
-def test_fused_adamw_matches_plain_adamw(make, tmp_path) -> None:
-    ends = {}
-    for optim in ("adamw_torch_fused", "adamw_torch"):
-        trainer = make(optim=optim, output_dir=str(tmp_path / optim))
-        start = flat(trainer)
-        trainer.train()
-        ends[optim] = flat(trainer)
-    fused, plain = ends.values()
-    assert trainer.learner.optimizer.defaults["fused"] is None
-    assert (fused - plain).norm() <= 1e-4 * (plain - start).norm()
-
-
 def test_muon_moves_block_matrices_orthogonally_and_the_rest_as_adamw(make, tmp_path) -> None:
     """One step of PPO: by 0.2 sqrt(larger side) of the rate along its singular vectors."""
     moved = []
@@ -82,7 +70,6 @@ def test_adamw_8bit_without_bitsandbytes_is_refused(make) -> None:
         make(optim="adamw_8bit")
 
 
-EIGHT_BIT = {"optim": "adamw_8bit"}
 NARROW = {"dtype": "bfloat16"}
 
 

@@ -15,7 +15,7 @@ from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import RewardModel
 from rlhf_pg.tasks import arithmetic
 from tests.rewards import misbehaving as faults
-from tests.rewards.test_reward_model import classifier, letters
+from tests.rewards.test_reward_model import classifier
 from tests.trainers.conftest import digits
 from tests.untimed import without_times
 
@@ -205,10 +205,3 @@ def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     assert trainer.rewards.sources[0].function.processing_class is own
     with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
-
-
-def test_untokenizable_text_error_names_reward_model(make):
-    judge = classifier("gpt2")
-    trainer = make(reward_funcs=judge, reward_processing_classes=letters())
-    with pytest.raises(ValueError, match=r"reward model GPT2For.*cannot be tokenized"):
-        trainer.train()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer
@@ -109,13 +108,6 @@ def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, t
         assert line["entropy_coef"] == options.get("entropy_coef", 0.0)
 
 
-def test_sequence_level_loss_with_length_weights_warns(make, caplog) -> None:
-    make(importance_sampling_level="sequence", aggregation="sequence_mean")
-    assert "long completions" not in caplog.text
-    make(importance_sampling_level="sequence")
-    assert "long completions more weight" in caplog.text
-
-
 def test_step_metrics_match_samples(make) -> None:
     trainer = make(max_steps=1)
     rollout = trainer.sampler.roll_out(range(4))
@@ -139,18 +131,6 @@ def test_dropout_is_off_by_default(make) -> None:
     assert all(getattr(module, "attention_dropout", 0) == 0 for module in fresh.modules())
 
 
-class Breaks(Callback):
-    def on_step(self, trainer, metrics) -> None:
-        raise RuntimeError("not today")
-
-
-def test_new_run_over_unfinished_run_is_refused(make) -> None:
-    with pytest.raises(RuntimeError, match="not today"):
-        make(save_steps=1, callbacks=[Breaks()]).train()
-    with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
-        make().train()
-
-
 def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
     for steps in (1, 2, 1):
         make(max_steps=steps, save_steps=1).train()
@@ -160,13 +140,6 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
         assert find_damage(run / place / "checkpoints" / f"step-{steps:08d}") is None
     assert (run / "earlier-1" / "final" / "config.json").exists()
     assert "had an earlier run or a model, which was moved to" in capsys.readouterr().out
-
-
-def test_resume_without_checkpoint_raises(make, tmp_path) -> None:
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        make().train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        make().train(resume_from_checkpoint=str(tmp_path))
 
 
 @pytest.mark.fault(31, "a run is not resumed with another one")
@@ -221,26 +194,6 @@ def test_failed_evaluation_keeps_metrics_of_step(make, tmp_path) -> None:
     with pytest.raises(ValueError, match="not today"):
         trainer.train()
     assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-def test_chat_prompts_reach_the_reward_as_messages(make, tmp_path) -> None:
-    seen = {"prompts": [], "completions": [], "name": []}
-
-    def reward(prompts, completions, completion_ids, name):
-        seen["prompts"] += prompts
-        seen["completions"] += completions
-        seen["name"] += name
-        return [1.0] * len(prompts)
-
-    chats = [[{"role": "user", "content": f"{i}+1="}] for i in range(4)]
-    columns = {"prompt": chats, "name": list("abcd")}
-    data = Dataset.from_dict(columns)
-    make(train_dataset=data, reward_funcs=reward, shuffle_dataset=False, max_steps=1).train()
-    assert seen["prompts"] == [chat for chat in chats for _ in range(4)]
-    assert seen["name"] == [name for name in "abcd" for _ in range(4)]
-    assert all(c[0]["role"] == "assistant" for c in seen["completions"])
-    shown = read(tmp_path / "run" / "metrics.jsonl")
-    assert shown[0]["frac_reward_zero_std"] == 1.0
 
 
 # ---------------------------------------------------------------------------------------- callbacks

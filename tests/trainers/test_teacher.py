@@ -296,17 +296,3 @@ def test_privileged_prompt_of_trees_raises(tmp_path: Path) -> None:
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     with pytest.raises(ValueError, match="privileged_prompt"):
         trainer.score(batch.with_columns(parent_offsets=2 * torch.ones_like(batch.completion_ids)))
-
-
-def test_error_of_a_function_names_the_key(tmp_path: Path) -> None:
-    def hint(completions, **_: Any) -> list[str]:
-        raise KeyError("nothing")
-
-    trainer = make_trainer(
-        *(GRPOTrainer, tmp_path),
-        inputs={"privileged_prompt": hint},
-        num_generations=2,
-        teacher_model_name_or_path="policy",
-    )
-    with pytest.raises(ValueError, match="privileged_prompt"):
-        gradient_of(trainer, [COMPLETIONS[1], COMPLETIONS[5]])

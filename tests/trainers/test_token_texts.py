@@ -6,7 +6,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.recorder import token_texts
 
 
@@ -33,12 +32,6 @@ def test_character_belongs_to_the_token_that_completes_it() -> None:
     ids = tokenizer("a日b")["input_ids"]
     assert token_texts(tokenizer, ids) == ["a", "", "", "日", "b"]
     assert token_texts(tokenizer, ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_special_tokens_are_shown() -> None:
-    tokenizer = arithmetic().new_model()[1]
-    ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
-    assert token_texts(tokenizer, ids) == ["1", "2", "<eos>"]
 
 
 def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
