@@ -151,9 +151,9 @@ async def wander(row: dict[str, Any], endpoint: Any) -> float:
 
 
 def test_delays_change_neither_tokens_nor_weights(tmp_path: Any) -> None:
-    """16 agents at a time, three runs: the same ids, and the same weights bit for bit."""
+    """16 agents at a time, two runs: the same ids, and the same weights bit for bit."""
     runs = []
-    for run in range(3):
+    for run in range(2):
         torch.manual_seed(0)
         tokenizer = character_tokenizer("0123456789ab?")
         trainer = GRPOTrainer(
@@ -177,4 +177,4 @@ def test_delays_change_neither_tokens_nor_weights(tmp_path: Any) -> None:
         assert trainer.history[-1]["episodes/tokens_encoded_again"] == 0
         texts = [json.loads(line) for line in (tmp_path / str(run) / "completions.jsonl").open()]
         runs.append(([text["completion"] for text in texts], digest(trainer.model)))
-    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == runs[1]

@@ -113,9 +113,6 @@ def test_value_model_of_other_architecture_gets_own_adapters_and_rate(make):
     trainer.train()
 
 
-# ------------------------------------------------------------------------- gradient checkpointing
-
-
 # -------------------------------------------------------------------------------------- going on
 
 
@@ -154,17 +151,15 @@ def test_fully_frozen_model_is_refused(make, model_path, adapter_path):
         make(model=model)
 
 
-def test_value_model_is_for_a_separate_critic(make, deeper_path):
-    assert len(make(PPOTrainer, value_model_name_or_path=deeper_path).critic.model.layers) == 3
-    with pytest.raises(ValueError, match="value_model is for a separate critic"):
-        make(PPOTrainer, critic="shared", value_model=deeper_path)
-
-
-def test_policy_as_value_model_is_refused(make, model_path):
+@pytest.mark.parametrize(
+    ("critic", "message"), [("shared", "is for a separate"), ("separate", "is the policy")]
+)
+def test_policy_or_shared_critic_with_a_value_model_is_refused(make, model_path, critic, message):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     tokenizer = arithmetic().new_model()[1]
-    with pytest.raises(ValueError, match="value_model is the policy"):
-        make(PPOTrainer, **LORA, model=model, value_model=model, processing_class=tokenizer)
+    options = {"model": model, "value_model": model, "processing_class": tokenizer}
+    with pytest.raises(ValueError, match=f"value_model {message}"):
+        make(PPOTrainer, critic=critic, **options)
 
 
 def test_changed_models_on_resume_are_refused(make, model_path, deeper_path, tmp_path):
