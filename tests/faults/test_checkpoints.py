@@ -83,14 +83,6 @@ def test_damaged_checkpoint_is_skipped_for_newest_intact_one(output, caplog, dam
         resume(output, str(output / "checkpoints" / NAMES[2]))
 
 
-def test_resume_from_non_checkpoint_names_checkpoint_location(output) -> None:
-    shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
-    trainer = build(str(output), **OPTIONS)
-    for name in ("final", "best", ".", "checkpoints", "config.yaml"):
-        with pytest.raises(ValueError, match=f"{output}/checkpoints has {NAMES[2]}$"):
-            trainer.checkpointer.resume(str(output / name), trainer.runtime)
-
-
 @pytest.mark.fault(12, "one error that says what is wrong with each; never a new start")
 def test_no_intact_checkpoint_raises(output) -> None:
     for name in NAMES:

@@ -111,8 +111,10 @@ def write_steps(path, steps):
 
 
 def test_non_finite_numbers_become_null(tmp_path):
-    JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": -math.inf, "loss": 0.0})
-    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "kl": null, "loss": 0.0}\n'
+    row = {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}
+    JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": -math.inf, "row": row})
+    row = '{"scores": [null, [null, 1.0]], "(\'a\', 1)": null}'
+    assert (tmp_path / "m.jsonl").read_text() == f'{{"step": 1, "kl": null, "row": {row}}}\n'
 
 
 def test_control_characters_do_not_break_lines(tmp_path):

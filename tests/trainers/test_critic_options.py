@@ -324,10 +324,16 @@ def test_run_of_only_value_pretraining_trains_only_critic(make) -> None:
     [
         ({"value_init": "random", "value_model": nn.Embedding(20, 1)}, "value_init"),
         ({"value_init": "random", "peft_config": adapter()}, "value_init"),
-        # Its head is not 0.
         ({"normalize_values": True, "value_model": nn.Embedding(20, 1)}, "normalize_values"),
     ],
 )
 def test_unfit_critic_is_refused(make, options, key) -> None:
     with pytest.raises(ValueError, match=key):
         make(PPOTrainer, **options)
+
+
+def test_normalize_values_with_a_trained_head_is_refused(make, tmp_path) -> None:
+    make(PPOTrainer, num_generations=1, max_steps=1).train()
+    trained = str(tmp_path / "run" / "final" / "critic")
+    with pytest.raises(ValueError, match="normalize_values"):
+        make(PPOTrainer, normalize_values=True, value_model=trained)
