@@ -116,14 +116,6 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
     assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
 
 
-def test_demo_command_shows_results_and_report(model_path: str, tmp_path: Path, capsys) -> None:
-    out = ["--output_dir", str(tmp_path)]
-    main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
-    shown = capsys.readouterr().out
-    assert shown.count("held-out reward") == 3  # at the start, and both at the end
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

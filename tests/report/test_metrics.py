@@ -194,33 +194,12 @@ def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
     assert capsys.readouterr().out == f"step 1  {said}"
 
 
-@pytest.mark.filterwarnings("ignore:install")
-@pytest.mark.parametrize("widgets", [True, False])
-def test_notebook_with_widgets_has_one_line(tmp_path, monkeypatch, widgets):
-    said = []
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rlhf_pg.report.journal.find_spec", lambda _: widgets)
-    monkeypatch.setattr(Journal, "say", lambda self, line: said.append(line))
-    run(Journal(tmp_path, 0, is_main=True), 3, reward=0.5)
-    assert len(said) == (0 if widgets else 3)
-
-
 def test_trouble_is_printed_once(tmp_path, capsys):
     for after_step in (0, 3):
         journal = Journal(tmp_path, after_step, is_main=True)
         for step in range(after_step + 1, after_step + 4):
             journal.step(metrics_of(step, **{"approx_kl/after": 0.5}))
     assert capsys.readouterr().out.count("approx_kl/after") == 1
-
-
-def test_resumed_journal_continues_after_its_step(tmp_path, capsys):
-    first = Journal(tmp_path, 0, is_main=True)
-    run(first, 3)
-    record(first, 2, RECORD)
-    record(first, 3, RECORD)
-    Journal(tmp_path, 2, is_main=True).step(metrics_of(3, reward=9.0))
-    assert [line["reward"] for line in read(tmp_path / "metrics.jsonl")] == [None, None, 9.0]
-    assert [line["step"] for line in read(tmp_path / "completions.jsonl")] == [2]
 
 
 @pytest.mark.parametrize("moves", range(len(RUN_FILES) + 1))

@@ -256,12 +256,6 @@ def test_report_takes_one_percent_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     assert len(written) == 6
 
 
-def test_page_of_a_run_that_goes_on_reloads_itself(run: Path) -> None:
-    for running in (True, False):
-        assert read(write_report(run, running=running)).data["running"] is running
-    assert "location.reload()" in html.part("report.js")
-
-
 def test_step_without_texts_shows_those_of_its_records(run: Path) -> None:
     """Steps that are not logged have tokens without texts."""
     tokens = RunFiles(run).tokens(20)
