@@ -11,7 +11,6 @@ import pytest
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.report.metrics import Meter
 from tests.trainers.conftest import digits
-from tests.untimed import untimed
 
 LUCK = random.SystemRandom()  # a trainer seeds the others
 AHEAD = {"rollout_ahead": 1, "rollout_workers": 1, "max_steps": 4, "learning_rate": 1e-2}
@@ -56,18 +55,6 @@ def test_batch_is_sampled_by_the_weights_of_its_rule(make, depth: int) -> None:
     ]
     assert trainer.history[0]["sampling/effective_sample_size"] == pytest.approx(1)
     assert all(line["sampling/effective_sample_size"] < 1 for line in trainer.history[1:])
-
-
-@pytest.mark.slow
-def test_neither_workers_nor_delays_change_a_bit(make, tmp_path: Path) -> None:
-    runs = []
-    for workers in (1, 2, 3):
-        directory = tmp_path / str(workers)
-        options = AHEAD | {"rollout_workers": workers, "num_iterations": 2}
-        trainer = make(reward_funcs=slow_digits, output_dir=str(directory), **options)
-        trainer.train()
-        runs.append((digest(trainer), untimed(directory)))
-    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.usefixtures("warm_workers")

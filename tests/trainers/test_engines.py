@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,10 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig
-from rlhf_pg.boundary import http
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import NativeEngine, factory
 from rlhf_pg.rollout.vllm import in_process
-from tests.rollout.vllm.fake_vllm import FakeVllm
 
 
 class Stand(NativeEngine):
@@ -145,41 +142,11 @@ def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monk
     assert saved_config(again).rollout_engine == "native"
 
 
-def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
-    make(max_steps=1, save_steps=1).train()
-    monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
-    said = r"rollout_engine vllm, but auto chooses native here \(auto: vLLM is not installed\): set"
-    with pytest.raises(ValueError, match=said):
-        make(max_steps=2).train(resume_from_checkpoint=True)
-
-
-def test_named_engine_on_resume_must_match_checkpoint(make, vllm):
+def test_resumed_run_has_the_engine_of_its_checkpoint_or_is_refused(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match="rollout_engine was 'vllm' and is 'native'"):
         make(max_steps=2, rollout_engine="native").train(resume_from_checkpoint=True)
     make(max_steps=2, rollout_engine="vllm").train(resume_from_checkpoint=True)
-
-
-# ----------------------------------------------------------------------------------------- a server
-
-COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture
-def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
-    """A server with the vocabulary of the embedded model, which is tied."""
-    monkeypatch.setattr(http, "PAUSE", 0.0)
-    server = FakeVllm(vocab_size=20)
-    yield server
-    server.close()
-
-
-def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, any_sampler, tmp_path):
-    """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
-    server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
-    norms = {}
-    for mode in ("auto", "token_truncate", "none"):
-        make(**server, sampler_correction=mode, output_dir=str(tmp_path / mode)).train()
-        norms[mode] = read(tmp_path / mode / "metrics.jsonl")[0]["grad_norm"]
-    assert norms["auto"] == norms["token_truncate"]
-    assert norms["auto"] < 0.9 * norms["none"]
+    monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
+    with pytest.raises(ValueError, match="rollout_engine vllm, but auto chooses native here"):
+        make(max_steps=2).train(resume_from_checkpoint=True)

@@ -46,19 +46,18 @@ STEPS: dict[tuple[int, ...], Any] = {
     (B, A): [None, 0.2],
     (B, B): [None, 0.4],
 }
-PAID: dict[tuple[int, ...], list[float]] = {
-    (EOS,): [0.3],
-    (A, EOS): [1.5, -0.5],
-    (A, A): [1.5, 0.0],
-    (A, B): [1.5, 2.5],
-    (B, EOS): [0.0, -1.0],
-    (B, A): [0.0, 0.2],
-    (B, B): [0.0, 0.4],
-}
 
 
 def stepwise(completion_ids: list[list[int]], **_: Any) -> list[Any]:
     return [STEPS[tuple(ids)] for ids in completion_ids]
+
+
+def paid_at(said: tuple[int, ...]) -> list[float]:
+    """What each token of a completion is paid; a score of the whole is at the last one."""
+    steps = STEPS[said]
+    if isinstance(steps, float):
+        return [0.0] * (len(said) - 1) + [steps]
+    return [step or 0.0 for step in steps]
 
 
 def says(*scores: Any, name: str = "said"):
@@ -159,7 +158,7 @@ def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)
     expected = 0.0
     for said, chance in enumeration.probabilities(trainer.model, "ab").items():
-        paid, log_p = PAID[said], log_probs(trainer.model, "ab", said)
+        paid, log_p = paid_at(said), log_probs(trainer.model, "ab", said)
         to_go = [
             sum(0.5 ** (i - t) * paid[i] for i in range(t, len(paid))) for t in range(len(paid))
         ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer
+from rlhf_pg import Callback, GRPOConfig, PPOTrainer, ReinforceTrainer
 from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.metrics import KEYS
@@ -79,33 +79,15 @@ def test_loss_and_estimator_of_own_file_are_recorded_and_found(make, tmp_path, m
         assert trainer.began().rewards[f"{tmp_path}/{name}"] is not None
 
 
-def test_trackers_log_every_logging_steps(make, tmp_path, monkeypatch) -> None:
-    data = arithmetic().eval_dataset.select(range(2))
-    trainer = make(logging_steps=2, max_steps=5, eval_steps=3, eval_dataset=data, save_best=False)
-    seen = []
-    monkeypatch.setattr(trainer.trackers, "log", lambda metrics: seen.append(metrics["step"]))
-    trainer.train()
-    assert seen == [2, 3, 4, 5]  # 3 for its evaluation, 5 as the last
-    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 6)]
-
-
-@pytest.mark.parametrize(
-    ("trainer_type", "options", "rest"),
-    [
-        (
-            GRPOTrainer,
-            {"beta": 0.5, "learning_rate": 0.1, "entropy_coef": 0.2},
-            {"kl": 0.5, "entropy": -0.2},
-        ),
-        (PPOTrainer, {"vf_coef": 0.3}, {"value_loss": 0.3}),
-    ],
-)
-def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, tmp_path) -> None:
-    make(trainer_type, **options).train()
+def test_logged_loss_is_sum_of_logged_parts(make, tmp_path) -> None:
+    options = {"vf_coef": 0.3, "entropy_coef": 0.2, "beta": 0.5, "kl_placement": "loss"}
+    options |= {"kl_estimator": "k3"}
+    make(PPOTrainer, learning_rate=0.01, **options).train()
     for line in read(tmp_path / "run" / "metrics.jsonl"):
-        parts = line["policy_loss"] + sum(line[name] * weight for name, weight in rest.items())
-        assert line["loss"] == pytest.approx(parts, abs=1e-6)
-        assert line["entropy_coef"] == options.get("entropy_coef", 0.0)
+        parts = line["policy_loss"] + 0.3 * line["value_loss"] - 0.2 * line["entropy"]
+        assert line["loss"] == pytest.approx(parts + 0.5 * line["kl"], abs=1e-6)
+        assert line["entropy_coef"] == 0.2
+    assert line["kl"] > 1e-4
 
 
 def test_step_metrics_match_samples(make) -> None:
@@ -264,15 +246,7 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
     assert trainer.state.step == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (Callback, "instantiate a class"),
-        (PrinterCallback(), r"trainer\.stop\(\)"),
-        (digits, "rlhf_pg.Callback"),
-        (None, "got None"),
-    ],
-)
-def test_wrong_callback_raises_when_trainer_is_made(make, wrong, said) -> None:
-    with pytest.raises(ValueError, match=f"^callbacks .*{said}"):
+@pytest.mark.parametrize("wrong", [Callback, PrinterCallback()])
+def test_wrong_callback_raises_when_trainer_is_made(make, wrong) -> None:
+    with pytest.raises(ValueError, match=r"^callbacks "):
         make(callbacks=[wrong])

@@ -180,25 +180,6 @@ def test_column_of_privileged_prompts_and_templates(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_adapter_of_the_same_model_shares_its_weights(
-    make: Any, model_path: str, tmp_path: Path
-) -> None:
-    options = {"use_peft": True, "teacher_coef": 0.5}
-    make(GRPOTrainer, output_dir=str(tmp_path / "first"), use_peft=True, max_steps=1).train()
-    path = str(tmp_path / "first/final")
-    trainer = make(GRPOTrainer, model=model_path, teacher_model_name_or_path=path, **options)
-    own, theirs = trainer.model, trainer.learner.teacher.policy.model
-    shared = {p.data_ptr() for p in own.parameters()} & {p.data_ptr() for p in theirs.parameters()}
-    assert len(shared) == len([p for p in own.parameters() if not p.requires_grad])
-    (lora,) = {
-        float(p.abs().sum())
-        for n, p in theirs.named_parameters()
-        if "lora_B" in n and "0.self_attn.q" in n
-    }
-    assert lora > 0
-    assert not any(p.requires_grad for p in theirs.parameters())
-
-
 def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
     teacher: Path, tmp_path: Path
 ) -> None:
