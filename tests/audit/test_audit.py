@@ -125,9 +125,6 @@ def test_page_has_every_preset_explained() -> None:
         assert now.cosine == pytest.approx(found[name]["this config"]["cosine"])
 
 
-# -------------------------------------------------------------------- losses of other libraries
-
-
 def factor(monkeypatch, said, args, loss, against=None) -> float:
     """How many times the expected gradient of the config's own loss, or of another, it has, where
     the policy says nothing but these; every completion has a micro-batch of its own.

@@ -11,8 +11,6 @@ from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
 from tests.rewards import misbehaving
 
-BOTH = {"raises"}
-
 
 def main(out: str, fault: str, on_error: str) -> None:
     """Train on the embedded task; the reward is told to fail in the process of rank 1.
@@ -24,8 +22,7 @@ def main(out: str, fault: str, on_error: str) -> None:
     backends.install("ddp")
     task = arithmetic()
     model, tokenizer = task.new_model()
-    bad = fault in BOTH or os.environ["RANK"] == "1"
-    if bad:  # every completion is then the one that the function fails on
+    if os.environ["RANK"] == "1":  # every completion is then the one that the function fails on
         type(tokenizer).decode = lambda *_, **__: "bad"
     GRPOTrainer(
         model=model,

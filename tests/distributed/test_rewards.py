@@ -46,10 +46,3 @@ def test_dropped_reward_fault_on_one_rank_lets_both_go_on(finished, tmp_path) ->
     text = (tmp_path / "metrics.jsonl").read_text()
     shares = [json.loads(line)["rewards/is_killed/failed"] for line in text.splitlines()]
     assert shares == [0.5, 0.5]  # all that the second process has
-
-
-@pytest.mark.distributed
-def test_fault_on_all_ranks_ends_run_with_first_error(finished) -> None:
-    for code, said in finished("raises", "drop"):
-        assert code != 0
-        assert "every call of a reward function of the batch failed, the first: reward" in said

@@ -102,8 +102,6 @@ def test_example_runs(run: Path) -> None:
     assert (run / "final" / "critic").is_dir()
 
 
-# ------------------------------------------------------------------------------------ the notebook
-
 NOTEBOOK = json.loads((EXAMPLES / "first_gpu_hour.ipynb").read_text())
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 

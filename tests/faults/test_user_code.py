@@ -31,9 +31,6 @@ RAISING = {leave: "SystemExit: 0", fail: "KeyError: 'lost'"}
 raising = pytest.mark.parametrize("misbehave", RAISING, ids=lambda f: f.__name__)
 
 
-# ----------------------------------------------------------- each gives what it says, as an error
-
-
 def of_rewards(wrap):
     def run(misbehave):
         with pytest.raises(ValueError, match=r"^reward function said raised") as error:
@@ -143,9 +140,6 @@ def test_callback_error_does_not_exit_process(make, moment):  # noqa: F811
     trainer = make(callbacks=[Leaving()], max_steps=1, save_steps=1)
     with pytest.raises(RuntimeError, match=f"^{moment} of the callback Leaving .*SystemExit: 0"):
         trainer.train()
-
-
-# ------------------------------------------------------------------------- what it gives
 
 
 ODD = {

@@ -14,8 +14,6 @@ from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 from rlhf_pg.report.run_files import JsonLines, StepRecord, read
 
-# ----------------------------------------------------------------------------------------- Meter
-
 
 def means(meter):
     return meter.means(meter.sums())
@@ -60,9 +58,6 @@ def test_sums_of_ranks_and_micro_batches_add_up():
     assert first.means(first.sums() + second.sums()) == means(whole) == {"a": 10 / 3, "b": 5 / 12}
 
 
-# --------------------------------------------------------------------------- rewards and lengths
-
-
 def test_rewards_by_hand():
     scores = torch.tensor([[1, 4], [3, math.nan], [2, 2], [2, 2]], dtype=torch.float64)
     # Where b does not apply, its mean in the group (4) stands in: totals 9, 11, 6, 6.
@@ -100,9 +95,6 @@ def test_length_metrics_by_hand():
     }
 
 
-# ------------------------------------------------------------------------------------- JsonLines
-
-
 def write_steps(path, steps):
     lines = JsonLines(path, keep_through_step=0)
     for step in steps:
@@ -134,8 +126,6 @@ def test_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
     lines.write({"step": resumed_at + 1})
     assert [line["step"] for line in read(path)] == [*kept, resumed_at + 1]
 
-
-# --------------------------------------------------------------------------------------- Journal
 
 RECORD = {"prompt": "1+1=", "completion": "2", "rewards/exact": 1.0}
 

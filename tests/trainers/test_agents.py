@@ -1,7 +1,6 @@
 """Agents in training: exact gradients over a cut history, credit, and runs that repeat."""
 
 import asyncio
-import hashlib
 import json
 import random
 from functools import cache
@@ -119,11 +118,6 @@ def test_expected_gradient_over_a_cut(kind: Any, options: Any, exact: bool, tmp_
     assert (found - truth).norm() < 1e-8 * truth.norm()
 
 
-def digest(model: Any) -> str:
-    own = [p.detach().numpy().tobytes() for p in model.parameters()]
-    return hashlib.sha256(b"".join(own)).hexdigest()
-
-
 @cache
 def client_of(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="of each call")
@@ -176,5 +170,7 @@ def test_delays_change_neither_tokens_nor_weights(tmp_path: Any) -> None:
         assert trainer.history[-1]["episodes/overlapping"] == 0
         assert trainer.history[-1]["episodes/tokens_encoded_again"] == 0
         texts = [json.loads(line) for line in (tmp_path / str(run) / "completions.jsonl").open()]
-        runs.append(([text["completion"] for text in texts], digest(trainer.model)))
+        runs.append(
+            ([text["completion"] for text in texts], trainer.recorder.fingerprints(trained=True))
+        )
     assert runs[0] == runs[1]

@@ -1,6 +1,5 @@
 """Batches sampled ahead by older weights: which ones, by rule alone, and what a stop leaves."""
 
-import hashlib
 import random
 import time
 from pathlib import Path
@@ -14,11 +13,6 @@ from tests.trainers.conftest import digits
 
 LUCK = random.SystemRandom()  # a trainer seeds the others
 AHEAD = {"rollout_ahead": 1, "rollout_workers": 1, "max_steps": 4, "learning_rate": 1e-2}
-
-
-def digest(trainer: Any) -> str:
-    own = [p.detach().numpy().tobytes() for p in trainer.learner.module.parameters()]
-    return hashlib.sha256(b"".join(own)).hexdigest()
 
 
 def slow_digits(completions: list[str], **_: Any) -> list[float]:
@@ -75,7 +69,7 @@ def test_batch_that_was_dropped_is_not_trained_on(make, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train(resume_from_checkpoint="latest")
-    assert digest(trainer) == digest(whole)
+    assert trainer.recorder.fingerprints(trained=True) == whole.recorder.fingerprints(trained=True)
 
 
 @pytest.mark.usefixtures("warm_workers")

@@ -146,9 +146,6 @@ def test_kl_adaptive_lr_with_own_scheduler_is_refused(make) -> None:
         make(model=model, optimizers=(optimizer, schedule), kl_adaptive_lr=0.1)
 
 
-# ------------------------------------------------------------------- forms of the KL, exactly
-
-
 def sequence_kl(trainer) -> torch.Tensor:
     """grad KL(pi || ref) over whole completions, summed over everything that can be said."""
     reference = enumeration.model()
@@ -191,9 +188,6 @@ def test_token_level_kl_losses_agree_but_are_biased(estimator, tmp_path) -> None
     assert 0.9 < torch.cosine_similarity(actual, truth, dim=0) < 1 - 1e-6
 
 
-# ------------------------------------------------------------------- a sampler that is another
-
-
 def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """E over what another model samples of the gradient, and grad J of the policy itself."""
     trainer = make_trainer(
@@ -230,8 +224,6 @@ def test_ppo_sampler_correction_leaves_value_loss_unchanged(tmp_path) -> None:
     assert torch.equal(masked[size:], full[size:])
     assert not torch.equal(masked[:size], full[:size])
 
-
-# -------------------------------------------------------------- a reference that follows the policy
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
 KINDS = {"full": {}, "lora": LORA}

@@ -15,11 +15,11 @@ from rlhf_pg.report.run_files import read
 from tests.enumeration import (
     COMPLETIONS,
     EOS,
-    MAX_LENGTH,
     A,
     B,
+    ascent,
+    assert_close,
     exact_gradient,
-    expected_gradient,
     gradient_of,
 )
 from tests.tiny import adapter
@@ -27,9 +27,7 @@ from tests.trainers.conftest import estimated
 from tests.trainers.test_ppo import (
     GOLDEN,
     TWO,
-    assert_close,
     experience_of,
-    of_the_policy,
     ppo,
 )
 
@@ -38,11 +36,6 @@ STEPS_OF_TWO = {"advantage_estimator": "n_step", "n_steps": 2, "lam": 0.95}
 VPG = {"advantage_estimator": "returns_minus_values", "lam": 0.95}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
 CRITICS = {"shared": {"critic": "shared"}, "lora": LORA}
-
-
-def ascent(trainer: PPOTrainer) -> Tensor:
-    """What the trainer expects of the policy's gradient of J."""
-    return -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
 
 
 def copies(module: nn.Module) -> list[Tensor]:

@@ -64,13 +64,6 @@ def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
     assert (config.rollout_engine, config.vllm_enable_sleep_mode) == ("vllm", True)
 
 
-def test_named_engine_overrides_auto_choice(make, vllm):
-    assert type(make(rollout_engine="native").sampler.engine) is NativeEngine
-    assert not vllm.made
-    make(rollout_engine="vllm")
-    assert not vllm.made[0]["sleeps"]
-
-
 def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("2 GiB")
@@ -85,9 +78,6 @@ def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkey
     assert trainer.engine_name == trainer.checkpointer.config["rollout_engine"] == "native"
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         make(rollout_engine="vllm")
-
-
-# ------------------------------------------------------------------------------ of many processes
 
 
 def elsewhere(failure: str | None) -> Any:
@@ -124,9 +114,6 @@ def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
         )
     make()
     assert order == ["choose_engine", "Learner"]
-
-
-# ------------------------------------------------------------------------------------ on resuming
 
 
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):

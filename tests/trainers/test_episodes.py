@@ -18,7 +18,7 @@ from rlhf_pg.rollout import Request
 from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
-from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
+from tests.enumeration import EOS, PROMPTS, A, B, assert_close, make_trainer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
 from tests.trainers.conftest import estimated
 
@@ -134,11 +134,6 @@ def log_probs(model: Any, row: Row) -> Tensor:
     prompt = PROMPTS["a"]
     logits = model(torch.tensor([[*prompt, *row.tokens]])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1)[torch.arange(len(row.tokens)), torch.tensor(row.tokens)]
-
-
-def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-8) -> None:
-    assert expected.norm() > 1e-2
-    assert (actual - expected).norm() <= rel * expected.norm()
 
 
 # ------------------------------------------------------------------------------ exact gradients

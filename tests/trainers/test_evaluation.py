@@ -15,7 +15,6 @@ from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation
 from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error
 from tests.trainers.conftest import digits
-from tests.untimed import untimed
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
 
@@ -291,19 +290,6 @@ def test_best_is_kept_by_directory_and_not_by_its_spelling(make, tmp_path) -> No
     elsewhere = make(output_dir=str(tmp_path / "new"), max_steps=2, **options)
     elsewhere.train(resume_from_checkpoint=saved)
     assert (tmp_path / "new" / "best" / "state.json").exists()
-
-
-def test_save_best_false_keeps_no_best_and_callback_may_evaluate(make, tmp_path) -> None:
-    class Own(Callback):
-        def on_step(self, trainer, metrics) -> None:
-            metrics |= trainer.evaluate(temperature=0.5, metric_key_prefix="own")
-
-    options = {"eval_dataset": HELD_OUT, "eval_steps": 2, "save_best": False}
-    make(callbacks=[Own()], **options).train()
-    lines = untimed(tmp_path / "run")
-    assert ["eval_reward" in line for line in lines] == [False, True, False]
-    assert all(0 <= line["own_reward"] <= 1 for line in lines)
-    assert not (tmp_path / "run" / "best").exists()
 
 
 # ---------------------------------------------------------------------- evaluation without training

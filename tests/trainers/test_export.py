@@ -79,9 +79,6 @@ def test_card_names_the_base_model_of_a_path(tmp_path, file, text):
     assert header_of(model_card(config, None, tmp_path))["base_model"] == "me/base"
 
 
-# --------------------------------------------------------------------------------------- the Hub
-
-
 @pytest.fixture
 def hub(monkeypatch):
     """The client of the Hub, which notes what files are there when a directory is handed to it."""

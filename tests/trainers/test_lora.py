@@ -59,9 +59,6 @@ def deeper_path(tmp_path_factory):
     return str(path)
 
 
-# --------------------------------------------------------------------------------- what trains
-
-
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_lora_run_saves_loadable_and_merged_model(make, critic, model_path, tmp_path):
     options = {"beta": 0.1, "learning_rate": 1e-2, "save_merged": True}
@@ -113,9 +110,6 @@ def test_value_model_of_other_architecture_gets_own_adapters_and_rate(make):
     trainer.train()
 
 
-# -------------------------------------------------------------------------------------- going on
-
-
 def test_loaded_adapter_trains_on_and_is_reference(make, adapter_path, deeper_path, tmp_path):
     """The reference is the adapter that it starts from, not its base model."""
     options = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 2, "value_model": deeper_path}
@@ -129,9 +123,6 @@ def test_loaded_adapter_trains_on_and_is_reference(make, adapter_path, deeper_pa
     assert logits(trainer.learner.reference.policy.model).equal(start)
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert logits(final).equal(logits(trainer.model))
-
-
-# -------------------------------------------------------------------------------------- refusals
 
 
 def test_second_adapter_is_refused(make, adapter_path):

@@ -55,9 +55,6 @@ def test_unknown_option_raises_before_training(make, options, said):
         make(**options)
 
 
-# ------------------------------------------------------------------------------------ launchers
-
-
 @pytest.mark.parametrize(
     ("asked", "dtype", "said"),
     [

@@ -114,9 +114,6 @@ def test_check_divisible_refuses_8bit_moments() -> None:
     check_divisible(model, optimizer)
 
 
-# -------------------------------------------------------------------------------- quantized weights
-
-
 @absent
 def test_load_in_4bit_without_bitsandbytes_is_refused(make) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded .ImportError: .*bitsandbytes"):

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
-from rlhf_pg.rewards import RewardModel
 from rlhf_pg.tasks import arithmetic
 from tests.rewards import misbehaving as faults
 from tests.rewards.test_reward_model import classifier
@@ -165,33 +164,12 @@ def test_batch_of_failed_calls_ends_run(make, choice):
     assert not (Path(trainer.args.output_dir) / "final").exists()
 
 
-# ------------------------------------------------------------------------------------ reward models
-
-
 @pytest.fixture
 def judge_path(tmp_path):
     path = tmp_path / "judge"
     classifier("gpt2").save_pretrained(path)
     arithmetic().new_model()[1].save_pretrained(path)
     return str(path)
-
-
-def test_zero_weight_function_is_tracked_beside_reward_model(make, judge_path, tmp_path):
-    scored, eos = [], arithmetic().new_model()[1].eos_token_id
-
-    def witness(prompts, completions, completion_ids, ended, **_):
-        assert ended == [ids[-1] == eos for ids in completion_ids]
-        scored.extend(RewardModel(judge_path)(prompts, completions, ended=ended))
-        return digits(completions)
-
-    make(reward_funcs=[judge_path, witness], reward_weights=(1.0, 0.0), max_steps=2).train()
-    lines = read(tmp_path / "run" / "metrics.jsonl")
-    half = len(scored) // 2
-    for line, scores in zip(lines, (scored[:half], scored[half:]), strict=True):
-        mean = sum(scores) / len(scores)
-        assert line["reward"] == pytest.approx(mean, abs=1e-5)
-        assert line["rewards/judge/mean"] == pytest.approx(mean, abs=1e-5)
-        assert 0 < line["rewards/witness/mean"] < 1
 
 
 def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):

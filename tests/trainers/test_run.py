@@ -178,8 +178,6 @@ def test_failed_evaluation_keeps_metrics_of_step(make, tmp_path) -> None:
     assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
-# ---------------------------------------------------------------------------------------- callbacks
-
 MOMENTS = (
     *("on_start", "on_step_begin", "on_step_end", "on_evaluate", "on_step", "on_log", "on_save"),
     "on_end",

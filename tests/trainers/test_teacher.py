@@ -17,6 +17,7 @@ from tests.enumeration import (
     COMPLETIONS,
     MAX_LENGTH,
     PROMPTS,
+    assert_close,
     exact_gradient,
     expected_gradient,
     gradient,
@@ -75,11 +76,6 @@ def best_and_tail(own: Tensor, theirs: Tensor) -> Tensor:
         for x in (own.softmax(-1), theirs.softmax(-1))
     )
     return kl_divergence(p, q)
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert expected.norm() > 1e-3
-    assert (actual - expected).norm() <= 1e-8 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,6 @@ def test_character_belongs_to_the_token_that_completes_it() -> None:
     assert token_texts(tokenizer, ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
-    class Slow:
-        def decode(self, ids: list[int]) -> str:
-            return "".join(chr(97 + i) for i in ids)
-
-    assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]
-
-
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that falls back to bytes, as those of Llama and Gemma do."""
     vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "日": 257}

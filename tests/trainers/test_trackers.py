@@ -37,9 +37,6 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------ what trackers have kept
-
-
 def tensorboard_steps(run: Path) -> Steps:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -139,9 +136,6 @@ def lines(run: Path) -> Steps:
         line.pop("step"): pytest.approx({k: v for k, v in line.items() if v is not None}, rel=1e-6)
         for line in read(run / "metrics.jsonl")
     }
-
-
-# ------------------------------------------------------------------------------------------ tests
 
 
 def test_run_reports_every_metric(make, tmp_path) -> None:
