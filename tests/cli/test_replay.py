@@ -10,6 +10,7 @@ import pytest
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.cli import main
 from rlhf_pg.tasks import arithmetic
+from tests.cli.conftest import refused
 from tests.trainers.conftest import digits
 
 KEYS = """\
@@ -46,15 +47,6 @@ def run(place: Path) -> str:
     out = str(place / "run")
     main(["train", f"{place}/recipe.yaml", "--output_dir", out, "--log_completions_steps", "3"])
     return out
-
-
-def said_of(flags: list[str], capsys) -> str:
-    """What a command that fails says."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(flags)
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_step_is_shown(run: str, capsys) -> None:
@@ -97,7 +89,7 @@ def test_own_trainer_is_found_with_its_key(place: Path, tmp_path: Path, capsys) 
     capsys.readouterr()
     main(["replay", out, "--step", "1"])
     assert "step 1: as it was recorded" in capsys.readouterr().out
-    assert "pull" in said_of(["replay", out, "--step", "1", "--pull", "-1"], capsys)
+    assert "pull" in refused(capsys, "replay", out, "--step", "1", "--pull", "-1")
 
 
 def test_reward_that_has_no_name_comes_from_the_record(
@@ -133,21 +125,21 @@ def test_edited_reward_shows(run: str, place: Path, capsys) -> None:
     ],
 )
 def test_wrong_usage_is_one_error(run: str, flags: list[str], said: str, capsys) -> None:
-    assert said in said_of(["replay", run, *flags], capsys)
+    assert said in refused(capsys, "replay", run, *flags)
 
 
 def test_what_is_no_run_is_one_error(tmp_path: Path, capsys) -> None:
-    assert str(tmp_path) in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
+    assert str(tmp_path) in refused(capsys, "replay", str(tmp_path), "--step", "1")
     (tmp_path / "config.yaml").write_text("algorithm: sft\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    said = said_of(["replay", str(tmp_path), "--step", "1"], capsys)
+    said = refused(capsys, "replay", str(tmp_path), "--step", "1")
     assert "algorithm must be one of grpo" in said
 
 
 def test_run_of_python_says_how(make, capsys) -> None:
     trainer = make(max_steps=1)
     trainer.train()
-    said = said_of(["replay", trainer.args.output_dir, "--step", "1"], capsys)
+    said = refused(capsys, "replay", trainer.args.output_dir, "--step", "1")
     assert "was given its data in Python: make its trainer in Python, and give it to" in said
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rlhf_pg.report.metrics import Meter
-from tests.enumeration import PROMPTS, ListedEngine, log_probs, make_trainer
+from tests.enumeration import PROMPTS, log_probs, make_trainer
 from tests.examples import load
+from tests.trainers.conftest import estimated
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +24,7 @@ def make(trpo, tmp_path):
     def build(**options):
         defaults = {"num_generations": 3, "aggregation": "token_mean", "damping": 0.0}
         trainer = make_trainer(trpo.TRPOTrainer, tmp_path, **(defaults | options))
-        assert isinstance(trainer.sampler.engine, ListedEngine)
-        trainer.sampler.engine.says = SAID
-        samples = trainer.sampler.roll_out(range(1))
-        experience, _ = trainer.estimate(
-            trainer.learner.score(trainer.sampler.score(samples)), Meter()
-        )
-        return trainer, experience
+        return trainer, estimated(trainer, SAID)[0]
 
     return build
 

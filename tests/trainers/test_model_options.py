@@ -55,27 +55,6 @@ def test_unknown_option_raises_before_training(make, options, said):
         make(**options)
 
 
-@pytest.mark.parametrize(
-    ("asked", "dtype", "said"),
-    [
-        ("bf16", "float32", "set dtype to bfloat16"),
-        ("fp8", "bfloat16", "launch with --mixed_precision no"),
-    ],
-)
-def test_other_precision_of_launcher_is_refused(make, monkeypatch, asked, dtype, said):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
-    with pytest.raises(
-        ValueError, match=f"mixed_precision {asked}, but dtype is {dtype}: .*{said}"
-    ):
-        make(dtype=dtype)
-
-
-@pytest.mark.parametrize(("asked", "dtype"), [("bf16", "bfloat16"), ("no", "float32")])
-def test_same_precision_of_launcher_is_taken(make, monkeypatch, asked, dtype):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
-    assert str(make(dtype=dtype).model.dtype) == f"torch.{dtype}"
-
-
 def test_revision_reaches_tokenizer(make, monkeypatch):
     seen = []
     load = loading.AutoTokenizer.from_pretrained
@@ -87,3 +66,21 @@ def test_revision_reaches_tokenizer(make, monkeypatch):
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", noted)
     make(model_init_kwargs={"revision": "v2"})
     assert seen == ["v2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "is_taken"),
+    [
+        ("bf16", "bfloat16", True),
+        ("no", "float32", True),
+        ("bf16", "float32", False),
+        ("fp8", "bfloat16", False),
+    ],
+)
+def test_precision_of_launcher_has_to_be_the_dtype(make, monkeypatch, asked, dtype, is_taken):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    if is_taken:
+        assert str(make(dtype=dtype).model.dtype) == f"torch.{dtype}"
+    else:
+        with pytest.raises(ValueError, match=f"mixed_precision {asked}, but dtype is {dtype}"):
+            make(dtype=dtype)
