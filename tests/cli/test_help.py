@@ -11,7 +11,7 @@ from rlhf_pg import config
 from rlhf_pg.cli import main, recipes
 from rlhf_pg.cli.options import USAGE
 from rlhf_pg.cli.recipes import CONFIGS
-from rlhf_pg.config.parse import groups
+from rlhf_pg.config.parse import groups, recipe_file
 from tests.cli.conftest import refused
 
 

@@ -166,16 +166,6 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("steps", "shown"), [(3, [1, 2, 3]), (20, list(range(1, 21))), (45, [*range(2, 45, 2), 45])]
-)
-def test_log_output_is_about_twenty_lines(tmp_path, capsys, steps, shown):
-    run(Journal(tmp_path, 0, is_main=True), steps, reward=0.5, entropy=1.25, kl=math.nan)
-    lines = capsys.readouterr().out.split("\n")
-    expected = "reward 0.500  kl -  entropy 1.250  0.25 s/step"
-    assert [line for line in lines if line] == [f"step {s}/{steps}  {expected}" for s in shown]
-
-
 def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
     several = {"reward": 0.5, "rewards/a/mean": 0.25, "rewards/b/mean": math.nan}
     held_out = {"eval_reward": 0.75, "eval_rewards/a/mean": 0.75}

@@ -9,7 +9,6 @@ from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
-from rlhf_pg.data.chat import encode
 from rlhf_pg.models import load_tokenizer
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
@@ -54,33 +53,6 @@ def test_exact_match_accepts_only_exact_answer():
     answers = ["85"] * 7 + ["86"]
     prompts = ["17+68="] * 8
     assert exact_match(prompts, said, answer=answers, completion_ids=[[]] * 8) == [1, *[0] * 7]
-
-
-def test_chat_template_renders_turns_and_mark_tokens(tokenizer):
-    chat = [
-        {"role": "user", "content": "1+1="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "2+2="},
-    ]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text == "<user>1+1=<assistant>2<eos><user>2+2="
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert prompt == text + "<assistant>"
-    marks = [token for token in encode(chat, tokenizer) if token in SPECIAL.values()]
-    assert marks == [2, 3, 1, 2, 3]
-    assert len(encode(chat, tokenizer)) == 4 + 1 + 4 + len(marks)
-
-
-def test_saved_tokenizer_has_standard_format(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "17+68="}, {"role": "assistant", "content": "85"}]
-    for prompt in ("17 + 68=", chat):
-        assert encode(prompt, loaded) == encode(prompt, tokenizer)
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.decode([5, 8, 1], skip_special_tokens=True) == "14"
-    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.padding_side) == (0, 1, "left")
-    assert set(loaded.all_special_ids) == set(SPECIAL.values())
 
 
 def test_only_answer_and_eos_have_labels(task, tokenizer):

@@ -342,11 +342,6 @@ class Broken:
         (GRPOTrainer, {"dynamic_sampling_rounds": 1, "entropy_target": 1.0}),
         (ReinforceTrainer, {"advantage_estimator": "returns_minus_moving_average"}),
         (
-            ReinforceTrainer,
-            {"advantage_estimator": "returns_minus_greedy"}
-            | {"beta": 0.1, "kl_controller": "adaptive"},
-        ),
-        (
             PPOTrainer,
             {"normalize_values": True, "normalize_rewards": True, "whiten_rewards": True}
             | {"kl_adaptive_lr": 0.1, "num_iterations": 2},

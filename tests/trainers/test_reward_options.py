@@ -305,16 +305,6 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
 # ------------------------------------------------------------------------------------- is refused
 
 
-def test_changed_reward_function_on_resume_is_refused(make) -> None:
-    def other(completions, **_):
-        return [float(len(text)) for text in completions]
-
-    make(normalize_rewards=True, save_steps=1, max_steps=1).train()
-    again = make(normalize_rewards=True, reward_funcs=other)
-    with pytest.raises(ValueError, match=r"of rewards/digits, but .* of rewards/other"):
-        again.train(resume_from_checkpoint=True)
-
-
 def test_continued_assistant_turn_is_judged_whole(make, model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
