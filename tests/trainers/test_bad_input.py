@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlhf_pg import GRPOTrainer, RLOOConfig
 from rlhf_pg.rewards.verifiers import make_verifier
 from rlhf_pg.tasks import arithmetic
 
@@ -46,3 +47,8 @@ def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:
     with pytest.raises(FloatingPointError, match=r"not finite.*learning_rate"):
         trainer.train()
     assert all(before[name].equal(p) for name, p in trainer.model.named_parameters())
+
+
+def test_config_of_other_algorithm_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"args must be .* GRPOConfig, got .*RLOOConfig"):
+        GRPOTrainer(args=RLOOConfig())

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig
+from rlhf_pg.boundary import http
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import read
-from rlhf_pg.rollout import NativeEngine, factory
+from rlhf_pg.rollout import NativeEngine, RolloutError, factory
 from rlhf_pg.rollout.vllm import in_process
+from tests.rollout.vllm.fake_vllm import FakeVllm
 
 
 class Stand(NativeEngine):
@@ -137,3 +140,24 @@ def test_resumed_run_has_the_engine_of_its_checkpoint_or_is_refused(make, vllm, 
     monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
     with pytest.raises(ValueError, match="rollout_engine vllm, but auto chooses native here"):
         make(max_steps=2).train(resume_from_checkpoint=True)
+
+
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    """A server with the vocabulary of the embedded model, which is tied."""
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server = FakeVllm(vocab_size=20)
+    yield server
+    server.close()
+
+
+def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sampler, tmp_path):
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
+    speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
+    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*Resume from .*step-00000002"):
+        trainer.train()
+    del speaking.answers["/collective_rpc"]
+    again = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.step == 4

@@ -474,6 +474,7 @@ TOOLS = {"tools": calculator().tools}
         ({"max_turns": 3}, "^max_turns has no effect"),
         (TOOLS | {"environment_factory": TwoTurns}, "tools or environment_factory, not both"),
         (TOOLS, "the chat template .* does not show them to the model"),
+        ({"environment_factory": "guess"}, "environment_factory must make environments"),
         ({"environment_factory": TwoTurns, "reward_weights": (1.0,)}, "one entry per source"),
     ],
 )

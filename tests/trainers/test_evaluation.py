@@ -13,7 +13,7 @@ from rlhf_pg.models import Critic, Reference
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation
-from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error
+from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error, stripped_text
 from tests.trainers.conftest import digits
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
@@ -159,6 +159,11 @@ def test_majority_scores_most_frequent_answer(make) -> None:
 
     assert trainer.evaluate(answer=answer)["eval_majority@4"] == pytest.approx(0.0)
     assert asked == said
+
+
+def test_answer_to_vote_on_is_the_last_message() -> None:
+    chat = [{"role": "tool", "content": "7"}, {"role": "assistant", "content": " 4 2 "}]
+    assert [stripped_text(given) for given in (" 42\n", chat, [])] == ["42", "4 2", ""]
 
 
 def test_pass_at_k_ignores_penalties_and_clipping(make) -> None:

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_pg import PPOTrainer
 from rlhf_pg.models import loading
 from rlhf_pg.models.attention import configs_of
+from tests.tiny import tiny_model
 
 
 def attention_of(model) -> set[str]:
@@ -46,6 +47,8 @@ def test_loaded_critic_has_attention_and_fields_of_config(make, model_path):
     [
         ({"attn_implementation": "eagre"}, "eagre"),
         ({"model_init_kwargs": {"attention_dropuot": 0.1}}, "did you mean 'attention_dropout'"),
+        ({"model_init_kwargs": {"token": "hf_x"}}, "must not have 'token'"),
+        ({"model": tiny_model("llama"), "model_init_kwargs": {"revision": "main"}}, "for loading"),
         # A pickle would be run.
         ({"model_init_kwargs": {"weights_only": False}}, "is neither an argument"),
     ],

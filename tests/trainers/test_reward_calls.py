@@ -112,15 +112,6 @@ def test_what_functions_log_is_in_both_files(make):
     assert all(record["shouted"] == record["prompt"].upper() for record in records)
 
 
-def test_logged_name_of_run_itself_is_refused(make):
-    def logging(completions, log_metric):
-        log_metric("loss", 1.0)
-        return digits(completions)
-
-    with pytest.raises(ValueError, match="log_metric: the run itself has a metric 'loss'"):
-        make(reward_funcs=logging).train()
-
-
 def fails_on(*numbers):
     """A reward that fails on some rows of every batch, by their places."""
 
@@ -181,3 +172,14 @@ def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     assert trainer.rewards.sources[0].function.processing_class is own
     with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
+
+
+@pytest.mark.parametrize("name", ["loss", "reward_stderr"])
+def test_logged_name_of_run_itself_is_refused(make, name):
+    def logging(completions, log_metric):
+        log_metric(name, 1.0)
+        return digits(completions)
+
+    trainer = make(reward_funcs=logging)
+    with pytest.raises(ValueError, match=f"log_metric: the run itself has a metric '{name}'"):
+        trainer.evaluate(with_rows()) if name == "reward_stderr" else trainer.train()

@@ -153,7 +153,7 @@ def test_own_optimizer_and_scheduler_are_used(make, tmp_path) -> None:
 def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(9))
     make(output_dir=str(tmp_path / "plain"), max_steps=2).train()
-    trainer = make(eval_dataset=held_out, eval_steps=1, max_steps=2)
+    trainer = make(eval_dataset=held_out, eval_steps=1, max_steps=2, save_best=False)
     evaluated = trainer.evaluate()
     assert trainer.evaluate() == evaluated
     assert set(evaluated) >= {"eval_reward", "eval_rewards/digits/mean"}
@@ -161,6 +161,7 @@ def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) ->
     keys = without_times(dict.fromkeys(KEYS))
     ours, theirs = untimed(tmp_path / "run"), untimed(tmp_path / "plain")
     assert all("eval_reward" in line for line in ours)
+    assert not (tmp_path / "run" / "best").exists()
     for line, other in zip(ours, theirs, strict=True):
         assert all(line[k] == other[k] for k in keys)
 
@@ -248,3 +249,10 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
 def test_wrong_callback_raises_when_trainer_is_made(make, wrong) -> None:
     with pytest.raises(ValueError, match=r"^callbacks "):
         make(callbacks=[wrong])
+
+
+def test_sequence_level_loss_with_length_weights_warns(make, caplog) -> None:
+    make(importance_sampling_level="sequence", aggregation="sequence_mean")
+    assert "long completions" not in caplog.text
+    make(importance_sampling_level="sequence")
+    assert "long completions more weight" in caplog.text

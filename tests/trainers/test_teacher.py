@@ -209,6 +209,7 @@ def test_teacher_with_more_rows_is_cut_and_another_tokenizer_is_refused(
     [
         ("teacher_model_name_or_path", {"teacher_model_name_or_path": "policy"}),
         ("privileged_prompt", {"privileged_prompt": "b{nothing}"}),
+        ("privileged_prompt", {"privileged_prompt": "hints.sibling"}),
         ("privileged_prompt", {"privileged_prompt": "b{prompt}" + "a" * 8}),
         ("teacher_coef", {"teacher_coef": 0.5, "teacher_model_name_or_path": None}),
         ("policy_loss", {"policy_loss": "none", "teacher_placement": "reward"}),
@@ -268,3 +269,36 @@ def test_privileged_prompt_of_trees_raises(tmp_path: Path) -> None:
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     with pytest.raises(ValueError, match="privileged_prompt"):
         trainer.score(batch.with_columns(parent_offsets=2 * torch.ones_like(batch.completion_ids)))
+
+
+def test_adapter_of_the_same_model_shares_its_weights(
+    make: Any, model_path: str, tmp_path: Path
+) -> None:
+    options = {"use_peft": True, "teacher_coef": 0.5}
+    make(GRPOTrainer, output_dir=str(tmp_path / "first"), use_peft=True, max_steps=1).train()
+    path = str(tmp_path / "first/final")
+    trainer = make(GRPOTrainer, model=model_path, teacher_model_name_or_path=path, **options)
+    own, theirs = trainer.model, trainer.learner.teacher.policy.model
+    shared = {p.data_ptr() for p in own.parameters()} & {p.data_ptr() for p in theirs.parameters()}
+    assert len(shared) == len([p for p in own.parameters() if not p.requires_grad])
+    (lora,) = {
+        float(p.abs().sum())
+        for n, p in theirs.named_parameters()
+        if "lora_B" in n and "0.self_attn.q" in n
+    }
+    assert lora > 0
+    assert not any(p.requires_grad for p in theirs.parameters())
+
+
+def test_error_of_a_function_names_the_key(tmp_path: Path) -> None:
+    def hint(completions, **_: Any) -> list[str]:
+        raise KeyError("nothing")
+
+    trainer = make_trainer(
+        *(GRPOTrainer, tmp_path),
+        inputs={"privileged_prompt": hint},
+        num_generations=2,
+        teacher_model_name_or_path="policy",
+    )
+    with pytest.raises(ValueError, match="privileged_prompt"):
+        gradient_of(trainer, [COMPLETIONS[1], COMPLETIONS[5]])

@@ -60,3 +60,11 @@ def test_end_is_what_its_tokens_decode_to() -> None:
     assert token_texts(tokenizer, [first, first]) == ["", unknown * 2]
     # A model may have more ids than its tokenizer.
     assert token_texts(tokenizer, [*tokenizer("a")["input_ids"], len(tokenizer)]) == ["a", ""]
+
+
+def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
+    class Slow:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i) for i in ids)
+
+    assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]

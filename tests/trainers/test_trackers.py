@@ -9,6 +9,7 @@ import logging
 import shutil
 import struct
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +55,17 @@ def tensorboard_config(run: Path) -> dict[str, Any]:
 
 
 def wandb_records(run: Path) -> list[Any]:
-    """Of the newest W&B run: protobufs in a LevelDB log, with blocks of 32 KiB."""
+    """Of the newest W&B run, once its process has written the end of it."""
+    for _ in range(100):
+        records = wandb_records_so_far(run)
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            break
+        time.sleep(0.1)
+    return records
+
+
+def wandb_records_so_far(run: Path) -> list[Any]:
+    """Protobufs in a LevelDB log, with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = (run / "wandb" / "latest-run").glob("*.wandb")
