@@ -98,9 +98,6 @@ def seed_everything(seed):
     np.random.seed(seed)
 
 
-# ------------------------------------------------------------------------------ the whole state
-
-
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [("gpt2", torch.float64), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)],
@@ -133,8 +130,6 @@ def test_missing_rank_leaves_generators_unchanged(tmp_path):
     seed_everything(5)
     assert random.random() == drawn
 
-
-# ------------------------------------------------------------------------------ optimizer tensors
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
@@ -189,9 +184,6 @@ def test_lower_precision_weights_come_from_masters():
     assert not trained.optimizer.state
 
 
-# ---------------------------------------------------------------------------------- the directory
-
-
 def test_checkpoint_contains_no_pickle(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     train(checkpointer, 1)
@@ -219,9 +211,6 @@ def test_different_reference_raises_before_any_change(tmp_path, saved, present):
     with pytest.raises(ValueError, match="saved by a run with another reference"):
         checkpointer.restore(path, rank=0)
     assert everything(checkpointer) == before
-
-
-# ------------------------------------------------------------------------------------- the newest
 
 
 def save_at(checkpointer, step):

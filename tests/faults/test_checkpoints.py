@@ -103,9 +103,6 @@ def test_checkpoint_beyond_max_steps_is_refused(output) -> None:
     assert after == before
 
 
-# ---------------------------------------------------------------------------------------- the disk
-
-
 def fail_at(monkeypatch, fault):
     monkeypatch.setattr(failpoints, "_passed", failpoints.Counter())
     monkeypatch.setenv("RLHF_PG_FAULT", fault)
@@ -160,9 +157,6 @@ def test_output_dir_created_by_run_is_private(whole, tmp_path) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- pruning
-
-
 def test_older_checkpoints_are_removed_after_an_interrupted_removal(output) -> None:
     trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
     trainer.checkpointer.resume("latest", trainer.runtime)
@@ -182,9 +176,6 @@ def test_save_total_limit_does_not_count_skipped_checkpoints(output) -> None:
     trainer.state.step = 2
     trainer.save_checkpoint()
     assert find_damage(output / "checkpoints" / NAMES[1]) is None
-
-
-# ------------------------------------------------------------------------------------- who else is
 
 
 def hold(directory, told):
@@ -207,9 +198,6 @@ def test_locked_output_dir_refuses_second_run(tmp_path) -> None:
     other.join()
     trainer.train()
     assert trainer.state.step == 1
-
-
-# -------------------------------------------------------------------------------- of another run
 
 
 @pytest.fixture(scope="module")

@@ -223,9 +223,6 @@ def test_model_that_padding_changes_is_refused(make) -> None:
         make(**inputs, train_dataset=widths).train()
 
 
-# ------------------------------------------------------------------------------------- by hand
-
-
 def rows_of(sampler, policy):
     """A record of one row, and the policy's log-probabilities of it."""
     tokens = list(range(1, len(sampler) + 1))

@@ -46,9 +46,6 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(a.equal(b) for a, b in zip(left, right, strict=True))
 
 
-# ------------------------------------------------------------------------------------- targets
-
-
 @pytest.mark.parametrize(
     ("options", "advantages", "returns"),
     [
@@ -83,16 +80,10 @@ def test_advantages_and_returns_by_hand(tmp_path, options, advantages, returns) 
     assert experience.returns[0].tolist() == pytest.approx(returns)
 
 
-# ------------------------------------------------------------------ estimators with a critic
-
-
 @pytest.mark.parametrize("options", [VPG, STEPS_OF_TWO | {"n_steps": None}])
 def test_full_return_gradient_is_exact_with_any_critic(tmp_path, options) -> None:
     trainer = ppo(tmp_path, **options)
     assert_close(ascent(trainer), exact_gradient(trainer))
-
-
-# -------------------------------------------------------------------------- values in units
 
 
 def plain_and_normalized(tmp_path, **options) -> tuple[PPOTrainer, PPOTrainer]:
@@ -171,9 +162,6 @@ def test_saved_critic_gives_denormalized_values(make, options, tmp_path) -> None
         assert (raw - values)[mask].abs().max() > 0.05
         torch.testing.assert_close(values[mask], raw[mask] * std + moments.mean, **close)
         torch.testing.assert_close(saved_end, end * std + moments.mean, **close)
-
-
-# ------------------------------------------------------------------------- the critic first
 
 
 class Keep(Callback):
@@ -267,9 +255,6 @@ def test_policy_that_stays_moves_no_controller_and_stops_no_update(make, tmp_pat
     assert lines[2]["num_updates"] < 4
 
 
-# ------------------------------------------------------------------------------ random weights
-
-
 def test_random_critic_shares_only_policy_architecture(make) -> None:
     options = {"value_init": "random", "normalize_advantages": False}
     trainer, again = make(PPOTrainer, **options), make(PPOTrainer, **options)
@@ -288,9 +273,6 @@ def test_random_critic_shares_only_policy_architecture(make) -> None:
     assert not any(numbers.any() for numbers in trainer.critic(samples))
     trainer.train()
     assert all(not own[name].equal(p) for name, p in again.critic.model.named_parameters())
-
-
-# ------------------------------------------------------------------------------------ refusals
 
 
 def test_value_schedule_option_with_own_optimizer_is_refused(make) -> None:

@@ -136,9 +136,6 @@ def log_probs(model: Any, row: Row) -> Tensor:
     return logits.log_softmax(-1)[torch.arange(len(row.tokens)), torch.tensor(row.tokens)]
 
 
-# ------------------------------------------------------------------------------ exact gradients
-
-
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
@@ -247,9 +244,6 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
     offsets[0, 1] = 0  # nothing predicts the first token of a context
     ((_, _, answers),) = trainer.learner.likely(batch.with_columns(parent_offsets=offsets))
     assert answers.nonzero().tolist() == [[2, 2]]
-
-
-# ------------------------------------------------------------------------------- what has failed
 
 
 class Failing(TwoTurns):
@@ -372,9 +366,6 @@ def test_step_of_failed_episodes_leaves_weights_unchanged(
     assert [line["reward"] for line in lines] == [None, None]
     shown = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert {record["error"] for record in shown} == {"OSError: gone"}
-
-
-# ---------------------------------------------------------------------- sampled for real, options
 
 
 def number() -> Any:

@@ -57,9 +57,6 @@ def test_evaluate_defaults_to_sampled_and_greedy(make) -> None:
     }
 
 
-# -------------------------------------------------------------------------- several completions
-
-
 class Listed:
     """Pays the four completions of a prompt what is listed, in turn for every prompt; nothing where
     there is one. Keeps the texts of the four.
@@ -229,9 +226,6 @@ def test_eval_reward_std_is_within_prompt(make) -> None:
     assert metrics["eval_frac_reward_zero_std"] == pytest.approx(4 / 9)
 
 
-# ------------------------------------------------------------------------- in the course of a run
-
-
 def test_best_checkpoint_has_highest_eval_reward(make, tmp_path) -> None:
     script = Script(0.2, 0.9, 0.5, 0.9, 0.0)
     clock = Clock(script)
@@ -296,8 +290,6 @@ def test_best_is_kept_by_directory_and_not_by_its_spelling(make, tmp_path) -> No
     elsewhere.train(resume_from_checkpoint=saved)
     assert (tmp_path / "new" / "best" / "state.json").exists()
 
-
-# ---------------------------------------------------------------------- evaluation without training
 
 SIZES = {"num_generations_eval": 3, "max_completion_length": 6}
 

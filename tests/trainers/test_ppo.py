@@ -89,9 +89,6 @@ def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Batch
     return estimated(trainer, says)[0]
 
 
-# ------------------------------------------------------------------------------ exact gradients
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,9 +121,6 @@ def test_entropy_bonus_gradient_is_exact(tmp_path) -> None:
         for coefficient in (0.7, 0.0)
     ]
     assert_close(ascents[0] - ascents[1], 0.7 * enumeration.gradient(trainer.model, bonus))
-
-
-# ------------------------------------------------------------------------------------ the critic
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95])
@@ -197,8 +191,6 @@ def test_explained_variance_by_hand(tmp_path) -> None:
     assert metrics["explained_variance"] == pytest.approx(1 - 0.74 / 0.98)
 
 
-# ------------------------------------------------------------------------- what is paid, and where
-
 # V of the prefixes of one completion of the prompt "a", and of what might follow it.
 GOLDEN = {(A,): 0.5, (A, A): 0.6, (A, A, A): 0.7, (A, A, A, A): 0.8}
 
@@ -251,9 +243,6 @@ def test_normalize_advantages_leaves_returns_unchanged(tmp_path) -> None:
     assert white.advantages[~mask].abs().sum() == 0
     assert white.returns.equal(plain.returns)
     assert plain.returns[mask].equal((plain.advantages + plain.values)[mask])
-
-
-# --------------------------------------------------------------------------------- the updates
 
 
 @pytest.mark.fault(41, "the updates of the step stop (target_kl)")

@@ -101,9 +101,6 @@ def close(actual: Tensor, expected: Any) -> None:
     assert actual.double().allclose(expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-# ----------------------------------------------------------------------- squashed into [0, 1]
-
-
 def test_min_max_squash_is_per_function_over_step(tmp_path) -> None:
     one, two = says(-1.0, [1.0, 3.0], [None, 0.0]), says(5.0, 5.0, 5.0)
     options = {"reward_weights": (2.0, 1.0), "missing_eos_penalty": 7.0}
@@ -120,9 +117,6 @@ def test_sigmoid_squash_follows_clip(tmp_path) -> None:
     trainer = reinforce(tmp_path, says(9.0, [0.0, None], -5.0), 3, **options)
     signals, _ = look(trainer, [(EOS,), (A, EOS), (B, A)])
     close(signals.rewards, [[1 / (1 + math.exp(-2)), 0], [0.5, 0], [0, 1 / (1 + math.e)]])
-
-
-# ------------------------------------------------------------------------------- scores of steps
 
 
 def test_step_scores_are_paid_at_own_tokens(tmp_path) -> None:
@@ -169,9 +163,6 @@ def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     assert (ascent - expected).norm() <= 1e-8 * expected.norm()
 
 
-# ---------------------------------------------------------------------------- clip and normalise
-
-
 def test_scores_are_clipped_before_weight_and_logged_raw(tmp_path) -> None:
     options = {"reward_clip_range": (-1.0, 2.0), "reward_weights": (3.0, 1.0)}
     functions = [says([5.0, -4.0], 1.5), says(None, 2.5, name="b")]
@@ -212,8 +203,6 @@ def test_normalize_rewards_divides_by_running_std(tmp_path) -> None:
     close(signals.rewards[1:, 1], [paid[0] + 300 / second, paid[1] + 200 / second])
     assert signals.rewards[1, 0].item() == pytest.approx(0.25 * 2 / std)
 
-
-# ------------------------------------------------------------------------------------- penalties
 
 CUT = [(A, EOS), (B, A)]  # the second is cut off
 
@@ -257,9 +246,6 @@ def test_overlong_penalty_is_own_unweighted_source(tmp_path) -> None:
     assert metrics["reward"] == 7.5
 
 
-# --------------------------------------------------------------------------- whiten, and evaluate
-
-
 def test_whitened_rewards_have_unit_variance_and_keep_mean(tmp_path) -> None:
     reward, said = says(3.0, [1.0, 5.0], [None, -2.0]), [(EOS,), (A, B), (B, B)]
     plain, white = (
@@ -300,9 +286,6 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
     assert {-100, 4} <= set(worth)
     assert result["eval_reward"] == pytest.approx(statistics.mean(worth))
     assert result["eval_rewards/reward/mean"] == pytest.approx(statistics.mean(raw))
-
-
-# ------------------------------------------------------------------------------------- is refused
 
 
 def test_continued_assistant_turn_is_judged_whole(make, model_path):
