@@ -92,3 +92,12 @@ def test_switch_stands_alone_or_with_any_case() -> None:
         assert config.parse(config.GRPOConfig, [*recipe, "--use_peft", *value]).use_peft
     off = config.parse(config.GRPOConfig, [*recipe, "--shuffle_dataset", "FALSE"])
     assert not off.shuffle_dataset
+
+
+def test_recipe_help_shows_its_values(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(recipe_file("ppo_arithmetic.yaml")), "--help"])
+    text = capsys.readouterr().out
+    assert "--sharding" in text
+    assert "  --task str | none  (default: arithmetic)" in text
+    assert "--critic separate | shared" in text

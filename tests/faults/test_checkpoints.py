@@ -335,3 +335,11 @@ def test_directory_above_that_may_not_be_read_is_not_synced(tmp_path, monkeypatc
     partial_of(path).mkdir(parents=True)
     publish(path, {})
     assert find_damage(path) is None
+
+
+def test_resume_from_non_checkpoint_names_checkpoint_location(output) -> None:
+    shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
+    trainer = build(str(output), **OPTIONS)
+    for name in ("final", "best", ".", "checkpoints", "config.yaml"):
+        with pytest.raises(ValueError, match=f"{output}/checkpoints has {NAMES[2]}$"):
+            trainer.checkpointer.resume(str(output / name), trainer.runtime)

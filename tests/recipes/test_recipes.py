@@ -132,3 +132,18 @@ def test_error_of_user_code_shows_its_frames_alone(run, monkeypatch, capsys) -> 
     monkeypatch.setenv("RLHF_PG_DEBUG", "1")
     with pytest.raises(KeyError):
         run()
+
+
+def test_reward_model_for_task_without_pairs_is_refused(capsys) -> None:
+    recipe = str(RECIPES / "reward_model_preference.yaml")
+    said = refused(capsys, "train", recipe, "--task", "arithmetic")
+    assert "arithmetic has no preference pairs" in said
+
+
+def test_demo_command_shows_results_and_report(model_path: str, tmp_path: Path, capsys) -> None:
+    out = ["--output_dir", str(tmp_path)]
+    brief = ["--max_completion_length=1", "--save_best=false"]
+    main(["demo", *SMALL, *brief, *out, "--model_name_or_path", model_path])
+    shown = capsys.readouterr().out
+    assert shown.count("held-out reward") == 3  # at the start, and both at the end
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -13,6 +13,7 @@ from rlhf_pg.tasks.preference import (
     FOLLOWS,
     KINDS,
     NOISE_SCALE,
+    gold,
     gold_score,
 )
 from rlhf_pg.tasks.warm_start import examples
@@ -54,7 +55,7 @@ def scores(pair):
     ],
 )
 def test_gold_score_by_hand(prompt, said, expected):
-    assert gold_score(prompt, said) == pytest.approx(expected)
+    assert gold([prompt], [said]) == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,10 @@ def test_chat_demonstration_is_rendered_as_in_play():
     assert tokenizer.decode(learnt) == "<tool_call><eos>42<eos>"
 
 
+def test_last_guess_is_paid():
+    assert guess().reward(["1-9:"] * 2, ["5<9>6", "6"], answer=["6", "9"]) == [1, 0]
+
+
 def test_calculator_problems_are_held_out():
     task = calculator()
     keys = [

@@ -317,3 +317,15 @@ def test_evaluation_of_adapter_adds_no_other(make, model_path, tmp_path) -> None
     assert alone.evaluate() == pytest.approx(expected, nan_ok=True)
     with pytest.raises(ValueError, match="cannot train"):
         alone.train()
+
+
+def test_uncountable_answer_is_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
+        make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
+
+    def letters(completion):
+        return list(completion)
+
+    trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
+    with pytest.raises(ValueError, match=r"letters must return hashable answers"):
+        trainer.evaluate(answer=letters)

@@ -168,6 +168,8 @@ def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     model = classifier("gpt2")
     with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer was saved with the model"):
         make(reward_funcs=model)
+    named = make(reward_funcs=judge_path).checkpointer.config["reward_funcs"]
+    assert list(named) == [f"model:{judge_path}"]
     trainer = make(reward_funcs=model, reward_processing_classes=own)
     assert trainer.rewards.sources[0].function.processing_class is own
     with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):

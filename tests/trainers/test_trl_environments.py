@@ -123,6 +123,7 @@ def test_environment_may_bring_all_prompts(make) -> None:
     ("factory", "options", "message"),
     [
         (Paid, {"train_dataset": None, "max_steps": -1}, "set max_steps"),
+        (Paid, {"train_dataset": [{"prompt": "q"}]}, "is a string, but tools"),
         ({"a": Paid}, {}, "train_dataset: row 0: its column 'environment'"),
         (Bell, {}, "reward_funcs is empty"),
     ],
