@@ -106,6 +106,18 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     return flat_gradient(trainer)
 
 
+def ascent(trainer: PolicyGradientTrainer) -> Tensor:
+    """E[gradient] of the policy in the units of grad J."""
+    size = sum(p.numel() for p in trainer.model.parameters())
+    return -MAX_LENGTH * expected_gradient(trainer)[:size]
+
+
+def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-8) -> None:
+    """The same gradient but for rounding, and not nothing."""
+    assert expected.norm() > 1e-3
+    assert (actual - expected).norm() <= rel * expected.norm()
+
+
 def flat_gradient(trainer: PolicyGradientTrainer) -> Tensor:
     """Of the policy, followed by the critic where there is one."""
     parameters = trainer.learner.module.parameters()

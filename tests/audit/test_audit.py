@@ -13,7 +13,6 @@ from rlhf_pg import (
     PPOConfig,
     ReinforceConfig,
     RLOOConfig,
-    RLOOTrainer,
 )
 from rlhf_pg.audit import expectation, world
 from rlhf_pg.audit.causes import adapt, audit
@@ -99,24 +98,6 @@ def test_measured_is_what_ordered_samples_expect(options, tmp_path: Path) -> Non
     assert (found - expected).norm() < 1e-9 * expected.norm()
 
 
-def test_k3_follows_other_kl() -> None:
-    """Sum over visited states of grad KL(ref || pi), not of grad KL(pi || ref)."""
-    args = GRPOConfig(beta=0.3, scale_rewards="none", aggregation="constant", num_generations=2)
-    found = measure(args).gradient - measure(changed(args, {"beta": 0.0})).gradient
-    policy, reference = make_trainer(RLOOTrainer, "unused", num_generations=2).model, world.model()
-    objective = torch.zeros((), dtype=torch.float64)
-    for prompt, ids in enumeration.PROMPTS.items():
-        for said in world.COMPLETIONS:
-            chance = enumeration.log_probs(policy, prompt, said).sum().exp().detach() / 3
-            row = torch.tensor([[*ids, *said]])
-            log_p, log_ref = (
-                one(row).logits[0, len(ids) - 1 : -1].log_softmax(-1) for one in (policy, reference)
-            )
-            objective = objective + chance * (log_ref.exp() * (log_ref - log_p)).sum()
-    expected = -0.3 * world.gradient(policy, objective)
-    assert (found - expected).norm() < 1e-8 * expected.norm()
-
-
 @pytest.mark.usefixtures("one_prompt")
 def test_causes_explain_the_whole_bias() -> None:
     args = GRPOConfig(**OPTIONS, **TEACHER, teacher_top_k=1, positive_nll_coef=0.1)
@@ -142,9 +123,6 @@ def test_page_has_every_preset_explained() -> None:
     for name in ("icepop",):
         now = measure(config_of([presets()[name]], [], "audit"))
         assert now.cosine == pytest.approx(found[name]["this config"]["cosine"])
-
-
-# -------------------------------------------------------------------- losses of other libraries
 
 
 def factor(monkeypatch, said, args, loss, against=None) -> float:

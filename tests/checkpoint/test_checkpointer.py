@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
     get_scheduler,
 )
@@ -100,9 +98,6 @@ def seed_everything(seed):
     np.random.seed(seed)
 
 
-# ------------------------------------------------------------------------------ the whole state
-
-
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [("gpt2", torch.float64), ("qwen3", torch.float32), ("qwen3", torch.bfloat16)],
@@ -135,8 +130,6 @@ def test_missing_rank_leaves_generators_unchanged(tmp_path):
     seed_everything(5)
     assert random.random() == drawn
 
-
-# ------------------------------------------------------------------------------ optimizer tensors
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
@@ -178,18 +171,6 @@ def test_optimizer_restored_by_name_takes_same_steps(make, tmp_path):
     assert all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_optimizer_tensor_names_identify_parameters():
-    model = two_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimize(model, optimizer, 1)
-    names = {p: name for name, p in model.named_parameters()}
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    expected = {f"{name}.{key}" for name in names.values() for key in keys}
-    assert set(dict(optimizer_tensors(RUNTIME.prepare(model, optimizer), names))) == expected
-    fresh = RUNTIME.prepare(model, torch.optim.AdamW(model.parameters()))
-    assert not list(optimizer_tensors(fresh, names))
-
-
 def test_lower_precision_weights_come_from_masters():
     model = two_layers().float()
     model["b"].to(torch.bfloat16)
@@ -203,23 +184,11 @@ def test_lower_precision_weights_come_from_masters():
     assert not trained.optimizer.state
 
 
-# ---------------------------------------------------------------------------------- the directory
-
-
-def test_checkpoint_is_readable_by_from_pretrained(tmp_path):
-    checkpointer = make_checkpointer(tmp_path)
-    train(checkpointer, 2)
-    path = checkpointer.save(RUNTIME)
-    assert path == tmp_path / "step-00000002"
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert model(IDS).logits.equal(model_of(checkpointer)(IDS).logits)
-    assert AutoTokenizer.from_pretrained(path).get_vocab() == checkpointer.tokenizer.get_vocab()
-
-
 def test_checkpoint_contains_no_pickle(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     train(checkpointer, 1)
     path = checkpointer.save(RUNTIME)
+    assert path == tmp_path / "step-00000001"
     names = {file.name for file in path.iterdir()}
     assert {"optimizer.safetensors", "rng-rank0.safetensors", "state.json"} <= names
     assert {file.suffix for file in path.rglob("*")} <= {".json", ".safetensors", ".jinja", ".txt"}
@@ -227,15 +196,6 @@ def test_checkpoint_contains_no_pickle(tmp_path):
         json.loads(file.read_text())
     for file in path.rglob("*"):
         assert file.read_bytes()[:2] not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
-
-
-@pytest.mark.parametrize("make_there", [False, True])
-def test_directory_without_state_is_no_checkpoint(tmp_path, make_there):
-    checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
-    if make_there:
-        model_of(checkpointer).save_pretrained(path)
-    with pytest.raises(ValueError, match=r"elsewhere has no .*state\.json"):
-        checkpointer.resume(str(path), RUNTIME)
 
 
 def reference(seed):
@@ -251,17 +211,6 @@ def test_different_reference_raises_before_any_change(tmp_path, saved, present):
     with pytest.raises(ValueError, match="saved by a run with another reference"):
         checkpointer.restore(path, rank=0)
     assert everything(checkpointer) == before
-
-
-def test_same_reference_is_accepted(tmp_path):
-    path = make_checkpointer(tmp_path, reference=reference(3)).save(RUNTIME)
-    checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(3))
-    checkpointer.restore(path, rank=0)
-    expected = tiny_model("gpt2", seed=0).state_dict()
-    assert all(v.equal(expected[k]) for k, v in model_of(checkpointer).state_dict().items())
-
-
-# ------------------------------------------------------------------------------------- the newest
 
 
 def save_at(checkpointer, step):
@@ -325,10 +274,16 @@ def test_removed_checkpoint_is_not_completed_after_a_kill(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("choice", [True, "latest", "elsewhere"])
+@pytest.mark.parametrize("choice", [True, "latest", "elsewhere", "model"])
 def test_resuming_from_missing_checkpoint_raises(tmp_path, choice):
-    with pytest.raises(ValueError, match="elsewhere" if choice == "elsewhere" else "no complete"):
-        make_checkpointer(tmp_path).resume(choice, RUNTIME)
+    checkpointer = make_checkpointer(tmp_path / "checkpoints")
+    model_of(checkpointer).save_pretrained(tmp_path / "model")  # without a state
+    said = "no complete"
+    if choice in ("elsewhere", "model"):
+        choice = str(tmp_path / choice)
+        said = rf"{choice} has no .*state\.json"
+    with pytest.raises(ValueError, match=said):
+        checkpointer.resume(choice, RUNTIME)
 
 
 def test_new_run_over_earlier_checkpoints_raises(tmp_path):

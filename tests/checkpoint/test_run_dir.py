@@ -12,21 +12,6 @@ from tests.rewards.test_reward_model import classifier, letters
 from tests.trainers.conftest import make as make
 
 
-@pytest.mark.parametrize("name", ["final", "config.yaml"])
-def test_directory_named_like_run_file_is_set_aside(make, tmp_path, name) -> None:
-    mine = tmp_path / "run" / name
-    if name.endswith(".yaml"):
-        mine.parent.mkdir()
-        mine.write_text("mine")
-        mine = mine.parent / "earlier-1" / name
-    else:
-        mine.mkdir(parents=True)
-        (mine / "mine").write_text("mine")
-        mine = mine.parent / "earlier-1" / name / "mine"
-    make(max_steps=1, eval_steps=0).train()
-    assert mine.read_text() == "mine"
-
-
 def a_reward_model(directory) -> None:
     args = RewardModelConfig(output_dir=str(directory), max_steps=1, batch_size=2)
     few = Dataset.from_dict({"chosen": ["ab", "ba"], "rejected": ["a", "b"]})

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.cli.evaluate import parse_flags
-from rlhf_pg.cli.recipes import find_recipe, is_recipe, model_of_run
+from rlhf_pg.cli.recipes import model_of_run
 from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.tasks import arithmetic
+from tests.cli.conftest import refused
 from tests.trainers.conftest import digits
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
@@ -101,23 +101,9 @@ def recipe_of(tmp_path: Path, model: str, data: str, **keys: object) -> str:
     return str(tmp_path / "own.yaml")
 
 
-def refused(capsys, *flags: str) -> str:
-    with pytest.raises(SystemExit) as left:
-        main(["eval", *flags])
-    assert left.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_recipe_needs_no_algorithm(model_path, tmp_path, data) -> None:
-    (tmp_path / "mine.yaml").write_text(json.dumps({"dataset_name": data, "lam": 0.9}))
-    flags = [model_path, "--config", f"{tmp_path}/mine.yaml"]
-    assert parse_flags(flags)[0].algorithm == "grpo"
-    assert parse_flags([*flags, "--algorithm", "ppo"])[0].lam == 0.9
-
-
 def test_another_seed_draws_no_other_share(model_path, tmp_path, data, capsys) -> None:
     recipe = recipe_of(tmp_path, model_path, data, dataset_test_split=0.4, seed=3)
-    said = refused(capsys, recipe, "--seed", "7")
+    said = refused(capsys, "eval", recipe, "--seed", "7")
     assert "dataset_test_split 0.4 was split off by seed 3" in said
     assert evaluated(tmp_path, recipe, "--seed", "3")["prompts"] == {"": 4}
     chosen = evaluated(tmp_path, recipe, "--seed", "7", "--eval_dataset_name", data)
@@ -130,13 +116,6 @@ def test_run_directory_of_supervised_training_is_a_model(model_path, tmp_path, d
     (run / "config.yaml").write_text("algorithm: sft\n")
     said = evaluated(tmp_path, str(run), "--dataset_name", data, "--max_completion_length=6")
     assert said["model"] == str(run / "final")
-
-
-def test_folder_with_the_name_of_a_preset_is_no_recipe(tmp_path, monkeypatch) -> None:
-    (tmp_path / "dapo").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert is_recipe("dapo")
-    assert find_recipe("dapo").name == "dapo.yaml"
 
 
 def test_interval_is_196_standard_errors() -> None:
@@ -169,7 +148,6 @@ def test_table_of_several_sets_has_their_names_and_mean() -> None:
         (["{model}"], "eval_dataset: set dataset_name"),
         (["{run}/best", "--reward_funcs", "nothing.py:f"], "no model directory"),
         (["{model}", "--json", "{run}/no/out.json"], "cannot be written"),
-        (["dapo", "--config", "grpo"], "two recipes"),
         (["{model}", "--tempreature", "1"], "tempreature"),
     ],
 )
@@ -177,12 +155,5 @@ def test_wrong_usage_is_one_message(flags, said, tmp_path, model_path, capsys) -
     run = tmp_path / "begun"
     run.mkdir()
     (run / "config.yaml").write_text("algorithm: grpo\n")
-    with pytest.raises(SystemExit) as left:
-        main(["eval", *(flag.format(run=run, model=model_path) for flag in flags)])
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--top_p", "0.9"], ["--top_p", "1.0"], ["--top_k", "0"], []])
-def test_truncated_sampling_needs_no_key(flags) -> None:
-    assert parse_flags(["grpo_arithmetic", *flags])[0].truncated_sampling == "ignore"
+    flags = [flag.format(run=run, model=model_path) for flag in flags]
+    assert said in refused(capsys, "eval", *flags)

@@ -5,19 +5,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.cli import main
+from tests.cli.conftest import refused
 from tests.report.synthetic import make_run
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(arguments)
     return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_report_is_written_into_the_run(tmp_path: Path, capsys) -> None:

@@ -21,7 +21,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero2_offload": {"stage": 2, "offload_optimizer": OFFLOAD},
     "zero3_offload": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD},
 }
-BACKENDS = ("ddp", "fsdp2", "fsdp2_kept", *ZERO)
 
 
 def environment(backend: str) -> dict[str, str]:

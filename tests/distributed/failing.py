@@ -13,6 +13,7 @@ from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
 from rlhf_pg.runtime.termination import POLL
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
+from tests.rewards import misbehaving
 
 
 def raises() -> None:
@@ -50,7 +51,9 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
 
     Args:
         where: it is called in: "reward", which all processes agree on, "callback", or "begin", the
-            callback before the step, or "all callbacks", in the process of rank 0 as well.
+            callback before the step, or "all callbacks", in the process of rank 0 as well; or the
+            reward is that of `misbehaving` in a worker, and all completions in the process of rank
+            1 are "bad": "worker error" or "worker drop", by `on_reward_error`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background
     backends.install(backend)
@@ -66,6 +69,14 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
         fail("reward")
         return [0.0] * len(completions)
 
+    reward, options = judge, {}
+    if where.startswith("worker"):
+        reward = getattr(misbehaving, how)
+        options = {"num_generations": 2, "reward_workers": 1, "reward_timeout": 1.0}
+        options["on_reward_error"] = where.removeprefix("worker ")
+        if os.environ["RANK"] == "1":
+            type(tokenizer).decode = lambda *_, **__: "bad"
+
     class Failing(Callback):
         def on_step(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
             fail("callback")
@@ -76,13 +87,14 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=judge,
+        reward_funcs=reward,
         args=GRPOConfig(
             output_dir=out,
             max_steps=3,
             prompts_per_step=2,
             max_completion_length=4,
             ddp_timeout=8 if how == "sleeps_for_ever" else 300,
+            **options,
         ),
         train_dataset=task.train_dataset,
         callbacks=[Failing()],

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from tests.distributed.launching import PATIENCE, start_two
+from tests.distributed.launching import PATIENCE
+from tests.distributed.test_failures import said
+from tests.distributed.test_failures import started as started
 
 ERRORS = {
     "hangs": "did not return within 1 s (reward_timeout)",
@@ -13,43 +15,19 @@ ERRORS = {
 }
 
 
-@pytest.fixture
-def finished(tmp_path):
-    """Runs two processes to their end, and returns what they said."""
-    processes = []
-
-    def run(fault: str, on_error: str) -> list[tuple[int, str]]:
-        arguments = [str(tmp_path), fault, on_error]
-        processes.extend(start_two("tests.distributed.failing_rewards", [arguments] * 2))
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-        codes = [process.returncode for process in processes]
-        return list(zip(codes, outputs, strict=True))
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("fault", ERRORS)
-def test_reward_fault_on_one_rank_ends_both(finished, fault) -> None:
-    for code, said in finished(fault, "error"):
-        assert code != 0
-        assert f"ValueError: rank 1: reward function {fault} {ERRORS[fault]}" in said
+def test_reward_fault_on_one_rank_ends_both(started, fault) -> None:
+    for process in started("worker error", fault):
+        assert f"ValueError: rank 1: reward function {fault} {ERRORS[fault]}" in said(process)
 
 
 @pytest.mark.distributed
 @pytest.mark.fault(27, "of several processes, all go on with on_reward_error drop")
-def test_dropped_reward_fault_on_one_rank_lets_both_go_on(finished, tmp_path) -> None:
-    assert [code for code, _ in finished("is_killed", "drop")] == [0, 0]
+def test_dropped_reward_fault_on_one_rank_lets_both_go_on(started, tmp_path) -> None:
+    for process in started("worker drop", "is_killed"):
+        said_by_it = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode == 0, said_by_it
     text = (tmp_path / "metrics.jsonl").read_text()
     shares = [json.loads(line)["rewards/is_killed/failed"] for line in text.splitlines()]
-    assert shares == [0.5, 0.5]  # all that the second process has
-
-
-@pytest.mark.distributed
-def test_fault_on_all_ranks_ends_run_with_first_error(finished) -> None:
-    for code, said in finished("raises", "drop"):
-        assert code != 0
-        assert "every call of a reward function of the batch failed, the first: reward" in said
+    assert shares == [0.5] * 3  # all that the second process has

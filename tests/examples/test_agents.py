@@ -1,11 +1,9 @@
 """The examples of agents by their own recipes: who is paid what, and that a run can be repeated."""
 
-import asyncio
 import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from shutil import which
@@ -89,19 +87,3 @@ def test_agent_is_paid_and_trained(trainer_of, name: str, says: Any, rewards: li
     expected = [([r], "".join(said), 0) for r, said in zip(rewards, says, strict=True)]
     assert outcomes(trainer, trainer.played) == expected
     assert not before.equal(trainer.model.lm_head.weight)
-
-
-def test_delays_change_no_token(trainer_of) -> None:
-    """Of random bytes, most of them parts of characters."""
-    trainer = trainer_of("chat.py", SUM, num_generations=4)
-    program, delays = trainer.episode_runner.program, iter([0, 1, 2, 3, 3, 2, 1, 0])
-
-    async def late(*arguments: Any) -> Any:
-        await asyncio.sleep(next(delays) / 5)
-        return await program(*arguments)
-
-    trainer.episode_runner = replace(trainer.episode_runner, program=late)
-    before = trainer.sampler.roll_out(range(1)).episodes
-    trainer.train()  # compares the log-probabilities of engine and policy
-    assert [x.tokens for x in trainer.played] == [x.tokens for x in before]
-    assert [(paid, back) for paid, _, back in outcomes(trainer, before)] == [([0], 0)] * 4

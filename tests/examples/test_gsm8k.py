@@ -1,6 +1,5 @@
 """GSM8K by PPO: answers are read as a person would, and the example runs from question to score."""
 
-import importlib.util
 import json
 import os
 from decimal import Decimal
@@ -15,16 +14,14 @@ from datasets import Dataset
 from rlhf_pg import PPOConfig
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+from tests.examples import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def gsm8k() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gsm8k", EXAMPLES / "gsm8k.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("gsm8k")
 
 
 # Text, what stands after "####", and what is given in whatever form.
@@ -104,8 +101,6 @@ def test_example_runs(run: Path) -> None:
             assert lines[-1][f"{prefix}{name}"] == 0
     assert (run / "final" / "critic").is_dir()
 
-
-# ------------------------------------------------------------------------------------ the notebook
 
 NOTEBOOK = json.loads((EXAMPLES / "first_gpu_hour.ipynb").read_text())
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]

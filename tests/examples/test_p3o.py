@@ -24,6 +24,7 @@ from tests.losses.test_policy_losses import (
     few,
     gradient,
 )
+from tests.trainers.conftest import estimated
 
 EXAMPLE = load("p3o")
 p3o: Any = EXAMPLE.p3o
@@ -33,11 +34,7 @@ def test_rows_of_a_prompt_are_in_one_micro_batch(tmp_path) -> None:
     trainer = make_trainer(
         EXAMPLE.P3OTrainer, tmp_path, prompts=("ab", "a"), num_generations=3, micro_batch_tokens=5
     )
-    trainer.sampler.engine.says = COMPLETIONS[:6]
-    samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
-    )
+    experience, _ = estimated(trainer, COMPLETIONS[:6])
     [(_, batch)] = trainer.learner.micro_batches(experience)
     assert batch.num_rows == 6
     trainer.update(experience, Meter())

@@ -7,9 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
-from rlhf_pg.advantages import process_group_normalized
 from tests.examples import load
-from tests.rewards.calling import Rewards
 from tests.rewards.test_reward_model import letters
 from tests.tiny import tiny_model
 
@@ -100,33 +98,7 @@ def test_multi_token_characters_are_read_whole(text, cut):
     assert judge(policy_tokenizer=tokenizer).steps(ids) == (expected or [("", len(ids) - 1)])
 
 
-@pytest.mark.parametrize(
-    ("labels", "completion", "ids", "key"),
-    [
-        (3, "a.", "a.", "num_labels"),
-        (2, [{"role": "assistant", "content": "a."}] * 2, "a.", "tools"),
-        (2, "abcdef" * 20, "abcdef" * 20, "max_position_embeddings"),
-    ],
-)
-def test_what_cannot_be_judged_is_refused(labels, completion, ids, key):
-    with pytest.raises(ValueError, match=key):
-        judge(labels)(["hi"], [completion], [ids_of(ids)])
-
-
-def test_step_scores_reach_process_estimator():
-    """Of two completions with two steps and one, by the numbers of the class."""
-    model = judge()
-    texts = ["a.b", "c"]
-    ids = [ids_of(text) for text in texts]
-    scores = Rewards([model])(["hi"] * 2, texts, ids, {})[:, :, 0]
-    there = ~scores.isnan()
-    assert there.tolist() == [[False, True, False, True], [False, True, False, False]]
-    mask = torch.tensor([[True] * 4, [True, True, False, False]])
-    groups = torch.tensor([0, 0])
-    advantages = process_group_normalized(scores, there, groups, mask)
-    said = [by_hand(model, text) for text in ("hia.", "hia.b.", "hic.")]
-    mean = sum(said) / 3
-    std = math.sqrt(sum((x - mean) ** 2 for x in said) / 2)
-    first, second, other = ((x - mean) / (std + 1e-4) for x in said)
-    assert advantages[0].tolist() == pytest.approx([first + second] * 2 + [second] * 2, rel=1e-3)
-    assert advantages[1].tolist() == pytest.approx([other] * 2 + [0, 0], rel=1e-3)
+def test_completion_beyond_the_judge_is_refused():
+    text = "abcdef" * 20
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        judge()(["hi"], [text], [ids_of(text)])

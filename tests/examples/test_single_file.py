@@ -1,9 +1,7 @@
 """The single-file editions make the updates of the library, weight by weight, in float64."""
 
 import copy
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,40 +11,31 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.tasks.tiny import character_tokenizer
+from tests.examples import load
 
 FOLDER = Path(__file__).parents[2] / "examples" / "single_file"
 PROMPTS = [f"{a}+{b}=" for a in (1, 22, 3) for b in (4, 55)]
 STEPS, LONGEST, RATE = 20, 6, 1e-3
-# The file, the trainer, and the same settings by the names of each.
+# The trainer, and the same settings by the names of each.
 RUNS = {
     "grpo": (
-        "grpo",
         GRPOTrainer,
         {"num_generations": 4, "beta": 0.1, "num_iterations": 2},
         {"group": 4, "beta": 0.1, "epochs": 2},
     ),
-    "rloo": ("rloo", RLOOTrainer, {"num_iterations": 2}, {"epochs": 2}),
-    "reinforce": ("reinforce", ReinforceTrainer, {}, {}),
-    "ppo": ("ppo", PPOTrainer, {"value_learning_rate": 2e-3}, {"value_learning_rate": 2e-3}),
+    "rloo": (RLOOTrainer, {"num_iterations": 2}, {"epochs": 2}),
+    "reinforce": (ReinforceTrainer, {}, {}),
+    "ppo": (PPOTrainer, {"value_learning_rate": 2e-3}, {"value_learning_rate": 2e-3}),
 }
-
-
-def edition(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [sum(text.count(d) for d in "0246") - 0.1 * len(text) for text in completions]
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
-    name, trainer_type, keys, own_keys = RUNS[run]
+@pytest.mark.parametrize("name", RUNS)
+def test_edition_trains_to_weights_of_library(name: str, tmp_path: Path) -> None:
+    trainer_type, keys, own_keys = RUNS[name]
     tokenizer = character_tokenizer("0123456789+=")
     torch.manual_seed(0)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -72,7 +61,7 @@ def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
             **keys,
         ),
     ).train()
-    module, own = edition(name), copy.deepcopy(start)
+    module, own = load(f"single_file/{name}"), copy.deepcopy(start)
     settings = {"prompts_per_step": 2, "longest": LONGEST, "learning_rate": RATE, "rows_at_once": 5}
     module.train(own, tokenizer, PROMPTS, score, module.Config(steps=STEPS, **settings, **own_keys))
 
@@ -84,7 +73,7 @@ def test_edition_trains_to_weights_of_library(run: str, tmp_path: Path) -> None:
 
 def test_editions_sample_and_score_by_the_same_text() -> None:
     """Each edition stands alone, so the shared parts are copies, which must not drift apart."""
-    texts = [(FOLDER / f"{name}.py").read_text() for name in ("grpo", "rloo", "reinforce", "ppo")]
+    texts = [(FOLDER / f"{name}.py").read_text() for name in RUNS]
     shared = {
         text[text.index("1. sampling") : text.index("\n\n\n# --", text.index(" 2. "))]
         for text in texts

@@ -83,14 +83,6 @@ def test_damaged_checkpoint_is_skipped_for_newest_intact_one(output, caplog, dam
         resume(output, str(output / "checkpoints" / NAMES[2]))
 
 
-def test_resume_from_non_checkpoint_names_checkpoint_location(output) -> None:
-    shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
-    trainer = build(str(output), **OPTIONS)
-    for name in ("final", "best", ".", "checkpoints", "config.yaml"):
-        with pytest.raises(ValueError, match=f"{output}/checkpoints has {NAMES[2]}$"):
-            trainer.checkpointer.resume(str(output / name), trainer.runtime)
-
-
 @pytest.mark.fault(12, "one error that says what is wrong with each; never a new start")
 def test_no_intact_checkpoint_raises(output) -> None:
     for name in NAMES:
@@ -109,9 +101,6 @@ def test_checkpoint_beyond_max_steps_is_refused(output) -> None:
         build(str(output), **OPTIONS | {"max_steps": 2}).train("latest")
     after = [(output / name).read_bytes() for name in ("metrics.jsonl", "final/state.json")]
     assert after == before
-
-
-# ---------------------------------------------------------------------------------------- the disk
 
 
 def fail_at(monkeypatch, fault):
@@ -168,9 +157,6 @@ def test_output_dir_created_by_run_is_private(whole, tmp_path) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------- pruning
-
-
 def test_older_checkpoints_are_removed_after_an_interrupted_removal(output) -> None:
     trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
     trainer.checkpointer.resume("latest", trainer.runtime)
@@ -190,9 +176,6 @@ def test_save_total_limit_does_not_count_skipped_checkpoints(output) -> None:
     trainer.state.step = 2
     trainer.save_checkpoint()
     assert find_damage(output / "checkpoints" / NAMES[1]) is None
-
-
-# ------------------------------------------------------------------------------------- who else is
 
 
 def hold(directory, told):
@@ -215,9 +198,6 @@ def test_locked_output_dir_refuses_second_run(tmp_path) -> None:
     other.join()
     trainer.train()
     assert trainer.state.step == 1
-
-
-# -------------------------------------------------------------------------------- of another run
 
 
 @pytest.fixture(scope="module")
@@ -258,20 +238,14 @@ def test_changed_max_steps_on_resume_warns_and_rescales_schedule(stopped, tmp_pa
     assert rates(output)["learning_rate"] == pytest.approx(expected)
 
 
-def warnings(config: dict, changes: dict) -> str:
-    """What a resumed run says of changed keys."""
+def test_changed_rewards_on_resume_are_named() -> None:
+    """A tuple is the list that was saved."""
     names = dict.fromkeys(compatibility.REMEDIES, "the same")
+    config = {"reward_funcs": ["math"]}
     saved = {"counters": {}, "config": config, "fingerprints": names, "running": {}}
-    return compatibility.check(Path("x"), saved, config | changes, names, {}, {})
-
-
-def test_changed_rewards_on_resume_are_one_warning() -> None:
-    config = {"reward_funcs": ["math"], "reward_options": {"math": {"a": 1}}}
-    assert warnings(config, {"reward_funcs": ("math",)}) == ""
-    assert warnings(config, {"reward_funcs": ("exact",), "reward_options": {}}) == (
-        "reward_funcs was ['math'] and is ['exact']; "
-        "reward_options was {'math': {'a': 1}} and is {}"
-    )
+    for own, said in (("math", ""), ("exact", "reward_funcs was ['math'] and is ['exact']")):
+        config = {"reward_funcs": (own,)}
+        assert compatibility.check(Path("x"), saved, config, names, {}, {}) == said
 
 
 @pytest.mark.fault(17, "refused, with what is different")
@@ -361,3 +335,11 @@ def test_directory_above_that_may_not_be_read_is_not_synced(tmp_path, monkeypatc
     partial_of(path).mkdir(parents=True)
     publish(path, {})
     assert find_damage(path) is None
+
+
+def test_resume_from_non_checkpoint_names_checkpoint_location(output) -> None:
+    shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
+    trainer = build(str(output), **OPTIONS)
+    for name in ("final", "best", ".", "checkpoints", "config.yaml"):
+        with pytest.raises(ValueError, match=f"{output}/checkpoints has {NAMES[2]}$"):
+            trainer.checkpointer.resume(str(output / name), trainer.runtime)

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import os
 import resource
 import signal
@@ -107,13 +106,6 @@ def test_unencodable_console_text_is_escaped(tmp_path) -> None:
     journal.say("caf\u00e9 \U0001f600 \ud800")
     text.seek(0)
     assert text.read() == "caf\u00e9 \\U0001f600 \\ud800\n"
-
-
-def test_json_lines_write_nested_nonfinite_as_null(tmp_path) -> None:
-    lines = JsonLines(tmp_path / "completions.jsonl", 0)
-    lines.write({"step": 1, "row": {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}})
-    (line,) = read(tmp_path / "completions.jsonl")
-    assert line["row"] == {"scores": [None, [None, 1.0]], "('a', 1)": None}
 
 
 @pytest.mark.parametrize("bad", [b'{"step": 1, "\xff', b'{"step": null}', b"[1]"])

@@ -10,7 +10,6 @@ from datasets import Dataset
 from rlhf_pg import Callback
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
-from rlhf_pg.trainers.evaluator import evaluate
 from tests.rewards.calling import Rewards
 from tests.rollout.multi_turn.scripted import letters
 from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
@@ -30,9 +29,6 @@ def fail():
 
 RAISING = {leave: "SystemExit: 0", fail: "KeyError: 'lost'"}
 raising = pytest.mark.parametrize("misbehave", RAISING, ids=lambda f: f.__name__)
-
-
-# ----------------------------------------------------------- each gives what it says, as an error
 
 
 def of_rewards(wrap):
@@ -144,19 +140,6 @@ def test_callback_error_does_not_exit_process(make, moment):  # noqa: F811
     trainer = make(callbacks=[Leaving()], max_steps=1, save_steps=1)
     with pytest.raises(RuntimeError, match=f"^{moment} of the callback Leaving .*SystemExit: 0"):
         trainer.train()
-
-
-def test_exit_in_evaluation_answer_raises(make):  # noqa: F811
-    data = Dataset.from_list([{"prompt": "1+1="}])
-    trainer = make(eval_dataset=data, num_generations_eval=2)
-    with (
-        pytest.raises(RuntimeError, match="answer raised SystemExit: 0"),
-        trainer.sampler.sampling(),
-    ):
-        evaluate(trainer.sampler, trainer.eval_sets[""], 1.0, lambda _: sys.exit(0))
-
-
-# ------------------------------------------------------------------------- what it gives
 
 
 ODD = {

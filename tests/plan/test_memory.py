@@ -20,6 +20,7 @@ from rlhf_pg.rollout.native.continuous_batching import KeyValues
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.token_budget import SHARDINGS
+from tests.trainers.conftest import estimated
 
 LENGTH = 40  # of prompts and of completions
 COMMON: dict[str, Any] = {
@@ -146,10 +147,7 @@ def test_predicted_parts_match_real_step(case) -> None:
     trainer, _, memory = case
     seen = Seen(trainer)
     with seen.watched():
-        samples = trainer.sampler.roll_out(range(2))
-        experience, _ = trainer.estimate(
-            trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
-        )
+        experience, _ = estimated(trainer)
         trainer.update(experience, Meter())
     seen.measure()
     update, sizes = memory.update, seen.sizes

@@ -116,38 +116,6 @@ def test_fsdp2_config_sets_fsdp_plugin(
     assert plugin.mixed_precision_policy is None
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("ddp", {}),
-        ("zero2", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
-        ("fsdp2", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
-    ],
-)
-@pytest.mark.slow
-def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: Path) -> None:
-    """Two machines, both of them this one, with the flags of docs/distributed.md."""
-    if name == "zero2":
-        pytest.importorskip("deepspeed")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    config = ["--config_file", str(CONFIGS / f"{name}.yaml"), "--num_processes", "4"]
-    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
-    machine = ["--num_machines", "2", "--machine_rank"]
-    outputs = together(
-        [
-            [*LAUNCH, "launch", *config, *address, *machine, str(rank), "script.py"]
-            for rank in (0, 1)
-        ],
-        tmp_path,
-    )
-    for rank, output in enumerate(outputs):
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        assert sorted(int(line["RANK"]) for line in lines) == [2 * rank, 2 * rank + 1]
-        for line in lines:
-            assert line["WORLD_SIZE"] == "4"
-            assert {k: v for k, v in line.items() if v and k.startswith(OURS)} == told
-
-
 @pytest.mark.slow
 def test_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
     """As if SLURM had two machines with two GPUs each.

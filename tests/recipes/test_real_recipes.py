@@ -56,9 +56,6 @@ def file_of(rows: list[dict[str, str]], path: Path) -> str:
     return str(path)
 
 
-# ------------------------------------------------------------------------------------- the headers
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_header_has_launch_memory_and_score(name: str) -> None:
     header, keys = recipe(name)
@@ -148,9 +145,6 @@ def at_depth(one: Growth, two: Growth, layers: int) -> Growth:
 
     growth = (x + (layers - 1) * (y - x) for x, y in zip(one, two, strict=True))
     return Growth(*growth)
-
-
-# -------------------------------------------------------------------------------- three steps each
 
 
 def small(**changes: Any) -> list[str]:

@@ -31,12 +31,6 @@ def test_tables_have_what_differs(two: list[Path]) -> None:
     assert versions["note"] == "The same packages, device and number of processes."
 
 
-def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
-    (two[0] / "trace.jsonl").unlink()
-    *_, versions = difference_tables(name_runs(two))
-    assert versions["note"] == "Not known of a."
-
-
 def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) -> None:
     data = read(write_comparison(two, tmp_path / "compare.html")).data
     assert [run["name"] for run in data["runs"]] == ["a", "b"]

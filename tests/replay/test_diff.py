@@ -12,7 +12,6 @@ import pytest
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.replay.comparison import diff_runs
 from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
-from tests.replay.test_replay import judged
 from tests.trainers.conftest import maker
 
 ROW = 6  # prompt 9, sample 2, of step 3
@@ -161,21 +160,3 @@ def test_rounding_is_allowed_if_asked_for(runs: tuple[Path, Path]) -> None:
     assert diff_runs(*runs, rtol=1e-6)
     plant(runs[1], PLANTED["ids"])
     assert diff_runs(*runs, rtol=1.0).places[0].stage == "ids"
-
-
-@pytest.mark.parametrize(
-    ("changed", "stages"),
-    [
-        ({"shuffle_dataset": False}, ["prompts"]),
-        ({"temperature": 0.9}, ["ids"]),
-        ({"reward_funcs": judged}, ["scores", "advantages", "gradient", "weights"]),
-        ({"learning_rate": 2e-3}, ["weights"]),
-    ],
-)
-def test_what_a_key_changes_first(make, trained, changed, stages) -> None:
-    trainer = make(**RUN | changed)
-    trainer.total_steps = 1
-    trainer.train()
-    found = diff_runs(trained, Path(trainer.args.output_dir))
-    assert found.step == 1
-    assert [place.stage for place in found.places][: len(stages)] == stages

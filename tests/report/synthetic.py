@@ -1,7 +1,6 @@
 """Runs as they would have been: the files of one, made up, for pages to show."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -55,50 +54,37 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def metrics(step: int, steps: int, noise: np.random.Generator) -> dict[str, Any]:
     """The line of a step."""
-    done, jitter = step / steps, noise.normal(size=12)
-    accuracy = 0.2 + 0.7 * (1 - math.exp(-4 * done)) + 0.03 * jitter[0]
-    form = min(1.0, 0.5 + 0.5 * (1 - math.exp(-9 * done)) + 0.02 * jitter[1])
-    length = 120 + 300 * max(0.0, done - 0.6) ** 1.5 * 8 + 6 * jitter[2]
-    rollout, update = 3.1 + length / 150, 5.2 + 0.2 * jitter[3]
-    seconds = rollout + update + 1.3
+    done, jitter = step / steps, noise.normal(size=4)
+    accuracy = 0.2 + 0.7 * done + 0.03 * jitter[0]
+    length = 120 + 6 * jitter[1]
     line = {
         "step": step,
-        "loss": 0.02 * jitter[4],
-        "policy_loss": 0.02 * jitter[4] - 0.01,
-        "grad_norm": abs(0.8 + 0.3 * jitter[5]) + (4 if step % 97 == 0 else 0),
+        "loss": 0.02 * jitter[2],
+        "grad_norm": abs(0.8 + 0.3 * jitter[3]),
         "learning_rate": 1e-6 * (1 - done),
-        "reward": accuracy + 0.2 * form,
-        "reward_std": 0.4 * (1 - 0.7 * done) + 0.02 * jitter[6],
+        "reward": accuracy + 0.2,
+        "reward_std": 0.4,
         "rewards/accuracy/mean": accuracy,
-        "rewards/accuracy/std": 0.45 - 0.2 * done,
-        "rewards/format/mean": form,
-        "rewards/format/std": 0.3 - 0.25 * done,
-        "kl": 0.02 + 0.08 * done + 0.004 * jitter[7],
-        "entropy": max(0.005, 1.1 * math.exp(-4.2 * done) + 0.02 * jitter[8]),
+        "rewards/accuracy/std": 0.45,
+        "rewards/format/mean": 1.0,
+        "rewards/format/std": 0.0,
+        "kl": 0.02 + 0.08 * done,
+        "entropy": 1.1 - done,
         "completions/mean_length": length,
-        "completions/min_length": length * 0.3,
         "completions/max_length": length * 2.2,
-        "completions/clipped_ratio": min(1.0, 0.02 + 0.2 * max(0.0, done - 0.7)),
-        "clip_ratio/region_mean": 0.01 + 0.002 * jitter[9],
-        "clip_ratio/low_mean": 0.004,
-        "clip_ratio/high_mean": 0.006,
-        "frac_reward_zero_std": min(1.0, 0.3 + 0.65 * done),
-        "num_tokens": int(step * 64 * 8 * 300),
-        "step_time": seconds,
-        "time/rollout": rollout,
-        "time/reward": 0.4,
-        "time/score": 0.9,
-        "time/update": update,
-        "perf/tokens_per_second": 64 * 8 * 300 / seconds,
-        "value_loss": 0.3 * math.exp(-5 * done) + 0.05 + 0.01 * jitter[10],
-        "explained_variance": 0.7 * (1 - math.exp(-6 * done)) + 0.03 * jitter[11],
-        "memory/peak_gb": 61.2,
+        "completions/clipped_ratio": 0.02,
+        "frac_reward_zero_std": 0.3 + 0.5 * done,
+        "num_tokens": step * 150_000,
+        "step_time": 9.6 + length / 150,
+        "time/rollout": 3.1 + length / 150,
+        "time/update": 5.2,
+        "value_loss": 0.35 - 0.3 * done,
+        "explained_variance": 0.7 * done,
         "approx_kl": None,
         "my/number": done**2,
     }
     if step % max(1, steps // 10) == 0:
         line |= {"eval_reward": accuracy - 0.05, "eval_greedy_reward": accuracy + 0.02}
-        line |= {"eval_completions/mean_length": length, "eval_pass@4": min(1, accuracy + 0.1)}
     return {key: float(x) if isinstance(x, np.floating) else x for key, x in line.items()}
 
 

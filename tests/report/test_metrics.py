@@ -14,8 +14,6 @@ from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 from rlhf_pg.report.run_files import JsonLines, StepRecord, read
 
-# ----------------------------------------------------------------------------------------- Meter
-
 
 def means(meter):
     return meter.means(meter.sums())
@@ -60,9 +58,6 @@ def test_sums_of_ranks_and_micro_batches_add_up():
     assert first.means(first.sums() + second.sums()) == means(whole) == {"a": 10 / 3, "b": 5 / 12}
 
 
-# --------------------------------------------------------------------------- rewards and lengths
-
-
 def test_rewards_by_hand():
     scores = torch.tensor([[1, 4], [3, math.nan], [2, 2], [2, 2]], dtype=torch.float64)
     # Where b does not apply, its mean in the group (4) stands in: totals 9, 11, 6, 6.
@@ -100,9 +95,6 @@ def test_length_metrics_by_hand():
     }
 
 
-# ------------------------------------------------------------------------------------- JsonLines
-
-
 def write_steps(path, steps):
     lines = JsonLines(path, keep_through_step=0)
     for step in steps:
@@ -111,8 +103,10 @@ def write_steps(path, steps):
 
 
 def test_non_finite_numbers_become_null(tmp_path):
-    JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": -math.inf, "loss": 0.0})
-    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "kl": null, "loss": 0.0}\n'
+    row = {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}
+    JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": -math.inf, "row": row})
+    row = '{"scores": [null, [null, 1.0]], "(\'a\', 1)": null}'
+    assert (tmp_path / "m.jsonl").read_text() == f'{{"step": 1, "kl": null, "row": {row}}}\n'
 
 
 def test_control_characters_do_not_break_lines(tmp_path):
@@ -132,8 +126,6 @@ def test_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
     lines.write({"step": resumed_at + 1})
     assert [line["step"] for line in read(path)] == [*kept, resumed_at + 1]
 
-
-# --------------------------------------------------------------------------------------- Journal
 
 RECORD = {"prompt": "1+1=", "completion": "2", "rewards/exact": 1.0}
 
@@ -174,16 +166,6 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("steps", "shown"), [(3, [1, 2, 3]), (20, list(range(1, 21))), (45, [*range(2, 45, 2), 45])]
-)
-def test_log_output_is_about_twenty_lines(tmp_path, capsys, steps, shown):
-    run(Journal(tmp_path, 0, is_main=True), steps, reward=0.5, entropy=1.25, kl=math.nan)
-    lines = capsys.readouterr().out.split("\n")
-    expected = "reward 0.500  kl -  entropy 1.250  0.25 s/step"
-    assert [line for line in lines if line] == [f"step {s}/{steps}  {expected}" for s in shown]
-
-
 def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
     several = {"reward": 0.5, "rewards/a/mean": 0.25, "rewards/b/mean": math.nan}
     held_out = {"eval_reward": 0.75, "eval_rewards/a/mean": 0.75}
@@ -192,33 +174,12 @@ def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
     assert capsys.readouterr().out == f"step 1  {said}"
 
 
-@pytest.mark.filterwarnings("ignore:install")
-@pytest.mark.parametrize("widgets", [True, False])
-def test_notebook_with_widgets_has_one_line(tmp_path, monkeypatch, widgets):
-    said = []
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rlhf_pg.report.journal.find_spec", lambda _: widgets)
-    monkeypatch.setattr(Journal, "say", lambda self, line: said.append(line))
-    run(Journal(tmp_path, 0, is_main=True), 3, reward=0.5)
-    assert len(said) == (0 if widgets else 3)
-
-
 def test_trouble_is_printed_once(tmp_path, capsys):
     for after_step in (0, 3):
         journal = Journal(tmp_path, after_step, is_main=True)
         for step in range(after_step + 1, after_step + 4):
             journal.step(metrics_of(step, **{"approx_kl/after": 0.5}))
     assert capsys.readouterr().out.count("approx_kl/after") == 1
-
-
-def test_resumed_journal_continues_after_its_step(tmp_path, capsys):
-    first = Journal(tmp_path, 0, is_main=True)
-    run(first, 3)
-    record(first, 2, RECORD)
-    record(first, 3, RECORD)
-    Journal(tmp_path, 2, is_main=True).step(metrics_of(3, reward=9.0))
-    assert [line["reward"] for line in read(tmp_path / "metrics.jsonl")] == [None, None, 9.0]
-    assert [line["step"] for line in read(tmp_path / "completions.jsonl")] == [2]
 
 
 @pytest.mark.parametrize("moves", range(len(RUN_FILES) + 1))

@@ -67,16 +67,6 @@ def test_majority_by_hand(answers, scores, expected) -> None:
     assert majority_score(answers, scores) == pytest.approx(expected)
 
 
-@given(
-    attempts=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3)), min_size=1).flatmap(
-        lambda attempts: st.tuples(st.just(attempts), st.permutations(attempts))
-    )
-)
-def test_majority_is_order_invariant(attempts) -> None:
-    one, other = (majority_score(*zip(*order, strict=True)) for order in attempts)
-    assert one == pytest.approx(other)
-
-
 @pytest.mark.proves("rlhf_pg.report.pass_at_k.majority_score")
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-2, 2)), min_size=1, max_size=8))
 def test_majority_is_mean_over_possible_winners(attempts) -> None:

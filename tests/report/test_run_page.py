@@ -65,9 +65,6 @@ def read(path: Path) -> Read:
     return Read(path.read_text(encoding="utf-8"))
 
 
-# ------------------------------------------------------------------------------------- contents
-
-
 def test_report_has_curves_steps_and_tables(run: Path) -> None:
     page = read(write_report(run))
     data = page.data
@@ -114,9 +111,6 @@ def test_completions_are_matched_to_records_by_place(run: Path) -> None:
         assert one["advantage"] == record["advantage"]
 
 
-# ------------------------------------------------------------------------------- what is missing
-
-
 def test_run_without_records_has_its_texts(run: Path) -> None:
     for file in (run / "tokens").iterdir():
         file.unlink()
@@ -150,9 +144,6 @@ def test_step_being_written_does_not_spoil_the_others(run: Path) -> None:
     assert len(page.data["runs"][0]["x"]["step"]) == 40
     assert page.step(20)[0]["completions"][0]["turns"]  # the text of the record
     assert page.step(10)[0]["tokens"] > 0
-
-
-# -------------------------------------------------------------------------------------- security
 
 
 def test_page_runs_its_own_scripts_and_fetches_nothing(hostile_run: Path) -> None:
@@ -195,9 +186,6 @@ def test_texts_reach_the_page_visible_and_whole(hostile_run: Path) -> None:
     assert header["completions"][3]["error"] == visible(HOSTILE[3])
     everything = json.dumps(header)
     assert "\\u202e" not in everything.replace("\\\\u202e", "")
-
-
-# ------------------------------------------------------------------------------- limits, and time
 
 
 def test_limits_keep_first_best_worst_and_latest(
@@ -254,12 +242,6 @@ def test_report_takes_one_percent_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     assert written == [5.0, 207.0, 409.0, 611.0, 813.0]  # not in the first three seconds
     live._report(running=False)
     assert len(written) == 6
-
-
-def test_page_of_a_run_that_goes_on_reloads_itself(run: Path) -> None:
-    for running in (True, False):
-        assert read(write_report(run, running=running)).data["running"] is running
-    assert "location.reload()" in html.part("report.js")
 
 
 def test_step_without_texts_shows_those_of_its_records(run: Path) -> None:

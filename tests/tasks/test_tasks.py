@@ -9,14 +9,14 @@ from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
-from rlhf_pg.data.chat import encode
-from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
+from rlhf_pg.models import load_tokenizer
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
-from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.tasks.warm_start import ensure_model, examples, warm_start
 
+FIRST = [(0, 13), (0, 22), (0, 25)]
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
 
@@ -39,7 +39,7 @@ def test_splits_share_no_unordered_sum_and_cover_all_sums(task):
     assert {frozenset(p) for p in train}.isdisjoint(frozenset(p) for p in held_out)
     every = sorted((a, b) for a in range(100) for b in range(100))
     assert sorted([*train, *held_out]) == every  # each once
-    assert len(held_out) >= 500
+    assert held_out[:3] == FIRST  # in every process and every run
 
 
 def test_every_answer_is_correct_without_extra_columns(task):
@@ -48,90 +48,11 @@ def test_every_answer_is_correct_without_extra_columns(task):
         assert data["answer"] == [str(a + b) for a, b in summands(data)]
 
 
-def test_splits_are_reproducible(task):
-    again = arithmetic()
-    assert again.train_dataset["prompt"] == task.train_dataset["prompt"]
-    assert again.eval_dataset["prompt"] == task.eval_dataset["prompt"]
-
-
 def test_exact_match_accepts_only_exact_answer():
     said = ["85", "085", "85 ", "8", "", "58", "=85", "85"]
     answers = ["85"] * 7 + ["86"]
     prompts = ["17+68="] * 8
     assert exact_match(prompts, said, answer=answers, completion_ids=[[]] * 8) == [1, *[0] * 7]
-
-
-@pytest.mark.parametrize("text", ["", "  12 + 3 =  ", "0123456789+-*= ?"])
-def test_text_survives_round_trip(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.batch_decode([[*ids, 1, 0, 0]], skip_special_tokens=True) == [text]
-
-
-def test_pad_is_not_eos_and_marks_are_special(tokenizer):
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer.bos_token_id is None
-    assert set(tokenizer.all_special_ids) == set(SPECIAL.values())
-    assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == list(SPECIAL.values())
-
-
-def test_chat_template_renders_turns_and_mark_tokens(tokenizer):
-    chat = [
-        {"role": "user", "content": "1+1="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "2+2="},
-    ]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text == "<user>1+1=<assistant>2<eos><user>2+2="
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert prompt == text + "<assistant>"
-    marks = [token for token in encode(chat, tokenizer) if token in SPECIAL.values()]
-    assert marks == [2, 3, 1, 2, 3]
-    assert len(encode(chat, tokenizer)) == 4 + 1 + 4 + len(marks)
-
-
-def test_unknown_character_raises_with_row(tokenizer):
-    with pytest.raises(ValueError, match="prompt in row 3"):
-        encode("1\n", tokenizer, row=3)
-
-
-def test_saved_tokenizer_has_standard_format(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "17+68="}, {"role": "assistant", "content": "85"}]
-    for prompt in ("17 + 68=", chat):
-        assert encode(prompt, loaded) == encode(prompt, tokenizer)
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.decode([5, 8, 1], skip_special_tokens=True) == "14"
-    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.padding_side) == (0, 1, "left")
-    assert set(loaded.all_special_ids) == set(SPECIAL.values())
-
-
-def test_model_has_half_million_parameters_and_tied_head(task):
-    model, tokenizer = task.new_model()
-    assert 0.3e6 < sum(p.numel() for p in model.parameters()) < 0.7e6
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
-    assert load_tokenizer(tokenizer, model) is tokenizer
-    assert stop_token_ids(model, tokenizer) == [1]
-
-
-def test_saved_model_has_standard_format(tokenizer, tmp_path):
-    model = tiny_decoder(tokenizer, 16).eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = torch.tensor([tokenizer("17+68=")["input_ids"]])
-    assert loaded(ids).logits.equal(model(ids).logits)
-    assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
-    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert max_positions(loaded) == 16
-
-
-def test_every_problem_fits_model(task):
-    _, tokenizer = task.new_model()
-    longest = max(len(p) + len(a) + 1 for p, a in zip(*task.train_dataset[:].values(), strict=True))
-    assert longest == len(tokenizer("99+99=")["input_ids"]) + 4 <= 64
 
 
 def test_only_answer_and_eos_have_labels(task, tokenizer):
@@ -212,6 +133,10 @@ def test_chat_demonstration_is_rendered_as_in_play():
     assert tokenizer.decode(example["input_ids"]) == row
     learnt = [label for label in example["labels"] if label != -100]
     assert tokenizer.decode(learnt) == "<tool_call><eos>42<eos>"
+
+
+def test_last_guess_is_paid():
+    assert guess().reward(["1-9:"] * 2, ["5<9>6", "6"], answer=["6", "9"]) == [1, 0]
 
 
 def test_calculator_problems_are_held_out():

@@ -12,7 +12,6 @@ from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
-from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import Callback
 from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
@@ -224,9 +223,6 @@ def test_model_that_padding_changes_is_refused(make) -> None:
         make(**inputs, train_dataset=widths).train()
 
 
-# ------------------------------------------------------------------------------------- by hand
-
-
 def rows_of(sampler, policy):
     """A record of one row, and the policy's log-probabilities of it."""
     tokens = list(range(1, len(sampler) + 1))
@@ -308,11 +304,3 @@ def test_nan_raises_no_alarm_and_is_forgotten(agreement) -> None:
         agreement.add(batch, policy)
         metrics = agreement.settle(batch)
     assert metrics["agreement/kl"] == 0
-
-
-def test_engine_merges_adapter_once_per_rollout(make) -> None:
-    """The planted faults above replace `_load_weights`, which every rollout calls."""
-    trainer = make(**LORA)
-    assert isinstance(trainer.sampler.engine, NativeEngine)
-    with trainer.sampler.sampling():
-        assert trainer.sampler.engine.weights is not trainer.model

@@ -20,14 +20,8 @@ UNLOADED = {"model": "there/is/none"}
         ({"train_dataset": None}, "train_dataset: set dataset_name"),
         ({"model": None}, "no model"),
         ({"max_completion_length": 60}, "max_position_embeddings of 64"),
-        ({"micro_batch_tokens": 10}, "micro_batch_tokens 10"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"eval_steps": 5}, "eval_steps needs an eval_dataset"),
-        (
-            {"train_dataset": ["1+1="]},
-            "train_dataset: .*give a datasets.Dataset or a list of dicts",
-        ),
-        ({"train_dataset": DATA.to_iterable_dataset()}, r"train_dataset: .*read it first"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
         # Before a model is loaded.
         (UNLOADED | {"reward_funcs": lambda answers, **_: []}, r"'answers'.*train_dataset .answer"),
@@ -40,11 +34,10 @@ def test_bad_trainer_argument_raises(make, options, message) -> None:
         make(**options)
 
 
-@pytest.mark.parametrize(("rate", "count"), [(2e-5, 0), (3e-5, 1)])
-def test_rate_that_wrecks_a_real_model_is_a_warning(make, rate, count, monkeypatch, caplog) -> None:
+def test_rate_that_wrecks_a_real_model_is_a_warning(make, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.nn.Parameter, "numel", lambda self: 10**8)
-    make(learning_rate=rate)
-    assert caplog.text.count("learning_rate") == count
+    make(learning_rate=3e-5)
+    assert caplog.text.count("learning_rate") == 1
 
 
 def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:

@@ -21,33 +21,53 @@ from tests.enumeration import (
     probabilities,
 )
 
-TWICE = {"num_iterations": 2}
 MOVING = {
-    "adaptive": {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100},
-    "old-kl": {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, **TWICE},
-    "entropy": {"entropy_target": 1.5, "entropy_coef": 0.01},
-    "rate": {"kl_adaptive_lr": 1e-9, "lr_scheduler_type": "constant", **TWICE},
+    "beta": 0.1,
+    "kl_controller": "adaptive",
+    "kl_target": 0.01,
+    "kl_horizon": 100,
+    "entropy_target": 1.5,
+    "entropy_coef": 0.01,
+    "kl_adaptive_lr": 1e-9,
+    "lr_scheduler_type": "constant",
+    "num_iterations": 2,
 }
+OLD_KL = {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, "old_kl_coef": 0.5}
 
 
 def lines(tmp_path: Path) -> list[dict]:
     return read(tmp_path / "run" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("placement", [("loss", "k3"), ("reward", "k1")])
-def test_adaptive_beta_follows_completion_kl(make, placement, tmp_path) -> None:
-    where, estimator = placement
-    trainer_type = GRPOTrainer if where == "loss" else ReinforceTrainer
-    options = {**MOVING["adaptive"], "kl_placement": where, "kl_estimator": estimator}
-    make(trainer_type, **options).train()
-    beta = 0.1
+@pytest.mark.parametrize(
+    ("trainer_type", "where", "options"),
+    [
+        (GRPOTrainer, "loss", {"kl_estimator": "k3", **OLD_KL}),
+        (ReinforceTrainer, "reward", {"kl_estimator": "k1", "policy_loss": "clipped_surrogate"}),
+    ],
+)
+def test_coefficients_follow_what_a_step_measured(
+    make, trainer_type, where, options, tmp_path
+) -> None:
+    make(trainer_type, kl_placement=where, **MOVING, **options).train()
+    beta, old_kl_coef = 0.1, 0.5
     for line in lines(tmp_path):
         kl = line["kl/completion"]
         if where == "reward":  # the mean over tokens is known too
             assert kl == pytest.approx(line["kl"] * line["completions/mean_length"], rel=1e-5)
         beta *= 1 + min(max(kl / 0.01 - 1, -0.2), 0.2) * 16 / 100
         assert line["beta"] == pytest.approx(beta, rel=1e-6)
+        assert line["entropy"] > 1.5  # a random model
+        kl = line["approx_kl/after"]
+        old_kl_coef *= 0.5 if kl < 1e-4 / 1.5 else 2 if kl > 1e-4 * 1.5 else 1
+        assert line.get("old_kl_coef", old_kl_coef) == old_kl_coef
     assert beta != 0.1
+    assert old_kl_coef != 0.5
+    entropy_coefs = [line["entropy_coef"] for line in lines(tmp_path)]
+    assert entropy_coefs == pytest.approx([0.005, 0.0, 0.0])
+    # Every KL is far above 1e-9: each step divides the rate by 1.5.
+    rates = [line["learning_rate"] for line in lines(tmp_path)]
+    assert rates == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2])
 
 
 @pytest.mark.parametrize(("where", "estimator"), [("loss", "k2"), ("reward", "k1")])
@@ -106,23 +126,6 @@ def test_kl_of_single_update_is_that_of_first_sample(tmp_path) -> None:
     assert lines(tmp_path)[0]["approx_kl/after"] == pytest.approx(kl, rel=1e-9)
 
 
-def test_old_kl_coef_follows_kl_after_updates(make, tmp_path) -> None:
-    make(**MOVING["old-kl"], old_kl_coef=0.5).train()
-    coefficient = 0.5
-    for line in lines(tmp_path):
-        kl = line["approx_kl/after"]
-        assert kl > 0
-        coefficient *= 0.5 if kl < 1e-4 / 1.5 else 2 if kl > 1e-4 * 1.5 else 1
-        assert line["old_kl_coef"] == coefficient
-    assert coefficient != 0.5
-
-
-def test_entropy_coef_follows_entropy_target(make, tmp_path) -> None:
-    make(**MOVING["entropy"]).train()
-    assert all(line["entropy"] > 1.5 for line in lines(tmp_path))  # a random model
-    assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.005, 0.0, 0.0])
-
-
 def test_entropy_coef_raised_from_zero_changes_gradient(tmp_path) -> None:
     options = {"num_generations": 2, "entropy_target": 9.0}
     trainer = make_trainer(GRPOTrainer, tmp_path, **options)
@@ -135,22 +138,12 @@ def test_entropy_coef_raised_from_zero_changes_gradient(tmp_path) -> None:
     assert not torch.allclose(gradient_of(trainer, says), gradient_of(plain, says))
 
 
-def test_adaptive_learning_rate_follows_kl(make, tmp_path) -> None:
-    make(**MOVING["rate"]).train()
-    # Every KL is far above 1e-9: each step divides the rate by 1.5.
-    rates = [line["learning_rate"] for line in lines(tmp_path)]
-    assert rates == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2])
-
-
 def test_kl_adaptive_lr_with_own_scheduler_is_refused(make) -> None:
     model = make().model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(ValueError, match="kl_adaptive_lr"):
-        make(model=model, optimizers=(optimizer, schedule), **MOVING["rate"])
-
-
-# ------------------------------------------------------------------- forms of the KL, exactly
+        make(model=model, optimizers=(optimizer, schedule), kl_adaptive_lr=0.1)
 
 
 def sequence_kl(trainer) -> torch.Tensor:
@@ -195,9 +188,6 @@ def test_token_level_kl_losses_agree_but_are_biased(estimator, tmp_path) -> None
     assert 0.9 < torch.cosine_similarity(actual, truth, dim=0) < 1 - 1e-6
 
 
-# ------------------------------------------------------------------- a sampler that is another
-
-
 def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """E over what another model samples of the gradient, and grad J of the policy itself."""
     trainer = make_trainer(
@@ -234,8 +224,6 @@ def test_ppo_sampler_correction_leaves_value_loss_unchanged(tmp_path) -> None:
     assert torch.equal(masked[size:], full[size:])
     assert not torch.equal(masked[:size], full[:size])
 
-
-# -------------------------------------------------------------- a reference that follows the policy
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
 KINDS = {"full": {}, "lora": LORA}

@@ -12,7 +12,6 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import FullWeights
-from tests.untimed import untimed
 
 # By draw, prompts in their order; the scores of an easy prompt are all 1.
 EASY = [True, False, True, False, False, True, False, True, True, False, False, True]
@@ -157,31 +156,6 @@ def test_dynamic_sampling_counts_all_draws_and_tokens(trainer_of, tmp_path) -> N
     assert trainer.state.num_tokens == lines[-1]["num_tokens"] == sum(tokens) + prompt_tokens
     assert [line["frac_reward_zero_std"] for line in lines] == [0.0, 0.25]
     assert [line["sampling/kept_fraction"] for line in lines] == [4 / 7, 3 / 8]
-
-
-def test_failing_reward_in_later_round_keeps_finished_steps(trainer_of, tmp_path) -> None:
-    calls = []
-
-    def fails(**inputs):
-        calls.append(len(inputs["easy"]))
-        if len(calls) == 12:  # the last of the second step
-            raise RuntimeError("not today")
-        return spread(**inputs)
-
-    options = {"max_steps": 2, "output_dir": str(tmp_path / "part")}
-    with pytest.raises(ValueError, match=r"(?s)not today.*\nResume from .*step-00000001 "):
-        trainer_of(1, reward_funcs=fails, **options).train()
-    assert calls == [2] * 12
-    assert [line["step"] for line in read(tmp_path / "part" / "metrics.jsonl")] == [1]
-
-    def as_before(**inputs):
-        return spread(**inputs)
-
-    as_before.__name__ = "fails"
-    rest = trainer_of(1, reward_funcs=as_before, **options)
-    rest.train(resume_from_checkpoint=True)
-    trainer_of(1, reward_funcs=as_before, max_steps=2).train()
-    assert untimed(tmp_path / "part") == untimed(tmp_path / "run")
 
 
 def test_weights_are_gathered_once_for_all_rounds(trainer_of, tmp_path, monkeypatch) -> None:

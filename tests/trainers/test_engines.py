@@ -16,7 +16,6 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import NativeEngine, RolloutError, factory
 from rlhf_pg.rollout.vllm import in_process
-from rlhf_pg.trainers.agreement import DisagreementError
 from tests.rollout.vllm.fake_vllm import FakeVllm
 
 
@@ -68,13 +67,6 @@ def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
     assert (config.rollout_engine, config.vllm_enable_sleep_mode) == ("vllm", True)
 
 
-def test_named_engine_overrides_auto_choice(make, vllm):
-    assert type(make(rollout_engine="native").sampler.engine) is NativeEngine
-    assert not vllm.made
-    make(rollout_engine="vllm")
-    assert not vllm.made[0]["sleeps"]
-
-
 def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("2 GiB")
@@ -89,9 +81,6 @@ def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkey
     assert trainer.engine_name == trainer.checkpointer.config["rollout_engine"] == "native"
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         make(rollout_engine="vllm")
-
-
-# ------------------------------------------------------------------------------ of many processes
 
 
 def elsewhere(failure: str | None) -> Any:
@@ -130,9 +119,6 @@ def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
     assert order == ["choose_engine", "Learner"]
 
 
-# ------------------------------------------------------------------------------------ on resuming
-
-
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
@@ -146,24 +132,14 @@ def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monk
     assert saved_config(again).rollout_engine == "native"
 
 
-def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
-    make(max_steps=1, save_steps=1).train()
-    monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
-    said = r"rollout_engine vllm, but auto chooses native here \(auto: vLLM is not installed\): set"
-    with pytest.raises(ValueError, match=said):
-        make(max_steps=2).train(resume_from_checkpoint=True)
-
-
-def test_named_engine_on_resume_must_match_checkpoint(make, vllm):
+def test_resumed_run_has_the_engine_of_its_checkpoint_or_is_refused(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match="rollout_engine was 'vllm' and is 'native'"):
         make(max_steps=2, rollout_engine="native").train(resume_from_checkpoint=True)
     make(max_steps=2, rollout_engine="vllm").train(resume_from_checkpoint=True)
-
-
-# ----------------------------------------------------------------------------------------- a server
-
-COMPLETIONS = "/v1/completions"
+    monkeypatch.setattr(factory, "reason_against", lambda *_: "vLLM is not installed")
+    with pytest.raises(ValueError, match="rollout_engine vllm, but auto chooses native here"):
+        make(max_steps=2).train(resume_from_checkpoint=True)
 
 
 @pytest.fixture
@@ -173,25 +149,6 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     server = FakeVllm(vocab_size=20)
     yield server
     server.close()
-
-
-def test_server_with_other_logprobs_ends_run(speaking, make, tmp_path):
-    """The server says that every token has probability 1/e."""
-    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
-    with pytest.raises(DisagreementError, match="agreement/kl"):
-        trainer.train()
-    assert trainer.state.step == 0
-
-
-def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, any_sampler, tmp_path):
-    """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
-    server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
-    norms = {}
-    for mode in ("auto", "token_truncate", "none"):
-        make(**server, sampler_correction=mode, output_dir=str(tmp_path / mode)).train()
-        norms[mode] = read(tmp_path / mode / "metrics.jsonl")[0]["grad_norm"]
-    assert norms["auto"] == norms["token_truncate"]
-    assert norms["auto"] < 0.9 * norms["none"]
 
 
 def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sampler, tmp_path):

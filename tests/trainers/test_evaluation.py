@@ -15,7 +15,6 @@ from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation
 from rlhf_pg.trainers.evaluator import attempt_metrics, standard_error, stripped_text
 from tests.trainers.conftest import digits
-from tests.untimed import untimed
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
 
@@ -56,9 +55,6 @@ def test_evaluate_defaults_to_sampled_and_greedy(make) -> None:
     assert set(trainer.evaluate(temperature=0.0, metric_key_prefix="test")) == {
         k.replace("eval_", "test_", 1) for k in greedy
     }
-
-
-# -------------------------------------------------------------------------- several completions
 
 
 class Listed:
@@ -162,6 +158,11 @@ def test_majority_scores_most_frequent_answer(make) -> None:
     assert asked == said
 
 
+def test_answer_to_vote_on_is_the_last_message() -> None:
+    chat = [{"role": "tool", "content": "7"}, {"role": "assistant", "content": " 4 2 "}]
+    assert [stripped_text(given) for given in (" 42\n", chat, [])] == ["42", "4 2", ""]
+
+
 def test_pass_at_k_ignores_penalties_and_clipping(make) -> None:
     """Weighted, as they gave it: neither penalties nor clipping make an answer right or wrong."""
 
@@ -223,29 +224,6 @@ def test_eval_reward_std_is_within_prompt(make) -> None:
     metrics = trainer.evaluate(temperature=1.0)
     assert metrics["eval_reward_std"] == pytest.approx(5 / 9 * (1 / 3) ** 0.5)
     assert metrics["eval_frac_reward_zero_std"] == pytest.approx(4 / 9)
-
-
-def test_uncountable_answer_is_refused(make) -> None:
-    with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
-        make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
-
-    def letters(completion):
-        return list(completion)
-
-    trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
-    with pytest.raises(ValueError, match=r"letters must return hashable answers"):
-        trainer.evaluate(answer=letters)
-
-
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [(" 42\n", "42"), ([{"role": "assistant", "content": "so: 4 2 "}], "so: 4 2"), ("", "")],
-)
-def test_stripped_text_returns_completion_text(completion, text) -> None:
-    assert stripped_text(completion) == text
-
-
-# ------------------------------------------------------------------------- in the course of a run
 
 
 def test_best_checkpoint_has_highest_eval_reward(make, tmp_path) -> None:
@@ -313,21 +291,6 @@ def test_best_is_kept_by_directory_and_not_by_its_spelling(make, tmp_path) -> No
     assert (tmp_path / "new" / "best" / "state.json").exists()
 
 
-def test_save_best_false_keeps_no_best_and_callback_may_evaluate(make, tmp_path) -> None:
-    class Own(Callback):
-        def on_step(self, trainer, metrics) -> None:
-            metrics |= trainer.evaluate(temperature=0.5, metric_key_prefix="own")
-
-    options = {"eval_dataset": HELD_OUT, "eval_steps": 2, "save_best": False}
-    make(callbacks=[Own()], **options).train()
-    lines = untimed(tmp_path / "run")
-    assert ["eval_reward" in line for line in lines] == [False, True, False]
-    assert all(0 <= line["own_reward"] <= 1 for line in lines)
-    assert not (tmp_path / "run" / "best").exists()
-
-
-# ---------------------------------------------------------------------- evaluation without training
-
 SIZES = {"num_generations_eval": 3, "max_completion_length": 6}
 
 
@@ -356,7 +319,13 @@ def test_evaluation_of_adapter_adds_no_other(make, model_path, tmp_path) -> None
         alone.train()
 
 
-def test_data_of_evaluation_are_called_so(model_path) -> None:
-    short = GRPOConfig(max_prompt_length=2, **SIZES)
-    with pytest.raises(ValueError, match=r"^eval_dataset: .*longer than max_prompt_length 2"):
-        Evaluation(model_path, digits, short, HELD_OUT)
+def test_uncountable_answer_is_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
+        make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
+
+    def letters(completion):
+        return list(completion)
+
+    trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
+    with pytest.raises(ValueError, match=r"letters must return hashable answers"):
+        trainer.evaluate(answer=letters)

@@ -18,6 +18,8 @@ from tests.enumeration import (
     MAX_LENGTH,
     PROMPTS,
     SCORES,
+    ascent,
+    assert_close,
     exact_gradient,
     expected_gradient,
     log_probs,
@@ -28,18 +30,8 @@ from tests.enumeration import (
 TWO = ("ab", "bba")
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert expected.norm() > 1e-2
-    assert (actual - expected).norm() <= 1e-8 * expected.norm()
-
-
 def cosine(x: Tensor, y: Tensor) -> float:
     return torch.cosine_similarity(x, y, dim=0).item()
-
-
-def ascent(trainer) -> Tensor:
-    """E[gradient] in the units of grad J."""
-    return -MAX_LENGTH * expected_gradient(trainer)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +65,6 @@ def test_expected_gradient_with_kl_reward_is_exact(trainer_type, options, tmp_pa
     truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
     assert_close(ascent(trainer), truth)
     assert cosine(truth, exact_gradient(trainer)) < 0.999  # the KL really matters here
-
-
-# ---------------------------------------------------------------------------- known biases
 
 
 def test_mean_baseline_with_own_row_shrinks_gradient(tmp_path) -> None:

@@ -37,10 +37,6 @@ def trainer_of(tmp_path, trainer_type=GRPOTrainer, score=None, **options):
     )
 
 
-def experience_of(trainer):
-    return estimated(trainer)[0]
-
-
 def accumulated(trainer, experience):
     """Gradient and auxiliary loss of one update."""
     meter = Meter()
@@ -70,7 +66,7 @@ def by_rows(trainer, experience):
 
 def test_aux_loss_gradient_is_that_of_whole_batch(tmp_path):
     trainer = trainer_of(tmp_path, micro_batch_tokens=11, gradient_checkpointing=True)
-    experience = experience_of(trainer)
+    experience = estimated(trainer)[0]
     gradient, aux = accumulated(trainer, experience)
     plain = trainer_of(tmp_path, router_aux_loss_coef=0.0)
     meter = Meter()
@@ -88,7 +84,7 @@ def test_aux_loss_gradient_is_that_of_whole_batch(tmp_path):
 def test_aux_loss_with_critic_matches_policy_routers(tmp_path):
     """Whose own routers are left as they are."""
     trainer = trainer_of(tmp_path, PPOTrainer)
-    experience = experience_of(trainer)
+    experience = estimated(trainer)[0]
     _, aux = accumulated(trainer, experience)
     assert aux == pytest.approx(by_rows(trainer, experience).item(), rel=1e-5)
     trainer.train()

@@ -17,7 +17,6 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.conftest import estimated
 
 PROMPTS = ("ab", "bba")
 SAYS = [*COMPLETIONS, *reversed(COMPLETIONS)]
@@ -63,19 +62,6 @@ def test_positive_nll_skips_masked_truncated_completions(tmp_path):
     options = {"mask_truncated_completions": True}
     trainer, plain = trainer_of(tmp_path, **options, **LIKELY), trainer_of(tmp_path, **options)
     assert_adds(trainer, plain, by_hand(plain, lambda said: said[-1] == EOS))
-
-
-def test_metrics_report_auxiliary_loss(tmp_path):
-    trainer = trainer_of(tmp_path, **LIKELY)
-    batch, _ = estimated(trainer, SAYS)
-    meter = Meter()
-    trainer.learner.accumulate(batch, meter)
-    right = [
-        (SCORES[prompt][said], log_probs(trainer.model, prompt, said))
-        for prompt, said in zip([PROMPTS[0]] * 7 + [PROMPTS[1]] * 7, SAYS, strict=True)
-    ]
-    tokens = torch.cat([log_p for score, log_p in right if score > 0.55])
-    assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())
 
 
 @pytest.mark.proves("rlhf_pg.losses.nll")

@@ -12,26 +12,16 @@ from rlhf_pg import PPOTrainer
 from rlhf_pg.models import quantization
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime.ddp import check_divisible
+from tests.tiny import tiny_model
 
 installed = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 absent = pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is here")
 STEP = "checkpoints/step-00000002"
+FOUR_BIT = {"use_peft": True, "load_in_4bit": True}
 
 
 def flat(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().float() for p in trainer.learner.module.parameters()])
-
-
-def test_fused_adamw_matches_plain_adamw(make, tmp_path) -> None:
-    ends = {}
-    for optim in ("adamw_torch_fused", "adamw_torch"):
-        trainer = make(optim=optim, output_dir=str(tmp_path / optim))
-        start = flat(trainer)
-        trainer.train()
-        ends[optim] = flat(trainer)
-    fused, plain = ends.values()
-    assert trainer.learner.optimizer.defaults["fused"] is None
-    assert (fused - plain).norm() <= 1e-4 * (plain - start).norm()
 
 
 def test_muon_moves_block_matrices_orthogonally_and_the_rest_as_adamw(make, tmp_path) -> None:
@@ -76,18 +66,23 @@ def test_deepspeed_refuses_muon(make) -> None:
         backend._wrap()
 
 
-@absent
-def test_adamw_8bit_without_bitsandbytes_is_refused(make) -> None:
-    with pytest.raises(ValueError, match="optim adamw_8bit needs bitsandbytes"):
-        make(optim="adamw_8bit")
-
-
-EIGHT_BIT = {"optim": "adamw_8bit"}
-NARROW = {"dtype": "bfloat16"}
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"optim": "adamw_8bit"}, "needs bitsandbytes", marks=absent),
+        pytest.param(FOUR_BIT, "cannot be loaded .*bitsandbytes", marks=absent),
+        (FOUR_BIT | {"dtype": "float64"}, "change dtype"),
+        (FOUR_BIT | {"model": tiny_model("llama")}, "give the model as a path"),
+        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "with load_in_4bit"),
+    ],
+)
+def test_what_cannot_be_in_few_bits_is_refused(make, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
 
 
 def test_checkpoint_model_is_rounded_master_weights(make, tmp_path) -> None:
-    trainer = make(**NARROW, save_steps=2, learning_rate=1e-5)
+    trainer = make(dtype="bfloat16", save_steps=2, learning_rate=1e-5)
     trainer.train()
     path = tmp_path / "run" / STEP
     tensors = load_file(path / "optimizer.safetensors")
@@ -125,33 +120,6 @@ def test_check_divisible_refuses_8bit_moments() -> None:
         check_divisible(model, optimizer)
     optimizer.args.optim_bits = 32
     check_divisible(model, optimizer)
-
-
-# -------------------------------------------------------------------------------- quantized weights
-
-
-@absent
-def test_load_in_4bit_without_bitsandbytes_is_refused(make) -> None:
-    with pytest.raises(ValueError, match=r"cannot be loaded .ImportError: .*bitsandbytes"):
-        make(use_peft=True, load_in_4bit=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "float64", "load_in_4bit": True, "use_peft": True}, "change dtype"),
-        ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "with load_in_4bit"),
-    ],
-)
-def test_inexact_quantization_options_are_refused(make, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
-def test_load_in_4bit_with_loaded_model_is_refused(make, model_path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_path)
-    with pytest.raises(ValueError, match="give the model as a path"):
-        make(model=model, use_peft=True, load_in_4bit=True)
 
 
 @installed

@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
-from rlhf_pg.rewards import RewardModel
 from rlhf_pg.tasks import arithmetic
 from tests.rewards import misbehaving as faults
-from tests.rewards.test_reward_model import classifier, letters
+from tests.rewards.test_reward_model import classifier
 from tests.trainers.conftest import digits
 from tests.untimed import without_times
 
@@ -113,17 +112,6 @@ def test_what_functions_log_is_in_both_files(make):
     assert all(record["shouted"] == record["prompt"].upper() for record in records)
 
 
-@pytest.mark.parametrize("name", ["loss", "reward_stderr"])
-def test_logged_name_of_run_itself_is_refused(make, name):
-    def logging(completions, log_metric):
-        log_metric(name, 1.0)
-        return digits(completions)
-
-    trainer = make(reward_funcs=logging)
-    with pytest.raises(ValueError, match=f"log_metric: the run itself has a metric '{name}'"):
-        trainer.evaluate(with_rows()) if name == "reward_stderr" else trainer.train()
-
-
 def fails_on(*numbers):
     """A reward that fails on some rows of every batch, by their places."""
 
@@ -167,9 +155,6 @@ def test_batch_of_failed_calls_ends_run(make, choice):
     assert not (Path(trainer.args.output_dir) / "final").exists()
 
 
-# ------------------------------------------------------------------------------------ reward models
-
-
 @pytest.fixture
 def judge_path(tmp_path):
     path = tmp_path / "judge"
@@ -178,37 +163,25 @@ def judge_path(tmp_path):
     return str(path)
 
 
-def test_zero_weight_function_is_tracked_beside_reward_model(make, judge_path, tmp_path):
-    scored, eos = [], arithmetic().new_model()[1].eos_token_id
-
-    def witness(prompts, completions, completion_ids, ended, **_):
-        assert ended == [ids[-1] == eos for ids in completion_ids]
-        scored.extend(RewardModel(judge_path)(prompts, completions, ended=ended))
-        return digits(completions)
-
-    make(reward_funcs=[judge_path, witness], reward_weights=(1.0, 0.0), max_steps=2).train()
-    lines = read(tmp_path / "run" / "metrics.jsonl")
-    half = len(scored) // 2
-    for line, scores in zip(lines, (scored[:half], scored[half:]), strict=True):
-        mean = sum(scores) / len(scores)
-        assert line["reward"] == pytest.approx(mean, abs=1e-5)
-        assert line["rewards/judge/mean"] == pytest.approx(mean, abs=1e-5)
-        assert 0 < line["rewards/witness/mean"] < 1
-
-
 def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     own = AutoTokenizer.from_pretrained(judge_path)
     model = classifier("gpt2")
     with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer was saved with the model"):
         make(reward_funcs=model)
+    named = make(reward_funcs=judge_path).checkpointer.config["reward_funcs"]
+    assert list(named) == [f"model:{judge_path}"]
     trainer = make(reward_funcs=model, reward_processing_classes=own)
     assert trainer.rewards.sources[0].function.processing_class is own
     with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
 
 
-def test_untokenizable_text_error_names_reward_model(make):
-    judge = classifier("gpt2")
-    trainer = make(reward_funcs=judge, reward_processing_classes=letters())
-    with pytest.raises(ValueError, match=r"reward model GPT2For.*cannot be tokenized"):
-        trainer.train()
+@pytest.mark.parametrize("name", ["loss", "reward_stderr"])
+def test_logged_name_of_run_itself_is_refused(make, name):
+    def logging(completions, log_metric):
+        log_metric(name, 1.0)
+        return digits(completions)
+
+    trainer = make(reward_funcs=logging)
+    with pytest.raises(ValueError, match=f"log_metric: the run itself has a metric '{name}'"):
+        trainer.evaluate(with_rows()) if name == "reward_stderr" else trainer.train()

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer
-from rlhf_pg.advantages.estimators import ADVANTAGES
+from rlhf_pg import Callback, GRPOConfig, PPOTrainer, ReinforceTrainer
 from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.config.parse import parse
 from rlhf_pg.losses import POLICY_LOSSES
@@ -85,40 +83,15 @@ def test_loss_and_estimator_of_own_file_are_recorded_and_found(make, tmp_path, m
         assert getattr(saved, key) == f"{tmp_path}/{name}"
 
 
-def test_trackers_log_every_logging_steps(make, tmp_path, monkeypatch) -> None:
-    data = arithmetic().eval_dataset.select(range(2))
-    trainer = make(logging_steps=2, max_steps=5, eval_steps=3, eval_dataset=data, save_best=False)
-    seen = []
-    monkeypatch.setattr(trainer.trackers, "log", lambda metrics: seen.append(metrics["step"]))
-    trainer.train()
-    assert seen == [2, 3, 4, 5]  # 3 for its evaluation, 5 as the last
-    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 6)]
-
-
-@pytest.mark.parametrize(
-    ("trainer_type", "options", "rest"),
-    [
-        (
-            GRPOTrainer,
-            {"beta": 0.5, "learning_rate": 0.1, "entropy_coef": 0.2},
-            {"kl": 0.5, "entropy": -0.2},
-        ),
-        (PPOTrainer, {"vf_coef": 0.3}, {"value_loss": 0.3}),
-    ],
-)
-def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, tmp_path) -> None:
-    make(trainer_type, **options).train()
+def test_logged_loss_is_sum_of_logged_parts(make, tmp_path) -> None:
+    options = {"vf_coef": 0.3, "entropy_coef": 0.2, "beta": 0.5, "kl_placement": "loss"}
+    options |= {"kl_estimator": "k3"}
+    make(PPOTrainer, learning_rate=0.01, **options).train()
     for line in read(tmp_path / "run" / "metrics.jsonl"):
-        parts = line["policy_loss"] + sum(line[name] * weight for name, weight in rest.items())
-        assert line["loss"] == pytest.approx(parts, abs=1e-6)
-        assert line["entropy_coef"] == options.get("entropy_coef", 0.0)
-
-
-def test_sequence_level_loss_with_length_weights_warns(make, caplog) -> None:
-    make(importance_sampling_level="sequence", aggregation="sequence_mean")
-    assert "long completions" not in caplog.text
-    make(importance_sampling_level="sequence")
-    assert "long completions more weight" in caplog.text
+        parts = line["policy_loss"] + 0.3 * line["value_loss"] - 0.2 * line["entropy"]
+        assert line["loss"] == pytest.approx(parts + 0.5 * line["kl"], abs=1e-6)
+        assert line["entropy_coef"] == 0.2
+    assert line["kl"] > 1e-4
 
 
 def test_step_metrics_match_samples(make) -> None:
@@ -144,18 +117,6 @@ def test_dropout_is_off_by_default(make) -> None:
     assert all(getattr(module, "attention_dropout", 0) == 0 for module in fresh.modules())
 
 
-class Breaks(Callback):
-    def on_step(self, trainer, metrics) -> None:
-        raise RuntimeError("not today")
-
-
-def test_new_run_over_unfinished_run_is_refused(make) -> None:
-    with pytest.raises(RuntimeError, match="not today"):
-        make(save_steps=1, callbacks=[Breaks()]).train()
-    with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
-        make().train()
-
-
 def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
     for steps in (1, 2, 1):
         make(max_steps=steps, save_steps=1).train()
@@ -165,13 +126,6 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
         assert find_damage(run / place / "checkpoints" / f"step-{steps:08d}") is None
     assert (run / "earlier-1" / "final" / "config.json").exists()
     assert "had an earlier run or a model, which was moved to" in capsys.readouterr().out
-
-
-def test_resume_without_checkpoint_raises(make, tmp_path) -> None:
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        make().train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        make().train(resume_from_checkpoint=str(tmp_path))
 
 
 @pytest.mark.fault(31, "a run is not resumed with another one")
@@ -203,7 +157,7 @@ def test_own_optimizer_and_scheduler_are_used(make, tmp_path) -> None:
 def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(9))
     make(output_dir=str(tmp_path / "plain"), max_steps=2).train()
-    trainer = make(eval_dataset=held_out, eval_steps=1, max_steps=2)
+    trainer = make(eval_dataset=held_out, eval_steps=1, max_steps=2, save_best=False)
     evaluated = trainer.evaluate()
     assert trainer.evaluate() == evaluated
     assert set(evaluated) >= {"eval_reward", "eval_rewards/digits/mean"}
@@ -211,6 +165,7 @@ def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) ->
     keys = without_times(dict.fromkeys(KEYS))
     ours, theirs = untimed(tmp_path / "run"), untimed(tmp_path / "plain")
     assert all("eval_reward" in line for line in ours)
+    assert not (tmp_path / "run" / "best").exists()
     for line, other in zip(ours, theirs, strict=True):
         assert all(line[k] == other[k] for k in keys)
 
@@ -227,28 +182,6 @@ def test_failed_evaluation_keeps_metrics_of_step(make, tmp_path) -> None:
         trainer.train()
     assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
-
-def test_chat_prompts_reach_the_reward_as_messages(make, tmp_path) -> None:
-    seen = {"prompts": [], "completions": [], "name": []}
-
-    def reward(prompts, completions, completion_ids, name):
-        seen["prompts"] += prompts
-        seen["completions"] += completions
-        seen["name"] += name
-        return [1.0] * len(prompts)
-
-    chats = [[{"role": "user", "content": f"{i}+1="}] for i in range(4)]
-    columns = {"prompt": chats, "name": list("abcd")}
-    data = Dataset.from_dict(columns)
-    make(train_dataset=data, reward_funcs=reward, shuffle_dataset=False, max_steps=1).train()
-    assert seen["prompts"] == [chat for chat in chats for _ in range(4)]
-    assert seen["name"] == [name for name in "abcd" for _ in range(4)]
-    assert all(c[0]["role"] == "assistant" for c in seen["completions"])
-    shown = read(tmp_path / "run" / "metrics.jsonl")
-    assert shown[0]["frac_reward_zero_std"] == 1.0
-
-
-# ---------------------------------------------------------------------------------------- callbacks
 
 MOMENTS = (
     *("on_start", "on_step_begin", "on_step_end", "on_evaluate", "on_step", "on_log", "on_save"),
@@ -316,15 +249,14 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
     assert trainer.state.step == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (Callback, "instantiate a class"),
-        (PrinterCallback(), r"trainer\.stop\(\)"),
-        (digits, "rlhf_pg.Callback"),
-        (None, "got None"),
-    ],
-)
-def test_wrong_callback_raises_when_trainer_is_made(make, wrong, said) -> None:
-    with pytest.raises(ValueError, match=f"^callbacks .*{said}"):
+@pytest.mark.parametrize("wrong", [Callback, PrinterCallback()])
+def test_wrong_callback_raises_when_trainer_is_made(make, wrong) -> None:
+    with pytest.raises(ValueError, match=r"^callbacks "):
         make(callbacks=[wrong])
+
+
+def test_sequence_level_loss_with_length_weights_warns(make, caplog) -> None:
+    make(importance_sampling_level="sequence", aggregation="sequence_mean")
+    assert "long completions" not in caplog.text
+    make(importance_sampling_level="sequence")
+    assert "long completions more weight" in caplog.text

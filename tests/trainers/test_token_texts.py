@@ -6,7 +6,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.recorder import token_texts
 
 
@@ -35,20 +34,6 @@ def test_character_belongs_to_the_token_that_completes_it() -> None:
     assert token_texts(tokenizer, ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_special_tokens_are_shown() -> None:
-    tokenizer = arithmetic().new_model()[1]
-    ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
-    assert token_texts(tokenizer, ids) == ["1", "2", "<eos>"]
-
-
-def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
-    class Slow:
-        def decode(self, ids: list[int]) -> str:
-            return "".join(chr(97 + i) for i in ids)
-
-    assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]
-
-
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that falls back to bytes, as those of Llama and Gemma do."""
     vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "日": 257}
@@ -75,3 +60,11 @@ def test_end_is_what_its_tokens_decode_to() -> None:
     assert token_texts(tokenizer, [first, first]) == ["", unknown * 2]
     # A model may have more ids than its tokenizer.
     assert token_texts(tokenizer, [*tokenizer("a")["input_ids"], len(tokenizer)]) == ["a", ""]
+
+
+def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
+    class Slow:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i) for i in ids)
+
+    assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]

@@ -127,8 +127,8 @@ def test_environment_may_bring_all_prompts(make) -> None:
 @pytest.mark.parametrize(
     ("factory", "options", "message"),
     [
-        ({"a": Paid}, {"train_dataset": None}, "train_dataset"),
         (Paid, {"train_dataset": None, "max_steps": -1}, "set max_steps"),
+        (Paid, {"train_dataset": [{"prompt": "q"}]}, "is a string, but tools"),
         ({"a": Paid}, {}, "train_dataset: row 0: its column 'environment'"),
         (Bell, {}, "reward_funcs is empty"),
     ],
@@ -175,16 +175,3 @@ def test_tools_are_called_and_counted(make, any_sampler, tmp_path) -> None:
     assert line["reward"] == 1
     assert line["tools/call_frequency"] == pytest.approx(2 / 3)
     assert line["tools/failure_frequency"] == 0.5
-    tokenizer.chat_template = (
-        "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
-        "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match=r"does not fit the chat template: .*roles alternate"):
-        make(
-            model=model,
-            processing_class=tokenizer,
-            tools=task.tools,
-            train_dataset=task.train_dataset,
-        )
-    with pytest.raises(ValueError, match="the prompt in row 0 is a string, but tools are called"):
-        make(model=model, processing_class=task.new_model()[1], tools=task.tools)
