@@ -135,14 +135,14 @@ def test_chat_has_tokens_of_a_rollout_before_each_turn():
     assert ids[: len(asked)] == asked
     said = [tokenizer.decode([i]) if on else "_" for i, on in zip(ids, mask, strict=True)]
     assert "".join(said).replace("_", "") == "cd<eos>fg<eos>"
-    whole = encode_turns(CHAT, tokenizer, "it").ids
+    whole = encode_turns(CHAT, tokenizer, "it")[0]
     assert whole == ids
     assert whole[len(asked) :] == [
         *tokenizer("cd<eos>")["input_ids"],
         *tokenizer("user: e assistant: ")["input_ids"],
         *tokenizer("fg<eos>")["input_ids"],
     ]
-    read = encode_turns(CHAT, tokenizer, "it", read=3).ids
+    read = encode_turns(CHAT, tokenizer, "it", read=3)[0]
     assert read[: len(opened)] == opened
 
 

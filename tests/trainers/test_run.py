@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from rlhf_pg import Callback, GRPOConfig, PPOTrainer, ReinforceTrainer
+from rlhf_pg.advantages.estimators import ADVANTAGES
 from rlhf_pg.checkpoint.atomic import find_damage
 from rlhf_pg.config.parse import parse
 from rlhf_pg.losses import POLICY_LOSSES
