@@ -78,8 +78,9 @@ class ClassicPPO:
             advantages=whiten(advantages, mask),
             returns=returns,
         )
+        tokens = 8192 if args.micro_batch_tokens == "auto" else args.micro_batch_tokens
         for _ in range(args.num_iterations):
-            for rows in batch.micro_batches(args.micro_batch_tokens, window=0):
+            for rows in batch.micro_batches(tokens, window=0):
                 part = batch.select(rows)
                 new, acts = self.models(part), part.action_mask
                 policy_loss, _ = clipped_surrogate(

@@ -110,7 +110,7 @@ def surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
         grad = -rho_t A_t grad log pi(y_t)
 
     At rho = 1 this is REINFORCE, so with one update per rollout it is unbiased. Off policy, each
-    token's own ratio is corrected for, but not the ratio of the tokens before it: the gradient is
+    token's own probability is corrected for, but not that of the tokens before it: the gradient is
     that of choosing y_t by pi in states that pi_old visits.
 
     Args:

@@ -79,7 +79,7 @@ def build(trainer: Any, given: Any) -> None:
         trainer.privileged_prompt = user_modules.load(hidden)
     if args.agent_program is not None and given.agent_program is not None:
         raise ValueError("agent_program is given twice, as an argument and in args")
-    agent_program = given.agent_program or args.agent_program
+    agent_program = args.agent_program if given.agent_program is None else given.agent_program
     if trainer.privileged_prompt is not None:
         functions = [trainer.privileged_prompt]
         check_arguments(functions, {"train_dataset": train_dataset}, "rewards")

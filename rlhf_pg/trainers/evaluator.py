@@ -57,8 +57,7 @@ def evaluate(
         lengths.append(scored.lengths())
         parts.append(scored)
         if n > 1:
-            # Without penalties, clipping and scaling. `score` has masked the completions whose
-            # rewards failed.
+            # Without penalties, clipping and scaling; rows whose rewards failed are masked.
             weights = sampler.rewards.weights.to(raw.device)
             each = sum_step_scores(raw)[:, : len(weights)]
             each = torch.cat([(each * weights).nansum(dim=1, keepdim=True), each], dim=1)

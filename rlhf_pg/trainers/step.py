@@ -135,7 +135,7 @@ class PolicyGradientTrainer(TrainingLoop):
         privileged_prompt: Callable[..., Any] | None = None,
         agent_program: Callable[..., Any] | str | None = None,
     ) -> None:
-        build(self, SimpleNamespace(**locals()))
+        build(self, SimpleNamespace(**locals()))  # the arguments, and nothing else, are local
 
     # ------------------------------------------------------------------------------ the one step
 
@@ -291,6 +291,7 @@ class PolicyGradientTrainer(TrainingLoop):
             returns=returns,
             positive=positive,
             # None for a single update, whose own forward pass gives them: the ratio is exactly 1.
+            # They are kept where the KL after it is measured against them.
             old_logprobs=batch.old_logprobs if args.compares_with_old else None,
         )
         return batch, metrics

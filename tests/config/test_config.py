@@ -23,6 +23,7 @@ NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
 CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
 PROCESS, SOURCES = "process_group_normalized", "group_normalized_per_source"
+TEACHER = {"teacher_model_name_or_path": "x", "num_iterations": 2}
 PAID_KL = {"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
@@ -130,6 +131,19 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"ptx_dataset_name": "texts.txt"}, "ptx_dataset_name .*ptx_coef"),
         (GRPOConfig, {"advantage_estimator": SOURCES, **PAID_KL}, "kl_placement"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        (GRPOConfig, {"overlong_buffer": 9, "max_completion_length": 8}, "overlong_buffer"),
+        (GRPOConfig, {"overlong_penalty": 2.0}, "overlong_penalty"),
+        (GRPOConfig, {"missing_eos_mode": "replace"}, "missing_eos_mode"),
+        (GRPOConfig, {"whiten_rewards": True}, "whiten_rewards .*'group_normalized'"),
+        (PPOConfig, {"vf_coef": 0.0, "value_lam": 1.0}, "value_lam .*vf_coef"),
+        (PPOConfig, {"vf_coef": 0.0, "normalize_values": True}, "normalize_values .*vf_coef"),
+        (PPOConfig, {"value_init": "random", "value_model_name_or_path": "x"}, "value_model_name"),
+        (GRPOConfig, {"teacher_coef": 0.5}, "teacher_coef"),
+        (GRPOConfig, {**TEACHER, "teacher_gamma": 0.5}, "teacher_gamma"),
+        (GRPOConfig, {**TEACHER, "teacher_mixture": 0.4}, "teacher_mixture"),
+        (GRPOConfig, {**TEACHER, "policy_loss": "none", "target_kl": 0.1}, "target_kl"),
+        (GRPOConfig, {"model_init_kwargs": {"device_map": "auto"}}, "model_init_kwargs .*launcher"),
+        (GRPOConfig, {"model_init_kwargs": {"trust_remote_code": True}}, "set trust_remote_code"),
     ],
 )
 def test_option_that_harms_or_has_no_effect_is_refused(config, options, key):

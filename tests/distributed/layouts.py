@@ -35,6 +35,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_generations": 4,
         "prompts_per_step": 1,
         "advantage_estimator": "returns_minus_greedy",
+        "reward_squash": "min_max",
     },
     # Several updates per step, and a step that stops before the last; a critic that begins alone,
     # in units that all processes share.

@@ -101,3 +101,12 @@ def test_step_kl_stays_within_and_uses_max_kl(make, max_kl):
 def test_option_ignored_by_line_search_raises(trpo) -> None:
     with pytest.raises(ValueError, match=r"^num_mini_batches "):
         trpo.TRPOConfig(num_mini_batches=2)
+
+
+def test_step_without_gain_is_not_taken(make):
+    trainer, experience = make()
+    old = weights(trainer)
+    step = torch.cat([p.flatten() for p in trainer.parameters]).detach() * 0
+    assert trainer.line_search(experience, step) == (0.0, 0.0)
+    assert trainer.learner.updates_begun == 0
+    assert torch.equal(weights(trainer), old)

@@ -21,6 +21,7 @@ from rlhf_pg.models.lm_head import (
     chunk_size_for,
     num_chunks,
     token_scores,
+    trunk,
 )
 from tests.tiny import adapter, stir, tiny_model
 
@@ -379,3 +380,32 @@ def test_chunk_takes_tenth_of_gpu_memory() -> None:
     assert 14 * piece < memory / 10 < 17 * piece  # bytes of a logit, in bfloat16 and widened
     assert num_chunks(65_536, 151_936, piece) == 19
     assert chunk_size_for(2**30) == module.CHUNK_SIZE
+
+
+def test_tied_weights_get_gradient_from_both_ends() -> None:
+    model = tiny_model("gpt2", dtype=torch.float64)
+    ids = torch.arange(N)[None]
+    _, tokens = rows()
+    hidden = trunk(model)(ids).last_hidden_state[0]
+    expected = by_hand(model(ids).logits[0], tokens)
+    found = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [model.get_input_embeddings().weight, model.lm_head.weight], EXACT)
+
+
+def test_head_with_bias_matches_explicit_softmax() -> None:
+    model = tiny_model("phi", dtype=torch.float64)
+    weights = [model.lm_head.weight, model.lm_head.bias]
+    hidden, tokens = rows()
+    expected = by_hand(hidden @ weights[0].T + weights[1], tokens)
+    found = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
+    assert_same(found, expected, [hidden, *weights], EXACT)
+
+
+def test_empty_input_gives_empty_scores_and_zero_gradient() -> None:
+    model = tiny_model("llama")
+    hidden, tokens = rows(0, dtype=torch.float32)
+    logprobs, entropies = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
+    assert logprobs.shape == entropies.shape == (0,)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert model.lm_head.weight.grad is not None
+    assert not model.lm_head.weight.grad.any()

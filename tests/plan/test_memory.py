@@ -108,7 +108,6 @@ class Seen:
 
         with (
             patch.object(continuous_batching, "KeyValues", Kept),
-            patch.object(continuous_batching, "KeyValues", Kept),
             patch.object(trained, "step", update),
         ):
             yield

@@ -23,7 +23,7 @@ class Rewards(rewards.Rewards):
         groups: Sequence[int] | None = None,
         **facts: Any,
     ) -> Tensor:
-        """The scores (B,T,K) of `judge`; the facts are those of `RewardInputs`."""
+        """The scores (B,T,K) of `score`; the facts are those of `RewardInputs`."""
         inputs = RewardInputs(prompts, completions, completion_ids, columns, **facts)
         mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
         return self.score(inputs, mask, groups=groups).scores

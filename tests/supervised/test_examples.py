@@ -269,3 +269,10 @@ def test_second_system_message_is_refused(tokenizer):
     chat = [says("x", "system"), *CHAT]
     with pytest.raises(ValueError, match="messages in row 0 has a system message already"):
         examples([{"messages": chat}], tokenizer, system_prompt="y")
+
+
+def test_bos_stands_in_front_once():
+    tokenizer = letters(bos=True)
+    [example] = examples([{"prompt": "a", "completion": "b"}], tokenizer)
+    assert list(example["input_ids"]) == [1, 3, 4, 2]
+    assert list(example["labels"]) == [-100, -100, 4, 2]

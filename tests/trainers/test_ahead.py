@@ -1,5 +1,6 @@
 """Batches sampled ahead by older weights: which ones, by rule alone, and what a stop leaves."""
 
+import hashlib
 import random
 import time
 from pathlib import Path
@@ -10,9 +11,15 @@ import pytest
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.report.metrics import Meter
 from tests.trainers.conftest import digits
+from tests.untimed import untimed
 
 LUCK = random.SystemRandom()  # a trainer seeds the others
 AHEAD = {"rollout_ahead": 1, "rollout_workers": 1, "max_steps": 4, "learning_rate": 1e-2}
+
+
+def digest(trainer: Any) -> str:
+    own = [p.detach().numpy().tobytes() for p in trainer.learner.module.parameters()]
+    return hashlib.sha256(b"".join(own)).hexdigest()
 
 
 def slow_digits(completions: list[str], **_: Any) -> list[float]:
@@ -80,3 +87,15 @@ def test_adapter_is_sampled_with_whether_merged_or_not(make) -> None:
     trainer.train()
     assert len(trainer.sampler.engine.pickled) == 2  # merged while B is 0, and then not
     assert all(line["agreement/kl"] < 1e-3 for line in trainer.history)
+
+
+@pytest.mark.slow
+def test_neither_workers_nor_delays_change_a_bit(make, tmp_path: Path) -> None:
+    runs = []
+    for workers in (1, 2, 3):
+        directory = tmp_path / str(workers)
+        options = AHEAD | {"rollout_workers": workers, "num_iterations": 2}
+        trainer = make(reward_funcs=slow_digits, output_dir=str(directory), **options)
+        trainer.train()
+        runs.append((digest(trainer), untimed(directory)))
+    assert runs[0] == runs[1] == runs[2]

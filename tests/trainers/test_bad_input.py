@@ -21,6 +21,7 @@ UNLOADED = {"model": "there/is/none"}
         ({"model": None}, "no model"),
         ({"max_completion_length": 60}, "max_position_embeddings of 64"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"train_dataset": DATA.to_iterable_dataset()}, r"train_dataset: .*read it first"),
         ({"eval_steps": 5}, "eval_steps needs an eval_dataset"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
         # Before a model is loaded.
@@ -34,10 +35,11 @@ def test_bad_trainer_argument_raises(make, options, message) -> None:
         make(**options)
 
 
-def test_rate_that_wrecks_a_real_model_is_a_warning(make, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(("rate", "count"), [(2e-5, 0), (3e-5, 1)])
+def test_rate_that_wrecks_a_real_model_is_a_warning(make, rate, count, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.nn.Parameter, "numel", lambda self: 10**8)
-    make(learning_rate=3e-5)
-    assert caplog.text.count("learning_rate") == 1
+    make(learning_rate=rate)
+    assert caplog.text.count("learning_rate") == count
 
 
 def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:

@@ -17,6 +17,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
+from tests.trainers.conftest import estimated
 
 PROMPTS = ("ab", "bba")
 SAYS = [*COMPLETIONS, *reversed(COMPLETIONS)]
@@ -96,3 +97,16 @@ def test_ptx_draws_by_seed_step_and_update(tmp_path):
         numbers.append(meter.means(meter.sums())["ptx_nll"])
     assert numbers[0] == numbers[3]
     assert len(set(numbers)) == 3
+
+
+def test_metrics_report_auxiliary_loss(tmp_path):
+    trainer = trainer_of(tmp_path, **LIKELY)
+    batch, _ = estimated(trainer, SAYS)
+    meter = Meter()
+    trainer.learner.accumulate(batch, meter)
+    right = [
+        (SCORES[prompt][said], log_probs(trainer.model, prompt, said))
+        for prompt, said in zip([PROMPTS[0]] * 7 + [PROMPTS[1]] * 7, SAYS, strict=True)
+    ]
+    tokens = torch.cat([log_p for score, log_p in right if score > 0.55])
+    assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())

@@ -87,3 +87,18 @@ def test_precision_of_launcher_has_to_be_the_dtype(make, monkeypatch, asked, dty
     else:
         with pytest.raises(ValueError, match=f"mixed_precision {asked}, but dtype is {dtype}"):
             make(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "said"),
+    [
+        ("bf16", "float32", "set dtype to bfloat16"),
+        ("fp8", "bfloat16", "launch with --mixed_precision no"),
+    ],
+)
+def test_other_precision_of_launcher_is_refused(make, monkeypatch, asked, dtype, said):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    with pytest.raises(
+        ValueError, match=f"mixed_precision {asked}, but dtype is {dtype}: .*{said}"
+    ):
+        make(dtype=dtype)

@@ -326,3 +326,13 @@ def test_sources_are_weighted_after_they_are_normalised(tmp_path: Path) -> None:
     first = 1.5 / (0.5**0.5 + 0.5) + 30 / (1800**0.5 + 0.5)
     expected = first / (2**0.5 * first + 0.5)
     assert batch.advantages[:, 0].tolist() == pytest.approx([-expected, expected])
+
+
+def test_changed_reward_function_on_resume_is_refused(make) -> None:
+    def other(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    make(normalize_rewards=True, save_steps=1, max_steps=1).train()
+    again = make(normalize_rewards=True, reward_funcs=other)
+    with pytest.raises(ValueError, match=r"of rewards/digits, but .* of rewards/other"):
+        again.train(resume_from_checkpoint=True)

@@ -250,9 +250,12 @@ def test_stop_takes_effect_in_the_same_step(make, moment) -> None:
     assert trainer.state.step == 2
 
 
-@pytest.mark.parametrize("wrong", [Callback, PrinterCallback()])
-def test_wrong_callback_raises_when_trainer_is_made(make, wrong) -> None:
-    with pytest.raises(ValueError, match=r"^callbacks "):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(Callback, "instantiate a class"), (PrinterCallback(), r"trainer\.stop\(\)")],
+)
+def test_wrong_callback_raises_when_trainer_is_made(make, wrong, said) -> None:
+    with pytest.raises(ValueError, match=f"^callbacks .*{said}"):
         make(callbacks=[wrong])
 
 

@@ -341,3 +341,26 @@ def test_small_bf16_adapter_is_not_rounded_away(size, is_merged):
     if not is_merged:
         completions = engine.generate(PROMPTS, 4, PARAMS, seed=0)
         assert_teacher_forced(model, PROMPTS, completions, atol=0.15)
+
+
+def test_special_token_may_be_stop_string():
+    model = tiny_model("llama")
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
+    engine = engine_of(model, eos=[], tokenizer=char_tokenizer())
+    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop="</s>"), seed=0)
+    assert_same(completions, [cut(c, [39], PARAMS.max_tokens) for c in endless])
+    assert "stop" in {c.finish_reason for c in completions}
+
+
+def test_eos_ends_completion_beside_stop_strings():
+    model = tiny_model("llama")
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
+    engine = engine_of(model, tokenizer=char_tokenizer())
+    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop=["e", "k"]), seed=0)
+    by_text = [cut_at_text(c, ["e", "k"]) for c in endless]
+    by_eos = [cut(c, EOS, PARAMS.max_tokens) for c in endless]
+    first = [
+        min(pair, key=lambda c: (len(c.tokens), c.finish_reason == "length"))
+        for pair in zip(by_text, by_eos, strict=True)
+    ]
+    assert_same(completions, first)

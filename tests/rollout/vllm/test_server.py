@@ -189,7 +189,7 @@ def test_raw_logprobs_mode_raises(fake, tmp_path):
 NOT_FOUND = (404, {"detail": "Not Found"})
 
 
-@pytest.mark.fault(58, "also what it says of itself")
+@pytest.mark.fault(58, "what it says of itself is one error")
 @pytest.mark.parametrize(
     ("path", "answer", "said"),
     [
