@@ -38,14 +38,12 @@ BUDGETS = {
 # - boundary: killable workers, for rewards and rollouts, take 170; users' modules with tracebacks
 #   of their own, one HTTP client for two users.
 # - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process,
-#   forks that signals end.
+#   forks that signals end; trackers, which stand on accelerate, 119.
 # - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes and agents are counted in it too.
 # - agents (docs/agents.md): the endpoint, ids of histories and programs take 960, trees of tokens
 #   140 in data and models, credit by line and keys 60.
-# - report: twelve rules find trouble in curves, collapses within three steps too, and say what to
-#   try: 230.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 # - A teacher (docs/distillation.md) takes 470 in all: divergences and their gradients 26, its head
@@ -63,9 +61,8 @@ TODAY = {
     "rollout/multi_turn": 987,
     "rewards": 1835,
     "trainers": 3766,
-    "runtime": 1232,
+    "runtime": 1351,
     "checkpoint": 735,
-    "report": 1648,
     "tasks": 766,
     "boundary": 566,
 }

@@ -92,14 +92,11 @@ def test_root_has_only_allowed_files() -> None:
 
 
 def test_only_runtime_imports_distribution_libraries() -> None:
-    trackers = ("accelerate.tracking.", "accelerate.utils.is_")  # accelerate wraps them
     wrong = [
         f"{name} imports {full}"
         for name in FILES
         for full in imported(name)
-        if full.split(".")[0] in ("accelerate", "deepspeed")
-        and not name.startswith("runtime.")
-        and not (name == "report.journal" and full.startswith(trackers))
+        if full.split(".")[0] in ("accelerate", "deepspeed") and not name.startswith("runtime.")
     ]
     assert not wrong
 

@@ -141,7 +141,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
 @torch.no_grad()
 def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-    """The leave-one-out baseline of least variance (Weaver & Tao 2001; Greensmith et al. 2004).
+    """Compute a least-variance leave-one-out baseline (Weaver & Tao 2001; Greensmith et al. 2004).
 
         b   = E[w R] / E[w],   w = |grad log pi(y)|^2, minimises E|grad log pi(y) (R - b)|^2
         b_i = sum_{j != i} w_j s_j / sum_{j != i} w_j

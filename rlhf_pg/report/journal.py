@@ -1,13 +1,8 @@
-"""The output of a running process: its console, the files that grow step by step, and trackers
-(TensorBoard, W&B and trackio, used through accelerate).
-"""
+"""The output of a running process: its console, and the files that grow step by step."""
 
-import json
 import logging
 import math
-import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
-from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -28,19 +21,12 @@ from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report import run_files
 from rlhf_pg.report.troubles import troubles
-from rlhf_pg.runtime.processes import Runtime
 
 logger = logging.getLogger(__name__)
 
 FIRST = 3.0  # seconds until the first page, which a short run does not need
 SHARE = 100  # updating the page takes at most 1 / SHARE of the time
 SHOWN = ("reward", "teacher/divergence", "kl", "entropy")
-INSTALLED: dict[str, Callable[[], bool]] = {
-    "tensorboard": is_tensorboard_available,
-    "wandb": is_wandb_available,
-    "trackio": is_trackio_available,
-}
-PROJECT = "rlhf_pg"
 
 
 class Journal:
@@ -196,98 +182,3 @@ def _spell(number: float | None) -> str:
 def due(step: int, every: int, last: int = 0) -> bool:
     """Return whether something is due that happens every `every` steps (0: never) and at `last`."""
     return every > 0 and (step % every == 0 or step == last)
-
-
-class Trackers:
-    """The main process's trackers, whose failure does not end a run; ValueError for one that is not
-    installed.
-    """
-
-    def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
-        for name in names:
-            if not INSTALLED[name]():
-                raise ValueError(
-                    f'report_to: {name} is not installed: pip install "rlhf-pg[trackers]"'
-                )
-        self._names, self._runtime = names, runtime
-        self._open: dict[str, GeneralTracker] = {}
-
-    @contextmanager
-    def open(
-        self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
-    ) -> Iterator[None]:
-        """Open the trackers for a run, and close them at its end. If one cannot start, a resumed
-        run goes on without it; a new run raises ValueError on all processes.
-        """
-        try:
-            failure = self._start(directory, run_name, config)
-            if failure is not None and resumed:
-                logger.warning("%s; the run goes on without it", failure)
-                failure = None
-            reason = self._runtime.first_error(failure) if self._names else None
-            if reason is not None:
-                raise ValueError(reason)
-            yield
-        except BaseException:
-            if "wandb" in self._open:  # else it would show the run as finished
-                self._try("wandb", lambda tracker: tracker.tracker.finish(exit_code=1))
-            raise
-        finally:
-            for name in list(self._open):
-                self._try(name, lambda tracker: tracker.finish())
-            self._open.clear()
-
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Report the metrics of a step, without those that were not computed."""
-        step = metrics["step"]
-        values = {
-            k: v for k, v in run_files.finite(metrics).items() if v is not None and k != "step"
-        }
-        for name in list(self._open):
-            self._try(name, lambda tracker: tracker.log(values, step=step))
-
-    def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
-        """Open all trackers that can start; return the errors."""
-        if not (self._names and self._runtime.is_main):
-            return None
-        plain = {
-            k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
-        }
-        failures = []
-        id_file = directory / "run-id"  # a resumed run reuses it
-        resumed = id_file.exists()
-        for name in self._names:
-            try:
-                if not id_file.exists():
-                    id_file.write_text(secrets.token_hex(4))
-                tracker = _tracker(name, directory, run_name, id_file.read_text(), resumed)
-                tracker.start()
-                self._open[name] = tracker
-                tracker.store_init_configuration(plain)
-            except Exception as error:  # each library has its own errors
-                failures.append(f"report_to: {name} cannot start: {tell(error)}")
-                if name in self._open:
-                    self._try(name, lambda tracker: tracker.finish())
-                self._open.pop(name, None)
-        return "; ".join(failures) or None
-
-    def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
-        """Call a tracker; one that fails is dropped for the rest of the run."""
-        try:
-            act(self._open[name])
-        except Exception as error:  # each library has its own errors
-            del self._open[name]
-            text = "report_to: %s failed and is disabled: %s"
-            logger.warning(text, name, tell(error))
-
-
-def _tracker(
-    name: str, directory: Path, run_name: str | None, run_id: str, resumed: bool
-) -> GeneralTracker:
-    if name == "tensorboard":
-        return TensorBoardTracker("tensorboard", directory)
-    if name == "wandb":
-        project, options = os.environ.get("WANDB_PROJECT", PROJECT), {"resume": "allow"}
-        return WandBTracker(project, dir=directory, id=run_id, name=run_name, **options)
-    how = "allow" if resumed else "never"
-    return TrackioTracker(PROJECT, name=run_name or run_id, resume=how)

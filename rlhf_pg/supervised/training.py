@@ -29,8 +29,9 @@ from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import vocabulary_fingerprint
 from rlhf_pg.models.policy import train_as_evaluated
-from rlhf_pg.report.journal import Journal, Trackers, due
+from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.runtime import FullWeights, Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.runtime.trackers import Trackers
 
 # Limits of an automatic micro-batch: padded tokens, and their logits. The logits are 1 GiB in
 # float32, and the loss needs three to four times as much at its peak.

@@ -25,13 +25,13 @@ from rlhf_pg.data.inputs import load_texts, settle_data
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of, streaming
-from rlhf_pg.report.journal import Trackers
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import factory, source_of
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination
+from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.learner import Learner

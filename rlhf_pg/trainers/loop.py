@@ -23,13 +23,14 @@ from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.report.journal import Journal, Trackers, due
+from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.report.run_files import Start, versions
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import with_engine
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.recorder import Recorder
@@ -236,8 +237,7 @@ class TrainingLoop(ABC):
         """Record a step that is not yet counted in `state`; collective."""
         assert self.journal is not None
         step, args = self.state.step + 1, self.args
-        logged = due(step, args.log_completions_steps)
-        shown = args.num_completions_to_print if logged else None
+        shown = args.num_completions_to_print if due(step, args.log_completions_steps) else None
         self.journal.record(self.recorder.record(step, batch, shown))
 
     # ------------------------------------------------------------------------- resume and leave

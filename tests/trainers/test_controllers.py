@@ -60,7 +60,7 @@ def test_coefficients_follow_what_a_step_measured(
         assert line["entropy"] > 1.5  # a random model
         kl = line["approx_kl/after"]
         old_kl_coef *= 0.5 if kl < 1e-4 / 1.5 else 2 if kl > 1e-4 * 1.5 else 1
-        if "policy_loss" in options and options["policy_loss"] == "kl_penalty":
+        if options["policy_loss"] == "kl_penalty":
             assert line["old_kl_coef"] == old_kl_coef
     assert beta != 0.1
     assert old_kl_coef != 0.5

@@ -256,7 +256,7 @@ def test_tracker_start_failure_on_resume_warns(make, tmp_path, caplog) -> None:
     make(save_steps=1, max_steps=1).train()
     (run / "tensorboard").write_text("in the way")
     make(report_to=["tensorboard", "trackio"], max_steps=2).train("latest")
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.report.journal"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.runtime.trackers"]
     assert said.startswith("report_to: tensorboard cannot start: ")
     assert set(trackio_steps(run)) == {2}
 
