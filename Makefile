@@ -12,6 +12,8 @@ SITE := .venv-site
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes are started, each of which imports torch: compiled code is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
 PURE_TESTS := $(addprefix tests/,advantages losses data/test_batch.py data/test_micro_batches.py \
