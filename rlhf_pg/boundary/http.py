@@ -28,7 +28,8 @@ class Client:
     """A client for JSON from one server.
 
     A failed connection, a late or unreadable answer and the statuses 408, 429 and 5xx lead to
-    another attempt after 1 s, then 2, 4 and so on. Redirects are not followed.
+    another attempt after 1 s, then 2, 4 and so on, or after the header Retry-After. Redirects are
+    not followed.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class Client:
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
         status is 300 to 499, except `TEMPORARY`; Unanswered if all attempts have failed.
         """
-        method, failure = "GET" if body is None else "POST", ""
+        method, failure, pause = "GET" if body is None else "POST", "", PAUSE
         who, where = f"the server at {self.url}", path or "/"
         request = self._client.build_request(method, self.url + path, json=body)
         async with self._free:
             for attempt in range(self.retries + 1):
                 if attempt:
-                    await asyncio.sleep(min(PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
+                    await asyncio.sleep(min(pause, LONGEST_PAUSE))
+                    pause *= 2
                 try:
                     async with asyncio.timeout(self.timeout):
                         answer = await self._client.send(request)
@@ -76,7 +78,8 @@ class Client:
                 except (ValueError, TypeError, LookupError, RecursionError) as error:
                     failure = f"an answer that cannot be used ({tell(error)})"
                 else:
-                    status = answer.status_code
+                    status, wait = answer.status_code, answer.headers.get("retry-after", "")
+                    pause = max(pause, float(wait if wait.isdecimal() else 0))
                     said = answer.text if status >= 400 else "redirects are not followed"
                     said = said.replace(self._key, "***") if self._key else said
                     failure = f"status {status}: {quote(said)}"

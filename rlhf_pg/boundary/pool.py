@@ -89,9 +89,7 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
             if worker is None or worker.poll() is not None:
                 worker, pipe = _start(memory, ready)
             pipe.send(call)
-            if not pipe.poll(timeout):
-                raise CallFailed.late(timeout)
-            answer, failure = pipe.recv()
+            answer, failure = _receive(pipe, timeout)
             if failure is None:
                 future.set_result(answer)
             else:
@@ -104,6 +102,16 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
                 error = CallFailed(f"ended its worker process: exit code {code}{killed}")
             future.set_exception(error)
     _kill(worker)
+
+
+def _receive(pipe: Connection, timeout: float | None) -> Any:
+    """Return the answer and the failure of a call, whose time begins once it is imported."""
+    for limit in (START, timeout):
+        if not pipe.poll(limit):
+            raise CallFailed.late(limit)
+        if (reply := pipe.recv()) is not None:  # None: it is imported
+            break
+    return reply
 
 
 def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connection]:
@@ -122,8 +130,8 @@ def _start(memory: int, ready: Ready) -> tuple["subprocess.Popen[bytes]", Connec
         )
         other.close()
         pipe.send(([], pickle.dumps((ready, ()))))
-        failure = pipe.recv()[1] if pipe.poll(START) else f"not in {START:g} s"
-    except (EOFError, OSError) as error:
+        _, failure = _receive(pipe, START)
+    except (CallFailed, EOFError, OSError) as error:
         failure = tell(error)
     if worker is None or failure is not None:
         _kill(worker)
@@ -156,6 +164,7 @@ def work() -> None:
                 for file in files:
                     import_file(Path(file))
                 function, args = pickle.loads(call)
+                pipe.send(None)
                 answer = function(*args)
             except CallFailed as error:
                 failure = str(error)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.recipes import config_of, find_recipe, split_recipe
+from rlhf_pg.data.chat import last_text
 from rlhf_pg.report.evaluation import intervals
 from rlhf_pg.trainers import PolicyGradientTrainer, trainer_type
 
@@ -53,10 +53,5 @@ def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     ids = [-1 - row for row in rows]
     samples = trainer.sampler.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
-    asked = map(_text, prompts.rows[list(rows)]["prompt"])
-    return dict(zip(asked, map(_text, samples.completions), strict=True))
-
-
-def _text(said: Any) -> str:
-    """Return a text, or the last message of a chat."""
-    return said if isinstance(said, str) else str(said[-1]["content"])
+    asked = map(last_text, prompts.rows[list(rows)]["prompt"])
+    return dict(zip(asked, map(last_text, samples.completions), strict=True))

@@ -1,6 +1,5 @@
 """Recipes by file or by name, for all commands: `COMMAND RECIPE --key value`."""
 
-import argparse
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rlhf_pg import config
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.config.fields import as_list
 from rlhf_pg.config.files import locate_reward
 from rlhf_pg.config.parse import fail, load, parse, read_flags, recipe_file
 
@@ -24,12 +24,14 @@ def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
     They are given first or as `--config`; a preset given first wins over the `--config` beside it.
     """
     first = flags[0] if flags and not flags[0].startswith("-") else None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="+", default=[])
-    known, keys = parser.parse_known_args(flags[first is not None :])
-    if first is not None and known.config and find_recipe(first) not in presets().values():
-        fail(f"there are two recipes, {quote(first)} and --config {known.config[0]}: give one")
-    files = [find_recipe(name) for name in [*known.config, *([first] if first else [])]]
+    given, keys = read_flags(flags[first is not None :]), list[str]()
+    named = list(map(str, as_list(given.pop("config", ()))))
+    for key, value in given.items():
+        one = f"--{key}" if value is True else f"--{key}={value}"
+        keys += [f"--{key}", *value] if isinstance(value, list) else [one]
+    if first is not None and named and find_recipe(first) not in presets().values():
+        fail(f"there are two recipes, {quote(first)} and --config {named[0]}: give one")
+    files = [find_recipe(name) for name in [*named, *([first] if first else [])]]
     if first in presets() and not any("output_dir" in load(file) for file in files):
         keys = ["--output_dir", f"runs/{first}", *keys]
     return files, keys
@@ -70,7 +72,7 @@ def config_type_of(
         fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
     values = {k: v for file in recipes for k, v in load(file).items()} | read_flags(flags)
     if name := values.get("trainer"):
-        return user_modules.load(locate_reward(name, recipes[0].parent), "class").config_type
+        return user_modules.load(locate_reward(str(name), recipes[0].parent), "class").config_type
     if (algorithm := values.get("algorithm")) not in list(known):
         fail(
             f"{recipes[-1]}: the key algorithm must be one of {', '.join(known)}, got "

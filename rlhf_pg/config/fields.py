@@ -147,7 +147,9 @@ def _number(value: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        with suppress(yaml.YAMLError):  # a text is refused below
+            value = yaml.safe_load(value)
     if value is not None and not isinstance(value, dict):
         raise ValueError('a mapping such as {"key": "value"}')
     return value or {}

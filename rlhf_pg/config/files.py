@@ -42,8 +42,9 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
                 raise ValueError(f"{key} {keys[key]} must take ({call}, *, ...)") from None
         elif key == "reward_options":
             keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
-    for own in keys.get("reward_options", {}).values():
-        for key in own.keys() & {"rubric", "cache"}:  # a judge's; the cache may be new
+    for name, own in keys.get("reward_options", {}).items():
+        is_judge = name.startswith("judge:") or "." not in name  # no function of a user's own
+        for key in own.keys() & {"rubric", "cache"} if is_judge else ():  # the cache may be new
             if isinstance(own[key], str) and (key == "cache" or is_file_name(own[key])):
                 own[key] = os.path.abspath(os.path.expanduser(absolute(own[key].strip(), beside)))
     return keys

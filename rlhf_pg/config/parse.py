@@ -115,7 +115,8 @@ class _UniqueKeys(yaml.SafeLoader):
     """A YAML loader that refuses a key given twice; plain YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"
+        keys = [self.construct_object(key, deep) for key, _ in node.value if key.tag != merge]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
             raise yaml.YAMLError(f"key {twice[0]!r} is given twice")

@@ -63,7 +63,7 @@ def encode(
     if isinstance(text, str):
         ids = tokenize(tokenizer, text, where, add_special_tokens=True)["input_ids"]
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        quoted = quote_chat(text, tokenizer, where)
+        quoted = quote_chat(_without_nulls(text), tokenizer, where)
         if open_turn and continues(text):
             quoted[-1] = _mark(quoted[-1])
             chat = _around_mark(render(tokenizer, quoted, where, False, tools))[0]
@@ -129,6 +129,11 @@ def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
         return prompt, messages
     first = {**messages[0], "content": text_of(prompt[-1]) + messages[0]["content"]}
     return prompt[:-1], [first, *messages[1:]]
+
+
+def last_text(said: Any) -> str:
+    """Return a text, or that of the last message of a chat; "" if it has none."""
+    return said if isinstance(said, str) else text_of(said[-1]) if said else ""
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -202,6 +207,15 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     found = re.compile("|".join(map(re.escape, names)))
     return _Vocabulary(names, found, set(added))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Copy messages without the nulls that Arrow adds, since all rows of a table have one type."""
+    if isinstance(value, list | tuple):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return value
 
 
 def _quote(value: Any, special: _Vocabulary) -> Any:

@@ -132,7 +132,8 @@ def as_dataset(given: Any) -> Dataset:
             f"or give a datasets.Dataset or a list of dicts; got {show(given)}{hint}"
         )
     try:
-        return Dataset.from_list([dict(row) for row in given])
+        names = dict.fromkeys(name for row in given for name in row)
+        return Dataset.from_dict({name: [row.get(name) for row in given] for name in names})
     except Exception as error:
         raise ValueError(f"the list cannot become a dataset: {tell(error)}") from error
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.data.chat import text_of
+from rlhf_pg.data.chat import last_text
 from rlhf_pg.replay.replay import Made
 from rlhf_pg.replay.what_if import WhatIf, mean_advantages
 from rlhf_pg.report.run_files import StepTokens
@@ -98,7 +98,7 @@ def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> T
 
 def _short(said: Any) -> str:
     """Return the beginning of a text, or of the last message of a chat, on one line."""
-    text = said if isinstance(said, str) else text_of(said[-1]) if said else ""
+    text = last_text(said)
     return repr(text if len(text) <= 40 else f"{text[:36]} ...")[1:-1]
 
 

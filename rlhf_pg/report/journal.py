@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
-from rlhf_pg.data.chat import text_of
+from rlhf_pg.data.chat import last_text
 from rlhf_pg.report import run_files
 from rlhf_pg.report.troubles import troubles
 
@@ -159,7 +159,7 @@ class Journal:
 
 def _text(turns: Any) -> str:
     """Return a string, or the last message of a chat (if there is one), shortened and escaped."""
-    text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
+    text = last_text(turns)
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 
 

@@ -69,7 +69,6 @@ class RewardModel:
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] = (),
         ended: Sequence[bool] | None = None,
         truncated: Sequence[bool] | None = None,
         **columns: Any,

@@ -196,10 +196,11 @@ class Rewards:
                 if group not in pending:
                     pending[group] = self.begin(part)
             by_group = [(own, parts[group], pending[group]) for group, own in rows_of.items()]
-            together = [(rows, inputs.select(rows), PendingCalls())] if rows else []
             for k, source in enumerate(self.sources):
-                is_model = source.kind == "model"
-                for own, part, calls in together if is_model else by_group:
+                parted, is_model = by_group, source.kind == "model"
+                if is_model:
+                    parted = [(rows, inputs.select(rows), PendingCalls())] if rows else []
+                for own, part, calls in parted:
                     try:
                         answer = (calls.get(k) or self._call(source, part)).result()
                         placed = _place(answer.scores, part.completion_ids, mask[own])

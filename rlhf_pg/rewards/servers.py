@@ -18,7 +18,7 @@ from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rewards.functions import UNCOPIED
-from rlhf_pg.rewards.verifiers.texts import Count, Positive, Seconds, require
+from rlhf_pg.rewards.verifiers.texts import Count, Positive, Seconds
 
 OPENAI = "https://api.openai.com/v1"
 ANSWERS = 3  # answers without a verdict after which a judge has failed
@@ -75,8 +75,8 @@ class HttpReward:
 class Judge:
     """A model that scores completions by a rubric.
 
-    OpenAI's client sends one request per text. The completion, its prompt and other columns are
-    marked as data by tags that cannot be guessed.
+    Each text is one request to `/chat/completions`. The completion, its prompt and other columns
+    are marked as data by tags that cannot be guessed.
     """
 
     def __init__(
@@ -96,9 +96,6 @@ class Judge:
         retries: Count = 5,  # retries if the server fails
         cache: str | None = None,  # a file of verdicts, so that a resumed run repeats no request
     ) -> None:
-        require("openai", "judge")
-        from openai import AsyncOpenAI
-
         self.__name__, self.columns = name, columns
         if is_file_name(rubric):
             rubric = find_file(rubric.strip(), f"the rubric of judge:{name}").read_text("utf-8")
@@ -107,16 +104,13 @@ class Judge:
         self.low, self.high = map(float, ends.groups() if ends else (0, 0))
         if self.low >= self.high:
             raise ValueError(f'scale must be two numbers, as "1-10", got {show(scale)}')
-        fields = {"model": model, "temperature": temperature, "extra_body": request or {}}
-        self.fields: Any = {key: value for key, value in fields.items() if value is not None}
+        own = {} if temperature is None else {"temperature": temperature}
+        self.fields = {"model": model, **own, **(request or {})}
         variable = api_key_env or ("OPENAI_API_KEY" if base_url == OPENAI else None)
-        key = key_for(base_url, variable) or "none"
-        self.client = AsyncOpenAI(
-            base_url=base_url, api_key=key, timeout=timeout, max_retries=retries
-        )
-        self.where = quote(f"{model} at {self.client.base_url}")
+        key = key_for(base_url, variable)
+        self.client = Client(base_url.rstrip("/"), timeout, retries, concurrency, key)
+        self.where = quote(f"{model} at {base_url}")
         self.where += f", with the key in {variable}" if variable else ""
-        self._free = asyncio.Semaphore(concurrency)
         self.cache = Path(cache or os.devnull)
         self._known: dict[str, float] = {}
         if self.cache.exists():
@@ -142,7 +136,7 @@ class Judge:
                 {"role": "user", "content": "\n\n".join(data)},
             ]
             body = {"messages": messages, **self.fields}
-            keys.append(_digest([str(self.client.base_url), body]))
+            keys.append(_digest([self.client.url, body]))
             bodies[keys[-1]] = body
         new = [key for key in bodies if key not in self._known]
         await asyncio.gather(*(self._judge(key, bodies[key]) for key in new))
@@ -150,10 +144,12 @@ class Judge:
 
     async def _judge(self, key: str, body: dict[str, Any]) -> None:
         """Ask until there is a verdict, and cache it."""
+
+        def content(answer: Any) -> Any:
+            return answer["choices"][0]["message"]["content"] if answer["choices"] else None
+
         for _ in range(ANSWERS):
-            async with self._free:
-                answer = await self.client.chat.completions.create(**body)
-            text = answer.choices[0].message.content if answer.choices else None
+            text = await self.client.ask("/chat/completions", body, content)
             found = SCORE.findall(text or "")
             if found and self.low <= float(found[-1]) <= self.high:
                 self._known[key] = float(found[-1])

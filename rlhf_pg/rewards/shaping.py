@@ -93,7 +93,8 @@ class Shaping:
         scores = scores * self.weights.to(scores)
         if self.args.missing_eos_mode == "replace":
             source = self.names.index("missing_eos_penalty")
-            return replace_sources(scores, batch.truncated, batch.action_mask, source)
+            rows = batch.truncated & batch.action_mask.any(1)  # a failed row scores nothing
+            return replace_sources(scores, rows, batch.action_mask, source)
         return scores
 
     def weigh(self, scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.data.chat import text_of
+from rlhf_pg.data.chat import last_text
 from rlhf_pg.tasks.task import Task
 
 SIZE, EVAL_SIZE = 2000, 200  # default numbers of problems (options size and eval_size)
@@ -59,7 +59,7 @@ def score_answers(
 
     scores = []
     for said, written in zip(completions, entry, strict=True):
-        text = said if isinstance(said, str) else text_of(said[-1])
+        text = last_text(said)
         answer = extract_answer(text)
         problem = json.loads(written, object_hook=_unmark_tuples)
         try:

@@ -77,6 +77,10 @@ def build(trainer: Any, given: Any) -> None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
         trainer.privileged_prompt = user_modules.load(hidden)
+    code = [key for key in ("trainer", "agent_program") if getattr(args, key)]
+    code += [key for key in ("advantage_estimator", "policy_loss") if ":" in getattr(args, key)]
+    code += ["privileged_prompt"] * names_function(hidden)
+    trainer.described += [f"{key}: runs {quote(str(getattr(args, key)))}" for key in code]
     if args.agent_program is not None and given.agent_program is not None:
         raise ValueError("agent_program is given twice, as an argument and in args")
     agent_program = args.agent_program if given.agent_program is None else given.agent_program

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.data.chat import text_of
+from rlhf_pg.data.chat import last_text
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
@@ -21,9 +21,7 @@ Answer = Callable[[Any], Hashable]
 
 def stripped_text(completion: Any) -> str:
     """Return the stripped text of a completion, or of its last message; "" if it has none."""
-    if isinstance(completion, str):
-        return completion.strip()
-    return text_of(completion[-1]).strip() if completion else ""
+    return last_text(completion).strip()
 
 
 def evaluate(

@@ -77,6 +77,13 @@ def test_preset_and_flag_choose_method_of_one_file(flags, kind, loss, tmp_path) 
     assert (type(args), args.policy_loss, args.output_dir) == (kind, loss, "runs/mine")
 
 
+def test_value_with_a_blank_beside_a_config_is_no_recipe() -> None:
+    file = str(recipe_file("grpo_arithmetic.yaml"))
+    files, keys = recipes.split_recipe(["--config", file, "--prompt_template=Q: {q}", "--stop=--a"])
+    args = recipes.config_of(files, keys, "train")
+    assert (args.prompt_template, args.stop) == ("Q: {q}", ("--a",))
+
+
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_unknown_preset_lists_nearest_first(command: str, capsys) -> None:
     said = refused(capsys, command, "dapoo")

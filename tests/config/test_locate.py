@@ -33,7 +33,7 @@ def config() -> PPOConfig:
         reward_options={
             "judge:kind": {"rubric": "kind.md", "cache": "verdicts"},
             "text": {"rubric": "Kind"},  # the name of a folder
-            "mine.py:f": {"limit": 1},
+            "mine.py:f": {"limit": 1, "cache": "lru"},
         },
     )
 
@@ -52,7 +52,7 @@ def test_names_of_files_become_absolute(recipe):
     assert args.reward_options == {
         "judge:kind": {"rubric": f"{recipe}/kind.md", "cache": f"{recipe}/cwd/verdicts"},
         "text": {"rubric": "Kind"},
-        f"{recipe}/mine.py:f": {"limit": 1},
+        f"{recipe}/mine.py:f": {"limit": 1, "cache": "lru"},
     }
     assert args.locate() == args
 

@@ -162,6 +162,11 @@ def test_data_that_cannot_be_used_are_one_error(keys, given, message):
         settle_data(GRPOConfig(**keys), **{"train_dataset": ROWS} | given)
 
 
+def test_list_has_the_columns_of_all_its_rows():
+    data = settle_data(GRPOConfig(), [{"prompt": "a"}, {"prompt": "b", "answer": "3"}])[1]
+    assert data["answer"] == [None, "3"]
+
+
 def test_evaluation_data_by_name_stand_beside_training_data_in_python(tmp_path):
     (tmp_path / "held.jsonl").write_text('{"prompt": "2+2="}\n')
     args = GRPOConfig(eval_dataset_name=str(tmp_path / "held.jsonl"))

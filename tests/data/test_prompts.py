@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import string
 from collections import Counter
 
 import pytest
@@ -288,3 +289,17 @@ def test_permutations_are_equally_likely():
     counts = Counter(tuple(PromptSampler(3, 0).rows(range(3 * e, 3 * e + 3))) for e in range(1200))
     assert len(counts) == 6
     assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 30  # chi-square, 5 dof: p < 2e-5
+
+
+def test_nulls_that_a_table_adds_to_tool_calls_are_not_rendered():
+    """All rows of an Arrow column have one type, so each call has the arguments of all."""
+
+    def chat(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    tokenizer = character_tokenizer(string.printable.strip())
+    tokenizer.chat_template = "{{ (messages | tojson).replace(' ', '') }}"
+    chats = [chat(a=1), chat(b=2)]
+    united = Dataset.from_list([{"prompt": one} for one in chats])["prompt"]
+    assert [encode(one, tokenizer) for one in united] == [encode(one, tokenizer) for one in chats]

@@ -50,7 +50,7 @@ def test_every_form_in_one_list(here, monkeypatch):
     assert says[2:] == [
         "reward exact: ready-made",
         "reward http://127.0.0.1:9/score: sends completions to http://127.0.0.1:9/score",
-        "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1/",
+        "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1",
         "reward model:runs/judge: loads the reward model runs/judge",
         "reward model:org/reward-model: loads the reward model org/reward-model",
     ]
@@ -102,7 +102,7 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
     made = make_rewards(names, options)
     judge, server = made
     assert (judge.client.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
-    assert judge.client.max_retries == 2
+    assert judge.client.retries == 2
     assert server.client.retries == 0
     assert describe(names, made)[0].endswith(", with the key in JUDGE_KEY")
     assert "sk-secret" not in str(describe(names, made))

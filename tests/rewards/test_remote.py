@@ -100,6 +100,13 @@ def test_transient_fault_is_retried(server, pauses, fault):
     assert pauses == [1.0]
 
 
+def test_server_may_ask_for_a_longer_pause(server, pauses):
+    faults = [Said(b"", 429), Said(b"", 429, {"Retry-After": "20"})]
+    server.answer = lambda asked: faults.pop() if faults else lengths(asked)
+    assert scores(HttpReward(server.url)) == [1, 2]
+    assert pauses == [20.0, 40.0]
+
+
 @pytest.mark.fault(62, "asked again after growing pauses, then one error with its words")
 def test_lasting_fault_is_one_error_after_growing_pauses(server, pauses):
     server.answer = lambda asked: Said(b"\x1b[31mno room", 500)

@@ -170,6 +170,16 @@ def test_worker_that_dies_between_calls_is_replaced():
     assert another not in (number, float(os.getpid()))
 
 
+def test_time_of_a_call_begins_after_its_import(tmp_path):
+    """A worker that was killed imports the function again."""
+    text = "import time\ntime.sleep(0.6)\nfrom tests.rewards.misbehaving import hangs\n"
+    (tmp_path / "slow.py").write_text(text + "def slow(completions): return hangs(completions)\n")
+    made = rewards(load(f"{tmp_path}/slow.py:slow"), own=Pool(1), timeout=0.3)
+    with pytest.raises(ValueError, match="did not return within"):
+        totals(made)
+    assert totals(made, ["a"] * 6) == [[1.0] * 6]
+
+
 def test_process_that_does_not_start_is_the_failure_of_its_call():
     made = rewards(faults.process, own=Pool(1, ready=faults.breaks))
     with pytest.raises(ValueError, match=r"process cannot be called: .*ZeroDivisionError"):

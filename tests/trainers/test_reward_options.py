@@ -238,6 +238,15 @@ def test_missing_eos_replace_also_replaces_none_scores(tmp_path) -> None:
     assert metrics["rewards/overlong_penalty/mean"] == pytest.approx(-1 / 3)  # raw
 
 
+def test_missing_eos_replace_leaves_a_failed_row_without_score(tmp_path) -> None:
+    def fails(completions: list[str], **_: Any) -> list[float]:
+        raise ZeroDivisionError
+
+    options = {"missing_eos_penalty": 5.0, "missing_eos_mode": "replace"}
+    signals, _ = look(reinforce(tmp_path, fails, 2, on_reward_error="drop", **options), CUT)
+    assert signals.scores[:, :-1].isnan().all()
+
+
 def test_overlong_penalty_is_own_unweighted_source(tmp_path) -> None:
     options = {"overlong_buffer": 2, "overlong_penalty": 3.0, "reward_weights": (10.0,)}
     signals, metrics = look(

@@ -119,11 +119,12 @@ def math(
         column: with the truth: an expression, or a solution with its answer boxed or after `####`.
     """
     require("math_verify", "math")
+    pool = workers()  # made by the call that checks the options, not by many threads at once
     golds, score = [text for one in as_list(truth) if (text := str(one)).strip()], None
     try:
         if golds:
             asked = (golds, answer[-LONGEST:], boxed)
-            score = workers().schedule(compare, *asked, timeout=timeout).result()
+            score = pool.schedule(compare, *asked, timeout=timeout).result()
     except NotStarted:
         raise
     except CallFailed:  # timed out, or the process died
@@ -213,7 +214,7 @@ def json_schema(answer: str, *, schema: dict[str, Any]) -> float:
     try:
         value = json.loads(blocks[-1] if blocks else answer, parse_constant=refuse)
         return float(validator.is_valid(value))
-    except (ValueError, RecursionError):  # including too deep nesting
+    except (ValueError, RecursionError, TimeoutError):  # including too deep nesting
         return 0.0
 
 
@@ -222,6 +223,11 @@ def schema_validator(text: str) -> Any:
     """Return the validator of a schema; ValueError if the schema itself is invalid."""
     import jsonschema
     import referencing
+    import regex as package
+
+    def pattern(_: Any, pattern: str, value: Any, schema: Any) -> Any:  # with a time limit
+        if isinstance(value, str) and not package.search(pattern, value, timeout=SECONDS):
+            yield jsonschema.ValidationError(f"no match of {pattern}")
 
     schema = json.loads(text)
     kind = jsonschema.validators.validator_for(schema)
@@ -229,6 +235,7 @@ def schema_validator(text: str) -> Any:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"schema is not a JSON schema: {quote(error.message)}") from error
+    kind = jsonschema.validators.extend(kind, {"pattern": pattern})
     return kind(schema, registry=referencing.Registry())
 
 

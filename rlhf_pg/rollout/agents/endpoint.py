@@ -380,7 +380,8 @@ class Server:
         ids: Any = history.encode_text(prompt) if isinstance(prompt, str) else prompt
         if not all(0 <= i < len(history.tokenizer) for i in ids):
             raise Refused("prompt: an id is not in the vocabulary")
-        answers = await self._sample(request, line, options, ids, prompt)
+        text = prompt if isinstance(prompt, str) else history.tokenizer.decode(ids)
+        answers = await self._sample(request, line, options, ids, text)
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         return events([body, None]) if options.stream else as_json(body)
 

@@ -1,6 +1,7 @@
 """Run agents' programs, each with an endpoint of its own, and make a row of each episode."""
 
 import asyncio
+import copy
 import json
 import logging
 import math
@@ -57,7 +58,8 @@ class AgentRunner(EpisodeRunner):
             limits = max_tokens, self.max_turns, longest, self.call_timeout
             agent = Agent(episode, seed, history, arrivals, *limits)
             endpoint = server.open(Line(agent))
-            ended = call_beside(self.timeout, self.program, dict(episode.example), endpoint)
+            row = copy.deepcopy(dict(episode.example))  # the program may add to its chat
+            ended = call_beside(self.timeout, self.program, row, endpoint)
             running[ended] = episode, agent
         for ended in running:
             ended.add_done_callback(arrivals.put)

@@ -5,7 +5,7 @@ import socket
 import pytest
 from referencing.exceptions import Unresolvable
 
-from rlhf_pg.rewards.verifiers import make_verifier
+from rlhf_pg.rewards.verifiers import answers, make_verifier
 
 POINT = {
     "type": "object",
@@ -49,6 +49,11 @@ def test_completion_against_schema(completion, expected) -> None:
 )
 def test_schemas(schema, completion, expected) -> None:
     assert score(completion, schema) == expected
+
+
+def test_pattern_that_backtracks_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(answers, "SECONDS", 0.1)
+    assert score('"' + "a" * 60 + '!"', {"pattern": "^(a|a)*$"}) == 0
 
 
 def test_nothing_is_fetched(monkeypatch) -> None:

@@ -74,6 +74,13 @@ def test_numbers_are_no_code() -> None:
     assert answers.compare(["1"], "__import__('os').getpid()", False) == 0
 
 
+def test_workers_are_made_before_threads_ask_for_them(monkeypatch) -> None:
+    made: list[None] = []
+    monkeypatch.setattr(answers, "workers", lambda: made.append(None))
+    make_verifier("math")
+    assert made == [None]
+
+
 def test_endless_computation_ends_in_any_thread() -> None:
     """Powers of powers, in C and out of reach of exceptions; the others keep their scores."""
     made = make_verifier("math", {"timeout": 1.0})

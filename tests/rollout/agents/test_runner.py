@@ -47,7 +47,7 @@ def play(program: Any, script: Any = None, n: int = 1, rows: int = 1, **options:
         **{"timeout": 20.0, "call_timeout": 10.0} | options,
     )
     engine = ScriptedEngine(script or says("ok"), EOS)
-    examples = [{"prompt": "x", "number": i} for i in range(rows)]
+    examples = [{"prompt": "x", "number": i, "chat": list(ASK)} for i in range(rows)]
     params = SamplingParams(**limits)
     return runner.play(engine, examples, [[1]] * rows, range(rows), n, params, seed=0)
 
@@ -190,6 +190,26 @@ def test_texts_choices_and_stops() -> None:
     # The choices, and from the first one's "o" the second call's answer.
     assert episode.tokens[4:6] == letters
     assert episode.offsets[:5] == [1, 1, 3, 1, 4]
+
+
+def test_prompt_of_token_ids_is_a_text_for_rewards() -> None:
+    def program(row: dict[str, Any], endpoint: Endpoint) -> None:
+        client_of(endpoint).completions.create(model="policy", prompt=ids_of("a"))
+
+    [episode] = play(program)
+    assert episode.prompt == "a"
+
+
+def test_samples_of_a_prompt_do_not_share_its_row() -> None:
+    lengths = []
+
+    def program(row: dict[str, Any], endpoint: Endpoint) -> None:
+        row["chat"].append({"role": "user", "content": "b"})
+        lengths.append(len(row["chat"]))
+        ask(endpoint, row["chat"])
+
+    assert [episode.error for episode in play(program, n=3)] == [None] * 3
+    assert lengths == [2, 2, 2]
 
 
 SYSTEM = [{"role": "system", "content": "s"}]

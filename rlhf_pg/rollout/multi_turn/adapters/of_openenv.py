@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import httpx  # which OpenEnv itself uses
 from datasets import Dataset
 from openenv import GenericEnvClient
 
+from rlhf_pg.boundary.http import Client
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.data.chat import text_of
@@ -48,10 +48,12 @@ def load(
 
 async def _look(url: str, action_key: str | None, observation_key: str | None) -> EnvironmentSource:
     """Ask the server for the fields of its actions and observations, and for its tools."""
-    async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
-        answer = await client.get(f"{url.rstrip('/')}/schema")
-        schema = answer.raise_for_status().json()
-    action, observation = (schema[k].get("properties", {}) for k in ("action", "observation"))
+    client = Client(url.rstrip("/"), PATIENCE, retries=0, concurrency=1)
+    action, observation = await client.ask(
+        "/schema",
+        None,
+        lambda said: [said[k].get("properties", {}) for k in ("action", "observation")],
+    )
     observation_key = observation_key or _only_text(observation)
     if "tool_name" not in action:
         action_key = action_key or _only_text(action)
