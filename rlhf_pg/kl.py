@@ -107,7 +107,13 @@ def kl_loss(
     Elsewhere: verl's "k3+" is `k2_straight_through`. TRL's GRPO uses `k3_ratio` if
     `use_bias_correction_kl` is set, and k3 otherwise; the `kl` it logs is then rho k3.
     """
-    _check_loss(estimator)
+    if estimator == "k1":
+        raise ValueError(
+            'estimator "k1" cannot be a loss, since its expected gradient is 0: use "k1_to_go", '
+            "or put k1 in the reward"
+        )
+    if estimator not in KL_LOSSES:
+        raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")
     logprobs = torch.where(mask, logprobs, 0.0)
     ref_logprobs = torch.where(mask, ref_logprobs.detach(), 0.0)
     if estimator in ("k2", "k3"):
@@ -179,16 +185,6 @@ def divergence(
         slope = (1 - mixture) * p * (logprobs - log_m)
         found = mixture * (q * (teacher_logprobs - log_m)).sum(-1) + slope.sum(-1)
     return found, slope - p * slope.sum(-1, keepdim=True)
-
-
-def _check_loss(estimator: str) -> None:
-    if estimator == "k1":
-        raise ValueError(
-            'estimator "k1" cannot be a loss, since its expected gradient is 0: use "k1_to_go", '
-            "or put k1 in the reward"
-        )
-    if estimator not in KL_LOSSES:
-        raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")
 
 
 @dataclass

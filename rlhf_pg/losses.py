@@ -469,8 +469,7 @@ def token_weights(
     completion in the batch. TRL's "bnpo" is a mean per micro-batch, so the split changes the
     gradient.
     """
-    own_count = weight_count(mask, aggregation)
-    count = own_count if denominator is None else denominator
+    count = weight_count(mask, aggregation) if denominator is None else denominator
     dtype = dtype or torch.get_default_dtype()
     divisor = torch.as_tensor(count, device=mask.device).to(dtype).clamp(min=1)
     if aggregation == "sequence_mean":

@@ -107,7 +107,7 @@ class Checkpointer:
                 file = partial / OPTIMIZER if runtime.is_main else None
                 streaming.write(file, found, 4 * len(names))
         else:
-            tensors = dict(found)
+            tensors = {name: value for name, value in found if runtime.is_main}
             save.main(lambda: _save_tensors(tensors, partial / OPTIMIZER))
         with save.step():
             _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))

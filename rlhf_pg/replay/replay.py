@@ -75,6 +75,8 @@ class Replay:
         self.go_to(step - 1)
         trainer, meter = self.trainer, Meter()
         if resample:
+            if trainer.ahead is not None:
+                raise ValueError("--resample: with rollout_ahead, earlier weights sampled the step")
             asked = [s.name for s in trainer.rewards.sources if s.kind == "async"]
             asked += ["the environment"] * self.has_episodes
             asked += [trainer.engine_name] * (trainer.engine_name != "native")

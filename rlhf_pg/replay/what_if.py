@@ -25,7 +25,13 @@ OTHER_RUN = (
     *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
     *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("critic", "value_model_name_or_path", "dynamic_sampling_rounds", "rollout_engine"),
+    *(
+        "critic",
+        "value_model_name_or_path",
+        "normalize_values",
+        "dynamic_sampling_rounds",
+        "rollout_engine",
+    ),
     *("teacher_model_name_or_path", "privileged_prompt"),
 )
 

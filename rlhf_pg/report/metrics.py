@@ -86,15 +86,15 @@ class Meter:
 
 
 def reward_metrics(
-    raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor | None = None
+    raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor
 ) -> dict[str, float]:
     """Compute the reward metrics over all ranks, from the totals of completions.
 
     Args:
         raw: (N,K) raw scores, one column per source; NaN where one does not apply.
         trained: (N,K) weighted training rewards.
-        groups: (N,). If it is None, or no two rows share a group, `reward_std` is over all rows,
-            and there is no `frac_reward_zero_std`.
+        groups: (N,). If no two rows share a group, `reward_std` is over all rows, and there is no
+            `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
@@ -103,14 +103,13 @@ def reward_metrics(
         # Over all completions of all prompts; a single one has no std.
         valid = column[~column.isnan()]
         metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
-    if groups is not None and len(torch.unique(groups)) == len(groups):
-        groups = None
-    own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()
+    grouped = len(torch.unique(groups)) < len(groups)
+    own = (groups if grouped else torch.zeros_like(groups)).cpu()
     total = total_scores(trained.cpu(), own)
     valid = ~total.isnan()
     stats = group_stats(total, valid, own)
     metrics["reward_std"] = stats.std[valid].mean().item()
-    if groups is not None:
+    if grouped:
         metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()
     return metrics
 

@@ -58,8 +58,8 @@ class LoggedSteps:
             self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
         given = files.config.get("reward_weights") or []
-        # Weights of the sources of reward by name; 1 if not given.
-        self.weights = dict(zip(names, given, strict=True)) if len(given) == len(names) else {}
+        # Weights of the sources of reward by name; 1 if not given, as for penalties, the last.
+        self.weights = dict(zip(names, given, strict=False))
 
     def pack(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""

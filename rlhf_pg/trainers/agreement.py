@@ -106,8 +106,9 @@ class Agreement:
             if self.refuses and (fault or not self.compared_row):
                 self.compared_row = True
                 fault = self._explain(fault, blank)
-                if fault is not None:
-                    raise DisagreementError(fault)
+                with self.runtime.raise_together(DisagreementError):  # the steps before are saved
+                    if fault is not None:
+                        raise DisagreementError(fault)
         self.begin()
         count, d, _, kl = sums.tolist()
         names = ("agreement/kl", "agreement/mean", "agreement/max")

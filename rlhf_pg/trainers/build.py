@@ -160,14 +160,12 @@ def build(trainer: Any, given: Any) -> None:
 
     # Prompts.
     trainer.has_agent = agent_program is not None
+    trainer.environments = environments
     if environments is not None:
-        own, rows = train_dataset is None, args.prompts_per_step
-        train_dataset = environments.add_prompts(train_dataset, rows)
+        own = train_dataset is None
+        train_dataset = environments.add_prompts(train_dataset, args.prompts_per_step)
         if own and train_dataset is not None and args.max_steps < 0:
             raise ValueError("without a train_dataset, set max_steps to the length of the run")
-        eval_datasets = {
-            name: environments.add_prompts(data, rows) for name, data in eval_datasets.items()
-        }
     trainer.eval_sets = eval_sets = trainer.eval_prompts(eval_datasets)
     if trainer.trains:
         prompts = trainer.prompts_of(train_dataset, "train_dataset")
@@ -230,7 +228,7 @@ def build(trainer: Any, given: Any) -> None:
             trainer.teacher_prompt_limit = check_privileged(
                 teacher, args, prompts, tokenizer, tools, has_function
             )
-        tokens = find_budget(args, module, runtime, prompts.longest)
+        tokens = find_budget(args, module, runtime, prompts.longest, teacher)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, trainer.critic, args, trainer.total_steps, given.optimizers

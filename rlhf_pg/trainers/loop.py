@@ -8,7 +8,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -208,9 +208,13 @@ class TrainingLoop(ABC):
                 reward, best = metrics["eval_reward"], self.state.best_reward
                 # NaN (no source applied) would never be exceeded as the best reward.
                 if not math.isnan(reward) and (best is None or reward > best):
-                    self.state.best_reward = reward
-                    if args.save_best:
-                        self.checkpointer.save(self.runtime, Path(args.output_dir) / "best")
+                    self.state.best_reward = reward  # which best/ holds too
+                    try:
+                        if args.save_best:
+                            self.checkpointer.save(self.runtime, Path(args.output_dir) / "best")
+                    except BaseException:
+                        self.state.best_reward = best
+                        raise
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # log the step even if something fails after it
@@ -347,8 +351,9 @@ class TrainingLoop(ABC):
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
         kind = type(self)
-        if not kind.__module__.startswith("rlhf_pg.") and (file := inspect.getsourcefile(kind)):
-            found["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
+        with suppress(OSError, TypeError):  # a notebook's class has no file
+            if not kind.__module__.startswith("rlhf_pg.") and (file := inspect.getsourcefile(kind)):
+                found["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
         chosen = with_engine(self.args, self.engine_name)
         return dataclasses.replace(chosen, **found, **self.recorded)
 

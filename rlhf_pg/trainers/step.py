@@ -25,7 +25,7 @@ from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
-from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy
+from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy, ratio_terms
 from rlhf_pg.masking import whiten
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
@@ -97,6 +97,7 @@ class PolicyGradientTrainer(TrainingLoop):
     dtype: torch.dtype
     peft_config: Any
     episode_runner: EpisodeRunner | None
+    environments: EnvironmentSource | None
     eval_sets: dict[str, Prompts]
     estimator: Callable[[AdvantageInputs], Tensor]
     policy_loss: partial[Loss]
@@ -333,12 +334,13 @@ class PolicyGradientTrainer(TrainingLoop):
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.controllers["learning_rate_scale"])
-        self.learner.updates_begun = 0
         metrics |= self.controllers.metrics()
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
-        return merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
+        line = merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
+        self.learner.updates_begun = 0
+        return line
 
     # ---------------------------- what makes it an algorithm: these, `estimate` and `update` above
 
@@ -361,6 +363,9 @@ class PolicyGradientTrainer(TrainingLoop):
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
         args, correction = self.args, self.args.correction_of(self.engine_name)
+        if args.target_kl is not None and "approx_kl" not in metrics:  # a loss of the user's own
+            olds, mask = batch.old_logprobs, batch.action_mask
+            metrics |= ratio_terms(new.logprobs, olds, batch.advantages, mask).metrics
         if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
             weights, measured = against_sampler(
                 batch.old_logprobs,
@@ -433,8 +438,10 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
         """Return the prompts of every evaluation set, by its name."""
-        sets = datasets.items()
-        return {n: self.prompts_of(own, f"eval_dataset {n}".rstrip()) for n, own in sets}
+        sets, source, rows = dict(datasets), self.environments, self.args.prompts_per_step
+        if source is not None:
+            sets = {name: source.add_prompts(data, rows) for name, data in sets.items()}
+        return {n: self.prompts_of(own, f"eval_dataset {n}".rstrip()) for n, own in sets.items()}
 
     @broadcasts_failure
     def evaluate(

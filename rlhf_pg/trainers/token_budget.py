@@ -57,7 +57,11 @@ SHARDINGS = (
 
 
 def find_budget(
-    args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
+    args: PolicyGradientConfig,
+    module: nn.Module,
+    runtime: Runtime,
+    longest_prompt: int,
+    teacher: nn.Module | None = None,
 ) -> int:
     """Return `micro_batch_tokens`, for "auto" as many as fit beside the module, which is not
     sharded yet; one row if no pass can be measured. Collective.
@@ -70,7 +74,7 @@ def find_budget(
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         try:
             grown = of_update(module, args, longest_prompt, runtime.device)
-            tokens = min(tokens, grown.tokens_within(_room(args, module, runtime)))
+            tokens = min(tokens, grown.tokens_within(_room(args, module, runtime, teacher)))
         except Exception as error:  # a kernel or a value model that reads data
             tokens = row
             logger.warning(
@@ -137,7 +141,9 @@ def copy_bytes(
     return (copied + frozen) / processes if layout.weights else float(copied)
 
 
-def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
+def _room(
+    args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, teacher: nn.Module | None
+) -> float:
     """Return the bytes that a micro-batch may take on this process."""
     if runtime.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -155,6 +161,8 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
     if args.beta > 0:
         moves = args.sync_ref_model
         left -= copy_bytes(args, _policy_of(module), moves, layout, runtime.world)
+    if teacher is not None and runtime.splits:  # its share comes later
+        left -= sum(p.nbytes for p in teacher.parameters()) / runtime.world
     return SHARE["cuda"] * left
 
 

@@ -154,6 +154,13 @@ def test_what_would_be_asked_is_named(make, name: str, asked: str) -> None:
         Replay(again).make(1, resample=True)
 
 
+def test_step_that_earlier_weights_sampled_is_not_sampled_again(make) -> None:
+    again, _ = trained(make, "grpo", max_steps=1)
+    again.ahead = object()
+    with pytest.raises(ValueError, match="rollout_ahead"):
+        Replay(again).make(1, resample=True)
+
+
 def test_edited_record_shows(make) -> None:
     again, run = trained(make, "grpo")
     file = tokens_file(run.directory, 3)

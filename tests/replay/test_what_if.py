@@ -84,6 +84,11 @@ def test_what_would_be_another_run_is_refused(trained, key: str) -> None:
         asked(trained, **changes)
 
 
+def test_values_in_other_units_are_another_run(make) -> None:
+    with pytest.raises(ValueError, match="normalize_values"):
+        asked(make, PPOTrainer, {"normalize_values": True}, normalize_values=False)
+
+
 def test_greedy_baseline_gets_the_other_rewards_too(make) -> None:
     own = {"advantage_estimator": "returns_minus_greedy", "beta": 0.0}
     found = asked(make, ReinforceTrainer, own, reward_funcs=minus_digits)

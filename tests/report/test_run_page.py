@@ -188,6 +188,14 @@ def test_texts_reach_the_page_visible_and_whole(hostile_run: Path) -> None:
     assert "\\u202e" not in everything.replace("\\\\u202e", "")
 
 
+def test_weights_are_those_of_functions_beside_a_penalty(run: Path) -> None:
+    files = RunFiles(run)
+    files.config["reward_weights"] = [10.0]
+    for record in files.completions:
+        record["rewards/missing_eos_penalty"] = -1.0
+    assert token_steps.LoggedSteps(files).weights == {"rewards/accuracy": 10.0}
+
+
 def test_limits_keep_first_best_worst_and_latest(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

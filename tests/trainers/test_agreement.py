@@ -1,7 +1,7 @@
 """A sampler that is not the policy ends the run in the step in which it is seen first."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.runtime.processes import SHARED
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import Callback
 from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
@@ -167,6 +168,7 @@ def test_planted_fault_ends_run_in_its_step(make, monkeypatch, fault, twice) -> 
     with pytest.raises(DisagreementError) as raised:
         trainer.train()
     assert trainer.state.step == PLANTED
+    assert SHARED in vars(raised.value)  # so several processes save the steps before
     assert "sampler" in str(raised.value)
     assert ("without the adapter" in str(raised.value)) == (fault == "rollouts from the base model")
 
@@ -233,7 +235,10 @@ def rows_of(sampler, policy):
 @pytest.fixture
 def agreement():
     runtime = SimpleNamespace(
-        device="cpu", all_reduce_sum=lambda x: x, gather=lambda x: (x, slice(0, len(x)))
+        device="cpu",
+        all_reduce_sum=lambda x: x,
+        gather=lambda x: (x, slice(0, len(x))),
+        raise_together=lambda kind: nullcontext(),
     )
     policy = SimpleNamespace(window=0.0, model=torch.nn.Identity())
     return Agreement(torch.float32, runtime, policy, lambda batch: batch.sampler_logprobs)

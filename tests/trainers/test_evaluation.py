@@ -251,6 +251,22 @@ def test_best_checkpoint_has_highest_eval_reward(make, tmp_path) -> None:
     assert not (run / "checkpoints").exists()
 
 
+def test_best_that_could_not_be_saved_is_not_remembered(make, monkeypatch) -> None:
+    trainer = make(eval_dataset=HELD_OUT, eval_steps=1, max_steps=1)
+
+    def save(runtime, path=None, **_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(trainer.checkpointer, "save", save)
+    with pytest.raises(OSError, match="no space"):
+        trainer.train()
+    assert trainer.state.best_reward is None
+
+
+def test_error_of_no_values_is_unknown() -> None:
+    assert math.isnan(standard_error(torch.empty(0, 2), torch.empty(0, dtype=torch.int64)))
+
+
 def test_nan_evaluation_is_never_best(make, monkeypatch, tmp_path) -> None:
     trainer = make(eval_dataset=HELD_OUT, eval_steps=1, max_steps=4)
     rewards = iter([math.nan, 0.25, math.nan, 0.5])

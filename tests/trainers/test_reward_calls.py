@@ -176,6 +176,19 @@ def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
 
 
+def test_name_that_is_refused_after_the_updates_leaves_them_counted(make):
+    """So that what is saved then says that it has updates of the interrupted step."""
+
+    def logging(completions, log_metric):
+        log_metric("ratio", 1.0)
+        return digits(completions)
+
+    trainer = make(reward_funcs=logging, num_iterations=2)
+    with pytest.raises(ValueError, match="'ratio'"):
+        trainer.step()
+    assert trainer.learner.updates_begun == 2
+
+
 @pytest.mark.parametrize("name", ["loss", "reward_stderr"])
 def test_logged_name_of_run_itself_is_refused(make, name):
     def logging(completions, log_metric):

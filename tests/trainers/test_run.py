@@ -1,5 +1,7 @@
 """What a run does and leaves behind, and how it goes on after a stop."""
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -264,3 +266,16 @@ def test_sequence_level_loss_with_length_weights_warns(make, caplog) -> None:
     assert "long completions" not in caplog.text
     make(importance_sampling_level="sequence")
     assert "long completions more weight" in caplog.text
+
+
+def test_trainer_of_a_notebook_has_no_file(make, monkeypatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    kind = type("Own", (PPOTrainer,), {"__module__": "__main__"})
+    assert make(kind).resolved_args().trainer is None
+
+
+def test_target_kl_with_a_loss_of_the_users_own(make) -> None:
+    trainer = make(num_iterations=3, learning_rate=0.1, target_kl=1e-6)
+    trainer.policy_loss = partial(lambda new, old, advantages, mask: (-new * advantages, {}))
+    metrics = trainer.step()
+    assert metrics["num_updates"] < 3

@@ -175,3 +175,8 @@ def test_tools_are_called_and_counted(make, any_sampler, tmp_path) -> None:
     assert line["reward"] == 1
     assert line["tools/call_frequency"] == pytest.approx(2 / 3)
     assert line["tools/failure_frequency"] == 0.5
+
+
+def test_rows_without_prompts_are_evaluated(make, any_sampler) -> None:
+    rows = Dataset.from_list([{"start": 1}])
+    assert trainer_on(make, Paid).evaluate(rows, temperature=1.0)["eval_reward"] == 4.0
