@@ -1,4 +1,4 @@
-"""Make recipes/smollm2/pairs.jsonl: 500 pairs of SmolLM2's own sentences, the happier one chosen.
+"""Make recipes/smollm2/pairs.jsonl: pairs of SmolLM2's own sentences, the happier one chosen.
 
     python -m benchmarks.pairs
 
