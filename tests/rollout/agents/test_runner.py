@@ -582,4 +582,4 @@ def test_nothing_that_arrives_ends_the_run() -> None:
 
     [episode] = play(program, timeout=120.0, max_tokens=10**9)
     assert episode.error is None
-    assert {200, 400} <= set(statuses)
+    assert 400 in statuses
