@@ -94,7 +94,9 @@ def test_runs_on_a_real_model_that_learnt_have_no_trouble() -> None:
     results = sorted(Path(__file__).parents[2].glob("docs/results/*.json"))
     assert results
     for path in results:
-        if path.name.startswith("relay"):  # each turn has one right answer: no entropy is left
+        # Of relay each turn has one right answer, so no entropy is left; the run against a learned
+        # reward leaves its reference far behind from step 35 on, which the report says.
+        if path.name.startswith(("relay", "learned")):
             continue
         steps = json.loads(path.read_text())["steps"]
         said = troubles([{"step": i + 1} | line for i, line in enumerate(steps)])
