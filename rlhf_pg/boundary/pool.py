@@ -105,7 +105,7 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
 
 
 def _receive(pipe: Connection, timeout: float | None) -> Any:
-    """Return the answer and the failure of a call, whose time begins once it is imported."""
+    """Return the answer and the failure of a call; its timeout begins once it is imported."""
     for limit in (START, timeout):
         if not pipe.poll(limit):
             raise CallFailed.late(limit)

@@ -43,7 +43,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
         elif key == "reward_options":
             keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
     for name, own in keys.get("reward_options", {}).items():
-        is_judge = name.startswith("judge:") or "." not in name  # no function of a user's own
+        is_judge = name.startswith("judge:") or "." not in name  # not a user's function
         for key in own.keys() & {"rubric", "cache"} if is_judge else ():  # the cache may be new
             if isinstance(own[key], str) and (key == "cache" or is_file_name(own[key])):
                 own[key] = os.path.abspath(os.path.expanduser(absolute(own[key].strip(), beside)))

@@ -91,7 +91,7 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     `values` (N,) or (N,K) have one per completion and source; NaN is left out, so that a source has
     N_k values. `owners` (N,) are their prompts; with fewer than two the error is NaN.
     """
-    values = values.double().reshape(len(values), *values.shape[1:] or (1,))
+    values = (values if values.dim() == 2 else values[:, None]).double()
     valid = ~values.isnan()
     shares = torch.where(valid, (values - values.nanmean(0)) / valid.sum(0), 0.0).sum(1)
     names, places = torch.unique(owners[valid.any(1)], return_inverse=True)

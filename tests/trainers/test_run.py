@@ -279,3 +279,11 @@ def test_target_kl_with_a_loss_of_the_users_own(make) -> None:
     trainer.policy_loss = partial(lambda new, old, advantages, mask: (-new * advantages, {}))
     metrics = trainer.step()
     assert metrics["num_updates"] < 3
+
+
+def test_run_lists_the_code_that_its_keys_name(make, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss(logprobs, old_logprobs, advantages, mask):\n    return -logprobs, {}\n"
+    )
+    trainer = make(policy_loss=f"{tmp_path}/own.py:loss")
+    assert f"policy_loss: runs {tmp_path}/own.py:loss" in trainer.describe()
