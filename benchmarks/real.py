@@ -77,7 +77,7 @@ LATER: list[tuple[str, str, int]] = []
 RATES = {
     "rank-1": (1e-4, 5e-4, 2e-3, 1e-2),
     "rank-16": (5e-5, 2e-4, 1e-3, 5e-3),
-    "full": (1e-6, 5e-6, 2e-5, 1e-4),
+    "full": (1e-6, 5e-6, 2e-5, 1e-4, 1e-3),
 }
 for kind, rates in RATES.items():
     how = "--full --set" if kind == "full" else f"--set lora_r={kind.removeprefix('rank-')}"

@@ -152,10 +152,10 @@ def draw_students(plt: Any) -> None:
 
 def draw_rates(plt: Any) -> None:
     """Draw reward, entropy and KL of each step, for each adapter at its learning rates."""
-    kinds = ("rank-1", "rank-16", "full")
+    kinds = {"rank-1": "LoRA, rank 1", "rank-16": "LoRA, rank 16", "full": "all weights"}
     figure, axes = plt.subplots(3, 3, figsize=(10, 7), sharey="row", layout="constrained")
-    for kind, column in zip(kinds, axes.T, strict=True):
-        column[0].set_title(kind, loc="left")
+    for (kind, title), column in zip(kinds.items(), axes.T, strict=True):
+        column[0].set_title(title, loc="left")
         of_kind = files(f"letters-grpo-*{kind}-rate-*.json")
         of_kind.sort(key=lambda run: run["settings"]["learning_rate"])
         for color, run in zip(COLORS, of_kind, strict=False):
@@ -163,7 +163,7 @@ def draw_rates(plt: Any) -> None:
                 label = f"{run['settings']['learning_rate']:g}"
                 axis.plot([step[metric] for step in run["steps"]], color=color, label=label)
                 axis.grid(alpha=0.3)
-        column[0].legend(fontsize=8, frameon=False)
+        column[1].legend(fontsize=7, loc="upper left", frameon=False)
         column[2].set_xlabel("step")
     for metric, axis in zip(
         ("reward", "entropy, nats per token", "KL, nats per token"), axes[:, 0], strict=True

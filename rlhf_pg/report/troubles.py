@@ -62,7 +62,8 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             window=3,
         ),
         Rule(
-            *("kl", kl, lambda mean: mean > max(0.5, 4 * usual_kl), "KL explosion"),
+            # Above 4 nats a token the reference would hardly ever have written it.
+            *("kl", kl, lambda mean: mean > max(0.5, min(4 * usual_kl, 4.0)), "KL explosion"),
             "The policy has left its reference far behind, often to exploit the reward: read the "
             "completions. Use a larger beta, a smaller learning rate, or an earlier checkpoint.",
         ),

@@ -90,17 +90,16 @@ def test_healthy_curve_has_no_trouble(what: str) -> None:
     assert found(**GOOD[what]) == []
 
 
-def test_runs_on_a_real_model_that_learnt_have_no_trouble() -> None:
+def test_of_runs_on_a_real_model_only_those_that_did_not_learn_have_a_trouble() -> None:
+    # Too high rates; the last one learnt, and left its reference far behind.
+    rates = ("full-full-rate-0.001", "rank-1-rate-0.01", "rank-16-rate-0.005")
+    far = {*(f"letters-grpo-{rate}-1" for rate in rates), "learned-ppo-1"}
     results = sorted(Path(__file__).parents[2].glob("docs/results/*.json"))
-    assert results
+    assert far < {path.stem for path in results}
     for path in results:
-        # Of relay each turn has one right answer, so no entropy is left; the run against a learned
-        # reward leaves its reference far behind from step 35 on, which the report says.
-        if path.name.startswith(("relay", "learned")):
-            continue
         steps = json.loads(path.read_text())["steps"]
         said = troubles([{"step": i + 1} | line for i, line in enumerate(steps)])
-        assert said == [], path
+        assert [one.title for one in said] == ["KL explosion"] * (path.stem in far), path
 
 
 def test_trouble_that_is_over_says_so_and_stands_last() -> None:
