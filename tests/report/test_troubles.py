@@ -90,7 +90,7 @@ def test_healthy_curve_has_no_trouble(what: str) -> None:
     assert found(**GOOD[what]) == []
 
 
-def test_of_runs_on_a_real_model_only_those_that_did_not_learn_have_a_trouble() -> None:
+def test_of_runs_on_a_real_model_those_far_from_their_reference_have_a_trouble() -> None:
     # Too high rates; the last one learnt, and left its reference far behind.
     rates = ("full-full-rate-0.001", "rank-1-rate-0.01", "rank-16-rate-0.005")
     far = {*(f"letters-grpo-{rate}-1" for rate in rates), "learned-ppo-1"}
