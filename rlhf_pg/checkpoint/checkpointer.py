@@ -155,6 +155,8 @@ class Checkpointer:
                 if name == "model":
                     failpoint("save-models")
                     part.save_pretrained(path)
+                    if adapted and (generation := getattr(part, "generation_config", None)):
+                        generation.save_pretrained(path)  # which tokens end a turn
                     self.tokenizer.save_pretrained(path)
                 elif name == "critic":
                     part.save(path / name, self.running.get("value_moments"))

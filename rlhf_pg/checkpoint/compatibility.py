@@ -9,6 +9,7 @@ from typing import Any
 OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
+    *("chat_template", "chat_template_date"),
 }
 # Keys of a config with locations, which do not affect the result.
 PLACES = {

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from datetime import date
 from functools import cache, partial, wraps
 from types import MappingProxyType
 from typing import (
@@ -163,9 +164,17 @@ def _share(value: Any) -> Any:
     return value
 
 
+def _day(value: Any) -> Any:
+    try:
+        return date.fromisoformat(str(value)).isoformat()  # YAML reads a date as such
+    except ValueError:
+        raise ValueError("a day such as 2026-11-29") from None
+
+
 Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(as_list)]
 """Type of a key that takes one name or several."""
+Day = Annotated[str, BeforeValidator(_day)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(as_list)]
 Auto = Annotated[int, BeforeValidator(_number), Field(ge=1)] | Literal["auto"]
 Split = Annotated[float | str | None, BeforeValidator(_share)]

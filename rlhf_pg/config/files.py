@@ -24,7 +24,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for key, value in vars(config).items():
         of_model = key.endswith("model_name_or_path") and value != "policy"
-        if value and (of_model or key == "ptx_dataset_name"):
+        if value and (of_model or key in ("ptx_dataset_name", "chat_template")):
             keys[key] = absolute(value, beside)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from rlhf_pg.config import files
-from rlhf_pg.config.fields import Mapping, Names, Numbers, Split, Text, config, is_set, option
+from rlhf_pg.config.fields import Day, Mapping, Names, Numbers, Split, Text, config, is_set, option
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,12 @@ class DataConfig:
         'Template of a prompt with columns in braces, such as "Question: {question}".')
     system_prompt: Text | None = option(None, help="System message at the start of every prompt.")
     apply_chat_template: bool = option(False, help="Turn a text prompt into a chat of one message.")
+    chat_template: Text | None = option(None, help=
+        "Chat template: a file, or the name of one of the tokenizer's. None: the tokenizer's own.")
     chat_template_kwargs: Mapping[Any] = option({}, help=
         'Arguments of the chat template, such as {"enable_thinking": false}.')
+    chat_template_date: Day | None = option(None, help=
+        "Date that templates print, such as 2026-11-29. None: of the run's first start.")
     dataset_fingerprint: Text | None = option(None, help="Fingerprint that the data must have.")
 
     def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
@@ -96,8 +100,9 @@ class DataConfig:
 
     def without_names(self) -> dict[str, Any]:
         """Return the keys that name data, with their defaults."""
-        names = ("prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs")
-        kept = (*names, "dataset_fingerprint")
+        names = ("prompt_template", "system_prompt", "apply_chat_template", "chat_template")
+        dates = ("chat_template_kwargs", "chat_template_date")
+        kept = (*names, *dates, "dataset_fingerprint")
         return {key: value for key, value in vars(DataConfig()).items() if key not in kept}
 
 

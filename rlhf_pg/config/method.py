@@ -69,6 +69,9 @@ class SamplingConfig:
     truncated_sampling: Literal["refuse", "ignore"] = option("refuse", help=
         "Refuse top_k, top_p and min_p in training, which they bias, or ignore the bias.")
     stop: Names | None = option(None, help="Strings that end a completion; they stay in it.")
+    skip_special_tokens: bool = option(True, help=
+        "Leave special tokens out of the text that rewards see; false for rewards that look for "
+        "one, such as a special <think>. The token that ends a completion is left out anyway.")
 
 
 @config

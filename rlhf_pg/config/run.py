@@ -31,6 +31,8 @@ class TrainingConfig:
     seed: int = option(42, ge=0, le=2 ** 32 - 1, help="Seed of all random numbers.")
     disable_dropout: bool = option(True, help="Train without dropout or router jitter.")
     pad_token: Text | None = option(None, help="Pad token for a tokenizer without one.")
+    eos_token: Text | None = option(None, help=
+        "Token that ends a completion, such as <|im_end|>, where the tokenizer names another.")
     num_train_epochs: float = option(1.0, gt=0, help="Passes over the data, if max_steps is -1.")
     max_steps: int = option(-1, ge=-1, help="Number of steps; -1: by num_train_epochs.")
     weight_decay: float = option(0.0, ge=0, help="Weight decay of AdamW, except biases and norms.")

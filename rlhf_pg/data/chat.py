@@ -2,33 +2,26 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import show, tell
-
-# Marks the end of the assistant's words in a rendered chat: private characters, no whitespace.
-MARK = "\ue000\ue001\ue002"
-# Replaces the name of a special token in a message by its number.
-QUOTE = re.compile("\ue003([0-9]+)\ue004")
-# Roles are not quoted, since templates compare them, even if a special token has the same name.
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# The tokenizer's attribute that `set_template_arguments` sets.
-ARGUMENTS = "chat_template_kwargs"
-
-
-def set_template_arguments(
-    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
-) -> None:
-    setattr(tokenizer, ARGUMENTS, dict(arguments))
-
-
-def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return getattr(tokenizer, ARGUMENTS, None) or {}
+from rlhf_pg.boundary.quoted import tell
+from rlhf_pg.data.messages import normalise
+from rlhf_pg.data.rendering import (
+    MARK,
+    QUOTE,
+    last_turn,
+    prepare,
+    render,
+    special_tokens,
+    turn_ends,
+    with_mark,
+)
+from rlhf_pg.data.rendering import set_template as set_template
+from rlhf_pg.data.rendering import set_template_arguments as set_template_arguments
+from rlhf_pg.data.rendering import text_of as text_of
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -48,8 +41,9 @@ def encode(
 ) -> list[int]:
     """Encode a string or chat messages as token ids.
 
-    A BOS from both the text and the tokenizer is kept once. The name of a special token becomes
-    that token in a string, which may be a rendered chat, but is only text in a message.
+    A BOS from both the text and the tokenizer is kept once, and no token behind the text that the
+    tokenizer alone adds. The name of a special token becomes that token in a string, which may be a
+    rendered chat, but is only text in a message.
 
     Args:
         row, what: name the text in errors.
@@ -57,21 +51,15 @@ def encode(
             or after its own last words; otherwise the chat is closed.
 
     Raises:
-        ValueError: the text cannot be encoded, or has more than `most` tokens.
+        ValueError: the text cannot be encoded, the chat template does not show all of it, or it has
+            more than `most` tokens.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
-        ids = tokenize(tokenizer, text, where, add_special_tokens=True)["input_ids"]
-    elif isinstance(text, list) and text and isinstance(text[0], dict):
-        quoted = quote_chat(_without_nulls(text), tokenizer, where)
-        if open_turn and continues(text):
-            quoted[-1] = _mark(quoted[-1])
-            chat = _around_mark(render(tokenizer, quoted, where, False, tools))[0]
-        else:
-            chat = render(tokenizer, quoted, where, open_turn, tools)
-        ids = tokenize_chat(tokenizer, chat, where)
+        ids = _encode_text(text, tokenizer, where)
     else:
-        raise ValueError(f"{where} must be a string or a list of messages, got {show(text)}")
+        chat = render_chat(text, tokenizer, where, open_turn, tools)
+        ids = tokenize_chat(tokenizer, chat, where)
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
     if not ids:
@@ -79,6 +67,34 @@ def encode(
     if most is not None and len(ids) > most:
         raise ValueError(f"{where} is too long: {len(ids)} tokens, for at most {most}")
     return ids
+
+
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    ids = tokenize(tokenizer, text, where, add_special_tokens=True)["input_ids"]
+    if not ids or ids[-1] not in special_tokens(tokenizer).ids:
+        return ids
+    # The last token may be of the text, or one that the tokenizer puts behind every text.
+    bare = tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"]
+    ends = (end for end in range(len(ids), 0, -1) if ids[:end][-len(bare) :] == bare)
+    return ids[: next(ends, None)]
+
+
+def render_chat(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    open_turn: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Return a chat as text for `tokenize_chat`; see `encode`."""
+    chat = normalise(messages, where)
+    continued = open_turn and continues(chat)
+    last = len(chat) - 1
+    shown = prepare(chat, tokenizer, where, tools, [last] if continued or not open_turn else [])
+    if continued or shown.hides_last:
+        text, end = last_turn(shown, tokenizer, where, tools)
+        return text if open_turn else text + end
+    return render(tokenizer, shown.messages, where, open_turn, tools)
 
 
 def encode_answer(
@@ -93,7 +109,8 @@ def encode_answer(
     Args:
         messages: plain text; or chat messages, to which the chat template adds everything between
             two turns of the assistant.
-        stop_id: the token that ended the turn, if any; it is not encoded again.
+        stop_id: the token that ended the turn, if any: it is not encoded again, nor another with
+            which the template ends a turn.
 
     Raises:
         ValueError: the messages do not fit the chat template, or it drops the assistant's turn.
@@ -101,16 +118,35 @@ def encode_answer(
     where = "the answer to a turn"
     if isinstance(messages, str):
         return tokenize(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
-    said = quote_chat(list(prompt), tokenizer, where)
-    turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
-    told = quote_chat(list(messages), tokenizer, where)
-    chat = render(tokenizer, [*said, _mark(turn), *told], where, True, tools)
-    text = _around_mark(chat)[1]
-    if stop_id is not None:
-        blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
-        if stop and not blank.strip():  # some templates have whitespace before it
-            text = rest
+    before = [*prompt]
+    turn = before.pop() if continues(before) else {"role": "assistant", "content": ""}
+    shown = prepare([*before, turn, *messages], tokenizer, where, tools).messages
+    shown[len(before)] = with_mark(shown[len(before)])
+    _, mark, text = render(tokenizer, shown, where, True, tools).rpartition(MARK)
+    if not mark:
+        raise ValueError("the chat template does not show the assistant's last message")
+    special = special_tokens(tokenizer)
+    end = special.found.match(text.lstrip())  # whitespace may be before it
+    if stop_id is not None and end is not None:
+        is_stop = end.group() == tokenizer.decode([stop_id])
+        if is_stop or (stop_id in special.ids and turn_ends(tokenizer)):
+            text = text.lstrip()[end.end() :]
     return tokenize_chat(tokenizer, text, where)
+
+
+def text_of_completion(
+    ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    skip_special_tokens: bool,
+    stop_token_ids: Sequence[int],
+) -> str:
+    """Return a completion as rewards see it: with special tokens, but not the one that ended it, or
+    without any.
+    """
+    if not skip_special_tokens and ids and ids[-1] in stop_token_ids:
+        ids = ids[:-1]
+    text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return text
 
 
 def continues(prompt: Any) -> bool:
@@ -136,106 +172,6 @@ def last_text(said: Any) -> str:
     return said if isinstance(said, str) else text_of(said[-1]) if said else ""
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message: its content, or the texts of its parts."""
-    content = message.get("content")
-    parts = content if isinstance(content, list | tuple) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-def _mark(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with MARK after its content."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": content + MARK}
-    return {**message, "content": [*content, {"type": "text", "text": MARK}]}
-
-
-def _around_mark(chat: str) -> tuple[str, str]:
-    before, mark, after = chat.rpartition(MARK)
-    if not mark:
-        raise ValueError("the chat template does not show the assistant's last message")
-    return before, after
-
-
-def quote_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """Quote chat messages for `render`."""
-    try:
-        quoted: list[Any] = _quote(messages, _vocabulary(tokenizer, len(tokenizer)))
-    except Exception as error:
-        raise ValueError(f"{where} cannot be read: {tell(error)}") from error
-    return quoted
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    quoted: list[Any],
-    where: str,
-    open_turn: bool = False,
-    tools: Sequence[dict[str, Any]] = (),
-) -> str:
-    """Render quoted chat messages with the chat template, for `tokenize_chat`."""
-    if not tokenizer.chat_template:
-        raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
-    try:
-        chat: str = tokenizer.apply_chat_template(
-            quoted,
-            tools=list(tools) or None,
-            add_generation_prompt=open_turn,
-            tokenize=False,
-            **template_arguments(tokenizer),
-        )
-    except Exception as error:  # a template may raise anything
-        raise ValueError(f"{where} does not fit the chat template: {tell(error)}") from error
-    return chat
-
-
-class _Vocabulary(NamedTuple):
-    """The special tokens of a tokenizer."""
-
-    names: list[str]  # a `QUOTE` has an index of this list
-    found: re.Pattern[str]  # any of the names
-    ids: set[int]
-
-
-@lru_cache(maxsize=4)
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
-    """Return a tokenizer's special tokens; `size` renews the cache when tokens are added."""
-    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Longer names come before their prefixes. Marks and quotes in a text are quoted too.
-    names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
-    found = re.compile("|".join(map(re.escape, names)))
-    return _Vocabulary(names, found, set(added))
-
-
-def _without_nulls(value: Any) -> Any:
-    """Copy messages without the nulls that Arrow adds, since all rows of a table have one type."""
-    if isinstance(value, list | tuple):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return value
-
-
-def _quote(value: Any, special: _Vocabulary) -> Any:
-    """Copy messages with a `QUOTE` in place of every special token's name."""
-    if isinstance(value, list | tuple):
-        return [_quote(item, special) for item in value]
-    if isinstance(value, Mapping):
-        return {
-            _quote(k, special): v if k == "role" and v in ROLES else _quote(v, special)
-            for k, v in value.items()
-        }
-    if value is not None and not isinstance(value, str | int | float):
-        value = str(value)  # as a template would render it
-    if isinstance(value, str):
-        return special.found.sub(
-            lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
-        )
-    return value
-
-
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
     """Tokenize a rendered chat; a `QUOTE` becomes the letters of the name."""
     first, *rest = QUOTE.split(chat)
@@ -248,11 +184,11 @@ def tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> 
 
 def spell(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
     """Return ids that spell the name with this number without using special tokens."""
-    vocabulary = _vocabulary(tokenizer, len(tokenizer))
-    name = vocabulary.names[int(number)]
+    special = special_tokens(tokenizer)
+    name = special.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = tokenize(tokenizer, name, where, **plain)["input_ids"]
-    if vocabulary.ids & set(ids):  # some vocabularies have the name as a piece
+    if special.ids & set(ids):  # some vocabularies have the name as a piece
         letters = [tokenize(tokenizer, letter, where, **plain) for letter in name]
         ids = [i for letter in letters for i in letter["input_ids"]]
     return ids

@@ -1,16 +1,25 @@
 """The data of a run: arguments in Python take precedence over config keys."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import yaml
 
 from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.rendering import prints_date, set_template
 from rlhf_pg.data.sources import Loaded, load_datasets, make_prompts, open_dataset
 
 Config: TypeAlias = PolicyGradientConfig | SupervisedConfig
+C = TypeVar("C", bound=PolicyGradientConfig | SupervisedConfig)
+
+logger = logging.getLogger(__name__)
 
 
 def settle_data(
@@ -76,6 +85,28 @@ def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[st
         for name, data in sets.items()
         if data is not None or not name
     }
+
+
+def with_date(args: C, tokenizer: Any, today: str) -> C:
+    """Return a config with the date that its chat template prints, if it prints one.
+
+    It is that of the first start of the run in `output_dir`, or of the one to resume, whose
+    `config.yaml` records it: on another day the same rows would have other tokens.
+    """
+    if args.chat_template_date is not None or not prints_date(tokenizer):
+        return args
+    day = today
+    resumed = Path(args.resume_from_checkpoint or "").parent.parent
+    for directory in (Path(args.output_dir), resumed):
+        file = directory / "config.yaml"
+        if file.is_file():
+            keys = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+            day = keys.get("chat_template_date") or day
+    if day != today:
+        logger.warning("chat_template_date: templates print %s, as at the run's first start", day)
+    args = replace(args, chat_template_date=day)
+    set_template(tokenizer, args)
+    return args
 
 
 def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:

@@ -14,10 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.data.chat import encode
+from rlhf_pg.data.chat import continues, encode
+from rlhf_pg.data.messages import read_tools
 
 logger = logging.getLogger(__name__)
 
+# Columns that only models with other inputs than text can use.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
@@ -63,7 +66,7 @@ def load_prompts(
             chat messages.
         long_prompts: "error" refuses longer prompts; "drop" leaves them out and logs how many.
         tools: schemas of the functions that the chats may call, or a function that returns those of
-            a row.
+            a row; by default the schemas in its column `tools`, if there is one.
         positions: the model's limit on a prompt with its completion.
 
     Raises:
@@ -78,15 +81,18 @@ def load_prompts(
         )
     tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
+    has_tools = bool(tools) or "tools" in dataset.column_names
+    continued = 0
     for row, prompt in enumerate(dataset["prompt"]):
         with about(f"row {row}"):
-            own = tools(dict(dataset[row])) if callable(tools) else tools
-        if tools and isinstance(prompt, str):
+            schemas = tools_of_row(tools, dataset[row]) if has_tools else ()
+        if schemas and isinstance(prompt, str):
             raise ValueError(
                 f"the prompt in row {row} is a string, but tools are called in a chat: make it a "
                 "list of messages"
             )
-        ids = encode(prompt, tokenizer, row, tools=own)
+        ids = encode(prompt, tokenizer, row, tools=schemas)
+        continued += continues(prompt)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             long.append(f"row {row} with {len(ids)} tokens")
         else:
@@ -99,6 +105,11 @@ def load_prompts(
     if long:
         logger.warning("dropped %d of %d prompts: too long", len(long), len(dataset))
         dataset = dataset.select(list(tokens))
+    if continued == len(dataset) > 0:
+        logger.warning(
+            "every prompt ends with a message of the assistant, which the policy continues: if it "
+            "is to answer the message before, take the last one out"
+        )
     if not tokens:
         raise ValueError(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
@@ -117,6 +128,31 @@ def load_prompts(
             "hold at least one row"
         )
     return prompts
+
+
+def tools_of_row(tools: Tools, row: Mapping[str, Any]) -> Schemas:
+    """Return the schemas of the functions that a row's chat may call: the run's, or its own in the
+    column `tools`; ValueError if there are both.
+    """
+    if callable(tools):
+        return tools(dict(row))
+    schemas = read_tools(row.get("tools"), "tools")
+    if tools and schemas:
+        raise ValueError("tools: the run has tools, and the row too: leave out one of them")
+    return tools or schemas
+
+
+def refuse_media(dataset: Dataset) -> None:
+    """Refuse columns with images and the like, on which nothing is trained (ValueError)."""
+    for name in dataset.column_names:
+        if name in MEDIA:
+            values = dataset.with_format("arrow")[:][name].to_pylist()  # not decoded
+            row = next((row for row, value in enumerate(values) if value), None)
+            if row is not None:
+                raise ValueError(
+                    f"row {row} has {name}, but models read only text here: take out the column, "
+                    "or the rows"
+                )
 
 
 def as_dataset(given: Any) -> Dataset:

@@ -12,7 +12,8 @@ from datasets import Dataset, DatasetDict
 from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.prompts import as_dataset, permutation
+from rlhf_pg.data.messages import of_sharegpt
+from rlhf_pg.data.prompts import as_dataset, permutation, refuse_media
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,9 @@ def with_prompts(
                 f"{', '.join(columns)}; double the braces of plain text"
             )
     changes = args.system_prompt is not None or args.apply_chat_template
+    if "prompt" in columns and not changes:
+        first = next((prompt for prompt in data["prompt"] if isinstance(prompt, list)), None)
+        changes = "system" in columns or bool(first and "from" in first[0])
     if template is None and not (changes and "prompt" in columns):
         return data
     prompts = [_prompt(row, number, names, args, key) for number, row in enumerate(data)]
@@ -199,7 +203,13 @@ def with_prompts(
 def _prompt(
     row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
 ) -> Any:
-    prompt, system, template = row.get("prompt"), args.system_prompt, getattr(args, key)
+    prompt, template = row.get("prompt"), getattr(args, key)
+    where = f"the prompt in row {number}"
+    if isinstance(prompt, list):
+        prompt = [
+            of_sharegpt(message, where) if "from" in message else message for message in prompt
+        ]
+    system = system_of(row, args) if "system" not in names else args.system_prompt
     if template is not None:
         for name in names:
             if row.get(name) is None:
@@ -215,11 +225,11 @@ def _prompt(
                 f"{key} cannot be filled with row {number}: {tell(error)}. Double the "
                 "braces of plain text"
             ) from error
-    if isinstance(prompt, str) and (args.apply_chat_template or system is not None):
+    if isinstance(prompt, str) and (args.apply_chat_template or args.system_prompt is not None):
         prompt = [{"role": "user", "content": prompt}]
     if system is None or not isinstance(prompt, list):
         return prompt
-    return with_system(prompt, system, f"the prompt in row {number}")
+    return with_system(prompt, system, where)
 
 
 def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Dataset:
@@ -228,7 +238,9 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     """
     template = getattr(args, PRIVILEGED, None) or ""
     with about(what):
-        made = with_prompts(given := as_dataset(data), args, of_texts)
+        given = as_dataset(data)
+        refuse_media(given)
+        made = with_prompts(given, args, of_texts)
         has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):
             return made
@@ -241,9 +253,20 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
         return made.add_column(PRIVILEGED, hidden)
 
 
+def system_of(row: Mapping[str, Any], args: DataConfig) -> str | None:
+    """Return the system message of a row's chat: its column `system`, or else `system_prompt`;
+    ValueError if there are both.
+    """
+    column = row.get("system") or None
+    if column is not None and args.system_prompt is not None:
+        raise ValueError("system_prompt: the data have a column system: leave out one of them")
+    return args.system_prompt if column is None else column
+
+
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
     """Put a system message before a conversation; ValueError if it has one already."""
-    if any(isinstance(said, Mapping) and said.get("role") == "system" for said in messages):
+    roles = [m.get("role", m.get("from")) for m in messages if isinstance(m, Mapping)]
+    if "system" in roles:
         raise ValueError(
             f"system_prompt: {where} has a system message already: leave system_prompt out"
         )

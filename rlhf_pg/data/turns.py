@@ -9,7 +9,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_pg.data.chat import QUOTE, quote_chat, render, spell, template_arguments, tokenize
+from rlhf_pg.boundary.quoted import show
+from rlhf_pg.data.chat import spell, tokenize
+from rlhf_pg.data.messages import WEIGHTS, normalise
+from rlhf_pg.data.rendering import (
+    QUOTE,
+    last_turn,
+    prepare,
+    render,
+    special_tokens,
+    template_arguments,
+    template_of,
+)
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -22,6 +33,8 @@ def encode_turns(
     where: str,
     read: int = 0,
     assistant_only: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
+    append_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """Encode a closed chat; return its ids, and the mask of those to train on.
 
@@ -30,49 +43,110 @@ def encode_turns(
     special token in a message is only text, as in `rlhf_pg.data.chat.encode`.
 
     Args:
-        read: number of messages at the start that are not trained on, such as the prompt.
+        read: number of messages at the start that are not trained on, such as the prompt; others
+            are not if they have `weight: 0` or `train: false`.
+        append_eos: end the chat by the EOS if its template does not end the assistant's last turn.
 
     Raises:
-        ValueError: there is no chat template, the messages do not fit it, or its turns cannot be
-            separated.
+        ValueError: there is no chat template, the messages do not fit it, words that are trained on
+            are not shown, or its turns cannot be separated.
     """
-    quoted = quote_chat(list(messages), tokenizer, where)
-    whole = render(tokenizer, quoted, where)
+    chat = normalise(messages, where)
+    learnt = [is_learnt(message, where) for message in chat]
+    chat = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat]
+    spoken = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
+    whole_turns = [n for n in spoken if n >= read and learnt[n]]
+    shown = prepare(chat, tokenizer, where, tools, whole_turns)
+    quoted = shown.messages
+    last = len(chat) - 1
+    hides_learnt = shown.hides_last and last in whole_turns
+    if hides_learnt:
+        whole = "".join(last_turn(shown, tokenizer, where, tools))
+    else:
+        whole = render(tokenizer, quoted, where, tools=tools)
 
     def length(count: int, closed: bool) -> int:
         """Return the length of the text up to a message, or up to the opening of its turn."""
         if count == 0 and not closed:
             return 0
-        text = render(tokenizer, quoted[:count], where, open_turn=not closed)
+        if count > last:
+            return len(whole)
+        text = render(tokenizer, quoted[:count], where, open_turn=not closed, tools=tools)
         if not whole.startswith(text):
             raise ValueError(
                 f"{where}: the chat template renders the first {count} messages differently if "
                 "more follow, so the policy's words cannot be separated from the rest. Use a "
                 "template with {% generation %} tags around the assistant's words and the same "
-                "history in every turn, or train on all tokens (assistant_only_loss and "
-                "completion_only_loss: false)"
+                "history in every turn (chat_template), or train on all tokens "
+                "(assistant_only_loss and completion_only_loss: false)"
             )
         return len(text)
 
-    spoken = [n for n, said in enumerate(quoted) if said.get("role") == "assistant"]
+    def turn(number: int) -> Span:
+        return length(number, closed=False), length(number + 1, closed=True)
+
     start = length(read, closed=False)
     spans = [(start, len(whole))]
-    template = tokenizer.get_chat_template()
-    if assistant_only and GENERATION.search(template):
+    template = template_of(tokenizer, tools)
+    tagged = assistant_only and GENERATION.search(template) and not hides_learnt
+    if tagged:
         names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
         _, [spans] = render_jinja_template(
-            [quoted], chat_template=template, return_assistant_tokens_mask=True, **names
+            [quoted],
+            tools=list(tools) or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **names,
         )
     elif assistant_only:
-        spans = [(length(n, closed=False), length(n + 1, closed=True)) for n in spoken]
-    learnt = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
+        spans = [turn(n) for n in spoken]
+    unlearnt = [n for n in range(read, len(chat)) if not learnt[n]]
+    if tagged and len(spans) == len(spoken):  # these turns need not be told apart
+        left_out = [spans[spoken.index(n)] for n in unlearnt if n in spoken]
+    else:
+        left_out = [turn(n) for n in unlearnt]
+    learnt_spans = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
     openings = [start]
     for number in spoken:
         if number > read:
             with suppress(ValueError):  # the template renders this turn differently
                 openings.append(length(number, closed=False))
     ids, places = _tokenize_turns(whole, openings, tokenizer, where)
-    mask = [any(first < stop and end > begin for begin, stop in learnt) for first, end in places]
+    mask = [_overlaps(p, learnt_spans) and not _overlaps(p, left_out) for p in places]
+    return _with_ends(ids, mask, tokenizer, assistant_only, append_eos and last in whole_turns)
+
+
+def is_learnt(message: Mapping[str, Any], where: str) -> bool:
+    """Return whether a message is trained on, by its `weight` (0 or 1) or `train`."""
+    values = [message[key] for key in WEIGHTS if key in message]
+    for value in values:
+        if value not in (0, 1):
+            raise ValueError(f"{where}: weight of a message must be 0 or 1, got {show(value)}")
+    return all(values)
+
+
+def _overlaps(place: Span, spans: Sequence[Span]) -> bool:
+    return any(place[0] < end and place[1] > first for first, end in spans)
+
+
+def _with_ends(
+    ids: list[int],
+    mask: list[bool],
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only: bool,
+    append_eos: bool,
+) -> tuple[list[int], list[bool]]:
+    """Teach the end of turns whose template ends them by the next turn's first token, or not at
+    all: such turns are followed by a special token, or by the EOS.
+    """
+    special = special_tokens(tokenizer).ids
+    for place, (here, behind) in enumerate(pairwise(ids)):
+        is_end = assistant_only and mask[place] and not mask[place + 1]
+        if is_end and here not in special and behind in special:
+            mask[place + 1] = True
+    count = len(mask) - mask[::-1].index(True) if True in mask else 0
+    if append_eos and count and ids[count - 1] not in special:
+        return [*ids[:count], tokenizer.eos_token_id], [*mask[:count], True]
     return ids, mask
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
 from os import PathLike
@@ -23,9 +23,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary.quoted import about as about
@@ -34,7 +36,7 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.chat import set_template
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread, is_plain
 from rlhf_pg.models.streaming import empty_model, zeros_in_place
 
@@ -181,6 +183,9 @@ def load_model(
         check_kind(adapted)
         if has_tokenizer(name):  # the base model's may lack a chat template
             adapted.name_or_path = name
+        if (Path(name) / GENERATION_CONFIG_NAME).exists():  # tokens that end a turn
+            bare: Any = adapted.get_base_model()
+            bare.generation_config = GenerationConfig.from_pretrained(name)
         return _cast(adapted, dtype)
     check_options(name, options, trust_remote_code)
     if empty and not (is_gguf(name) or quantization_config or options.keys() - {ATTENTION}):
@@ -376,9 +381,11 @@ def load_tokenizer(
     revision: str | None = None,
     key: str = "processing_class",
     needs_eos: bool = True,
+    eos_token: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or load the one saved beside the model; ValueError if it has no
-    EOS or pad token (`pad_token` is missing or unknown), or ids beyond the model's embedding rows.
+    EOS or pad token, `eos_token` or `pad_token` is unknown, or ids are beyond the model's embedding
+    rows.
     """
     if tokenizer is None:
         path = model.name_or_path
@@ -388,9 +395,11 @@ def load_tokenizer(
         tokenizer = tokenizer_from_pretrained(
             path, trust_remote_code=trust_remote_code, revision=revision
         )
+    if eos_token is not None:
+        _check_token("eos_token", eos_token, tokenizer)
+        tokenizer.eos_token = eos_token
     if tokenizer.pad_token_id is None and pad_token is not None:
-        if pad_token not in tokenizer.get_vocab():
-            raise ValueError(f"pad_token {pad_token!r} is not a token of the tokenizer")
+        _check_token("pad_token", pad_token, tokenizer)
         tokenizer.pad_token = pad_token
     eos, id_ = tokenizer.eos_token, tokenizer.eos_token_id
     # A token that the tokenizer does not have gets the id of the unknown token.
@@ -398,7 +407,7 @@ def load_tokenizer(
     if needs_eos and is_missing:
         raise ValueError(
             f"the tokenizer has no EOS token{'' if eos is None else ' ' + show(eos)}, so no "
-            "completion could end: set processing_class.eos_token to one of its tokens"
+            "completion could end: set eos_token to one of its tokens"
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
@@ -409,6 +418,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def _check_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    if token not in tokenizer.get_vocab():
+        near = nearest(token, tokenizer.all_special_tokens)
+        raise ValueError(f"{key} {token!r} is not a token of the tokenizer{near}")
+
+
 def tokenizer_of(
     args: PolicyGradientConfig | SupervisedConfig,
     model: PreTrainedModel,
@@ -416,9 +431,16 @@ def tokenizer_of(
     needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or `load_tokenizer` by a config, with its template arguments."""
-    how = args.pad_token, args.trust_remote_code, args.model_init_kwargs.get("revision")
-    tokenizer = load_tokenizer(given, model, *how, needs_eos=needs_eos)
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        given,
+        model,
+        args.pad_token,
+        args.trust_remote_code,
+        args.model_init_kwargs.get("revision"),
+        needs_eos=needs_eos,
+        eos_token=args.eos_token,
+    )
+    set_template(tokenizer, args)
     return tokenizer
 
 
@@ -460,8 +482,20 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
         )
 
 
+def add_stop_tokens(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Make tokens end completions, also of the model as it is saved: its generation config."""
+    config = model.generation_config
+    known = _eos_token_ids(config)
+    config.eos_token_id = sorted({*known, *ids})
+
+
+def _eos_token_ids(config: Any) -> list[int]:
+    ids = getattr(config, "eos_token_id", None)
+    if isinstance(ids, int):
+        return [ids]
+    return list(ids or ())
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return all ids that end a completion: the tokenizer's EOS and the generation config's."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    more = own if isinstance(own, list) else [] if own is None else [own]
-    return sorted({tokenizer.eos_token_id, *more})
+    return sorted({tokenizer.eos_token_id, *_eos_token_ids(model.generation_config)})

@@ -21,7 +21,6 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
 from rlhf_pg.rewards.named import PYTHON, make_rewards
 from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer, trainer_type
-from rlhf_pg.trainers.sampler import prompt_and_completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +179,7 @@ class Replay:
         if self.has_episodes:
             prompt_of = [tokenizer.decode(prompts[i]) for i in mine]
         texts = [
-            prompt_and_completion(prompt, own, tokenizer)
+            trainer.sampler.prompt_and_completion(prompt, own)
             for prompt, own in zip(prompt_of, ids, strict=True)
         ]
         return batch.with_columns(

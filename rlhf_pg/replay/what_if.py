@@ -33,6 +33,7 @@ OTHER_RUN = (
         "rollout_engine",
     ),
     *("teacher_model_name_or_path", "privileged_prompt"),
+    *("chat_template", "chat_template_date", "eos_token"),
 )
 
 

@@ -133,6 +133,7 @@ def encode_whole(
     row: int,
     eos: bool = False,
     cut: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Encode prompt and completion, both strings or both chat messages, as token ids.
 
@@ -145,7 +146,8 @@ def encode_whole(
             f"got {prompt!r} and {completion!r}"
         )
     text = prompt + completion
-    ids = encode(text, tokenizer, row, "text", open_turn=cut and continues(text))
+    open_turn = cut and continues(text)
+    ids = encode(text, tokenizer, row, "text", open_turn=open_turn, tools=tools)
     return with_eos(ids, tokenizer) if eos and isinstance(text, str) else ids
 
 

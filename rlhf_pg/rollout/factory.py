@@ -177,6 +177,7 @@ def new_episode_runner(
         "tokenizer": tokenizer,
         "stop_token_ids": models.stop_token_ids(model, tokenizer),
         "max_turns": args.max_turns,
+        "skip_special_tokens": args.skip_special_tokens,
     }
     if has_agent:
         if has_turns:

@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Any
 
 import torch
@@ -133,6 +133,11 @@ class Runtime:
     def gather_objects(self, own: Any) -> list[Any]:
         """Return the picklable objects of all processes in order of rank."""
         return list(gather_object([own]))
+
+    def today(self) -> str:
+        """Return the date of the first process, such as 2026-11-29."""
+        today: str = self.gather_objects(date.today().isoformat())[0]
+        return today
 
     def all_reduce_max(self, x: int) -> int:
         """Take the maximum over all processes."""

@@ -28,11 +28,19 @@ from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import SHARE, with_system
+from rlhf_pg.data.sources import SHARE, system_of, with_system
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.supervised.examples import left_over, load_all, settle_data
+from rlhf_pg.supervised.examples import (
+    left_over,
+    load_all,
+    refuse_columns_of_chats,
+    repeats,
+    settle_data,
+    split_repeated,
+)
 from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
@@ -117,8 +125,8 @@ def train_reward_model(
     data = settle_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args)
     check_head(scorer, "the reward model")
-    tokenizer, pairs, held_out = load_all(
-        load_pairs, args, scorer, processing_class, data, needs_eos=False
+    args, tokenizer, pairs, held_out = load_all(
+        load_pairs, args, scorer, processing_class, data, runtime.today(), needs_eos=False
     )
     scorer.config.pad_token_id = tokenizer.pad_token_id
     trained = scorer if adapter is None else _adapt(scorer, adapter, args.dtype)
@@ -182,16 +190,33 @@ def load_pairs(
 def _tokenize_pair(
     pair: Mapping[str, Any], args: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, row: int
 ) -> Pair:
+    has_prompt = "prompt" in pair
+    prompt = pair.get("prompt")
+    tools = read_tools(pair.get("tools"), f"tools in row {row}")
+    repeated = repeats(prompt, pair["chosen"]) and repeats(prompt, pair["rejected"])
     both = []
     for key in ("chosen", "rejected"):
+        where = f"{key} in row {row}"
         text = pair[key]
-        if "prompt" in pair:
-            prompt, text = _without_repeats(pair["prompt"], text)
-            both.append(encode_whole(prompt, text, tokenizer, row, args.append_eos))
+        asked = prompt
+        if isinstance(text, str) and repeated:
+            text = text.removeprefix(str(prompt))
+        if isinstance(text, str) and isinstance(prompt, list):
+            text = [{"role": "assistant", "content": text}]
+        if isinstance(text, list) and isinstance(prompt, str):
+            asked = [{"role": "user", "content": prompt}]
+        if isinstance(text, list) and isinstance(asked, list):
+            asked, text = split_repeated(asked, text, where)
+        if has_prompt:
+            ids = encode_whole(asked, text, tokenizer, row, args.append_eos, tools=tools)
+            both.append(ids)
             continue
-        if args.system_prompt is not None and isinstance(text, list):
-            text = with_system(text, args.system_prompt, f"{key} in row {row}")
-        ids = encode(text, tokenizer, row, key, open_turn=False)
+        system = system_of(pair, args)
+        if system is not None and isinstance(text, list):
+            text = with_system(text, system, where)
+        if isinstance(text, str):
+            refuse_columns_of_chats(pair, args, row)
+        ids = encode(text, tokenizer, row, key, open_turn=False, tools=tools)
         ends = args.append_eos and isinstance(text, str)
         both.append(with_eos(ids, tokenizer) if ends else ids)
     if both[0] == both[1]:
@@ -203,28 +228,6 @@ def _tokenize_pair(
     if (margin := finite(given)) is None:
         raise ValueError(f"the margin in row {row} must be a finite number, got {show(given)}")
     return Pair(array("i", both[0]), array("i", both[1]), margin)
-
-
-def _without_repeats(prompt: Any, text: Any) -> tuple[Any, Any]:
-    """Return prompt and text as messages if either is, without messages in both: public datasets
-    repeat the prompt as text beside whole conversations.
-    """
-    if isinstance(text, str) and isinstance(prompt, list):
-        return prompt, [{"role": "assistant", "content": text}]
-    if isinstance(text, list) and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not (isinstance(text, list) and isinstance(prompt, list)):
-        return prompt, text
-    asked, said = ([_role_and_content(message) for message in turns] for turns in (prompt, text))
-    bare = [turn for turn in asked if turn[0] != "system"]
-    if said and said[0][0] == "system" and said[1 : len(bare) + 1] == bare:
-        return text[: len(bare) + 1], text[len(bare) + 1 :]
-    return prompt, text[len(bare) :] if said[: len(bare)] == bare else text
-
-
-def _role_and_content(message: Any) -> tuple[Any, Any]:
-    is_message = isinstance(message, Mapping)
-    return (message.get("role"), message.get("content")) if is_message else (None, message)
 
 
 class Preference(Objective):

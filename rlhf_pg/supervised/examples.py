@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
@@ -13,15 +13,17 @@ from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.inputs import load_data, make_sets
+from rlhf_pg.data.inputs import load_data, make_sets, with_date
+from rlhf_pg.data.messages import normalise, read_tools
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import make_prompts, with_system
+from rlhf_pg.data.sources import make_prompts, system_of, with_system
 from rlhf_pg.data.turns import encode_turns
 from rlhf_pg.models import about, max_positions, tokenizer_of
 
 UNLABELLED = -100  # the label that losses of transformers ignore
 
 Made = TypeVar("Made")
+S = TypeVar("S", bound=SupervisedConfig)
 Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 Marked = tuple[list[int], list[bool]]  # token ids, and the mask of those to train on
 
@@ -41,6 +43,7 @@ class ExampleMaker:
     args: SFTConfig
     columns: Sequence[str]
     limit: int | None  # most tokens of an example
+    repeats_prompt: bool = False  # every completion begins with its prompt, which is not learnt
 
     @property
     def completion(self) -> str | None:
@@ -53,10 +56,11 @@ class ExampleMaker:
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None:
-            ids, mask = self._complete(row["prompt"], row[self.completion], number)
+            ids, mask = self._complete(row, row[self.completion], number)
         elif "messages" in self.columns:
-            ids, mask = self._chat(row["messages"], 0, f"messages in row {number}")
+            ids, mask = self._chat(row, row["messages"], 0, f"messages in row {number}")
         else:
+            refuse_columns_of_chats(row, self.args, number)
             ids, mask = self._text("", row["text"], number)
         if not any(mask[1:]):  # nothing predicts the first token
             raise ValueError(
@@ -75,10 +79,14 @@ class ExampleMaker:
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
 
-    def _complete(self, prompt: Any, completion: Any, number: int) -> Marked:
+    def _complete(self, row: Mapping[str, Any], completion: Any, number: int) -> Marked:
+        prompt = row["prompt"]
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
         if isinstance(prompt, str) and isinstance(completion, str):
+            refuse_columns_of_chats(row, self.args, number)
+            if self.repeats_prompt:
+                completion = completion.removeprefix(prompt)
             return self._text(prompt, completion, number)
         if isinstance(prompt, list) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -88,15 +96,26 @@ class ExampleMaker:
                 f"{self.completion} too, or text after messages; got {show(prompt)} and "
                 f"{show(completion)}"
             )
+        where = f"prompt in row {number}"
+        prompt, completion = split_repeated(prompt, completion, where)
         read = 0 if self.args.completion_only_loss is False else len(prompt)
-        return self._chat([*prompt, *completion], read, f"prompt in row {number}")
+        return self._chat(row, [*prompt, *completion], read, where)
 
-    def _chat(self, messages: Any, read: int, where: str) -> Marked:
+    def _chat(self, row: Mapping[str, Any], messages: Any, read: int, where: str) -> Marked:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
             raise ValueError(f"{where} must be a list of messages, got {show(messages)}")
-        if self.completion is None and self.args.system_prompt is not None:
-            messages = with_system(messages, self.args.system_prompt, where)
-        return encode_turns(messages, self.tokenizer, where, read, self.args.assistant_only_loss)
+        system = system_of(row, self.args)
+        if self.completion is None and system is not None:
+            messages = with_system(messages, system, where)
+        return encode_turns(
+            messages,
+            self.tokenizer,
+            where,
+            read,
+            self.args.assistant_only_loss,
+            read_tools(row.get("tools"), f"{where}: tools"),
+            self.args.append_eos,
+        )
 
     def _text(self, prompt: str, text: Any, number: int) -> Marked:
         """Encode text after a prompt, tokenized together if that keeps the prompt's tokens."""
@@ -125,8 +144,13 @@ def load_examples(
     """
     with about(name):
         data = as_dataset(data)
+        if "conversations" in data.column_names and "messages" not in data.column_names:
+            data = data.rename_column("conversations", "messages")  # ShareGPT's name
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
+        if maker.completion is not None:
+            pairs = zip(data["prompt"], data[maker.completion], strict=True)
+            maker = replace(maker, repeats_prompt=all(repeats(*pair) for pair in pairs))
         has_prompts = maker.completion is not None
         if not has_prompts and not {"messages", "text"} & set(columns):
             raise ValueError(
@@ -140,6 +164,36 @@ def load_examples(
             )
         made = [maker(row, number) for number, row in enumerate(data)]
     return left_over(made, name)
+
+
+def repeats(prompt: Any, text: Any) -> bool:
+    """Return whether a text begins with its prompt."""
+    is_text = isinstance(prompt, str) and isinstance(text, str)
+    return is_text and bool(prompt) and text.startswith(prompt)
+
+
+def split_repeated(prompt: Any, text: Any, where: str) -> tuple[list[Any], list[Any]]:
+    """Return the messages of a prompt and those that follow it, which may be a whole conversation
+    that begins with the prompt, as in many public datasets.
+    """
+    prompt = normalise(prompt, where)
+    text = normalise(text, where)
+    bare = [message for message in prompt if message["role"] != "system"]
+    system = [message for message in text[:1] if message["role"] == "system"]
+    if system and text[1 : len(bare) + 1] == bare:
+        return text[: len(bare) + 1], text[len(bare) + 1 :]
+    return prompt, text[len(bare) :] if text[: len(bare)] == bare else text
+
+
+def refuse_columns_of_chats(row: Mapping[str, Any], args: SupervisedConfig, number: int) -> None:
+    """Refuse columns of a text that only a chat can obey (ValueError)."""
+    for column in ("system", "tools"):
+        is_in_prompt = f"{{{column}" in (args.prompt_template or "")
+        if row.get(column) and not is_in_prompt:
+            raise ValueError(
+                f"row {number} is text, but its column {column} is for chats: give messages, or "
+                "take the column out"
+            )
 
 
 def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> list[Made]:
@@ -164,15 +218,21 @@ def settle_data(
 
 def load_all(
     load: Callable[..., Any],
-    args: SupervisedConfig,
+    args: S,
     model: PreTrainedModel,
     processing_class: PreTrainedTokenizerBase | None,
     data: tuple[Dataset, Mapping[str, Dataset]],
+    today: str,
     needs_eos: bool = True,
-) -> tuple[PreTrainedTokenizerBase, Any, dict[str, Any]]:
-    """Return the tokenizer, and what `load` makes of the training data and of the held-out sets."""
+) -> tuple[S, PreTrainedTokenizerBase, Any, dict[str, Any]]:
+    """Return the config with the date that the chat template prints, the tokenizer, and what `load`
+    makes of the training data and of the held-out sets.
+    """
+    train, held_out = data
     tokenizer = tokenizer_of(args, model, processing_class, needs_eos)
+    args = with_date(args, tokenizer, today)
     limits = [n for n in (args.max_length, max_positions(model)) if n is not None]
     make = partial(load, args=args, tokenizer=tokenizer, limit=min(limits, default=None))
-    train, sets = make(data[0], name="train_dataset"), data[1].items()
-    return tokenizer, train, {n: make(own, name=f"eval_dataset {n}".rstrip()) for n, own in sets}
+    examples = make(train, name="train_dataset")
+    sets = {name: make(own, name=f"eval_dataset {name}".rstrip()) for name, own in held_out.items()}
+    return args, tokenizer, examples, sets

@@ -19,6 +19,7 @@ from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.batch import pad_rows
+from rlhf_pg.data.rendering import special_tokens
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     UNLABELLED,
@@ -71,8 +72,29 @@ def train_sft(
         raise ValueError("no model: give model=... or the key model_name_or_path")
     dtype = weight_dtype(args) if peft_config is None else None  # frozen weights are not updated
     policy = models.policy_of(model, args, runtime.loading_device, peft_config, dtype=dtype)
-    tokenizer, examples, held_out = load_all(load_examples, args, policy, processing_class, data)
+    args, tokenizer, examples, held_out = load_all(
+        load_examples, args, policy, processing_class, data, runtime.today()
+    )
+    ends = learn_stops(policy, tokenizer, examples)
+    if ends and runtime.is_main:
+        names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
+        print(f"{names} ends what is learnt: from now on it ends completions of this model too")
     return fit(args, policy, tokenizer, examples, held_out, runtime)
+
+
+def learn_stops(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
+) -> list[int]:
+    """Make the special tokens with which examples end stop tokens of the model, as it is saved too;
+    return those that were not, for the tokenizer either.
+    """
+    special = special_tokens(tokenizer).ids
+    learnt = [np.asarray(example["labels"]) for example in examples]
+    lasts = {int(labels[labels != UNLABELLED][-1]) for labels in learnt}
+    ends = sorted(lasts & special)
+    known = models.stop_token_ids(model, tokenizer)
+    models.add_stop_tokens(model, ends)
+    return [end for end in ends if end not in known]
 
 
 def fit(

@@ -21,7 +21,8 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bind
 from rlhf_pg.config.files import absolute, names_function
 from rlhf_pg.data import PromptSampler
-from rlhf_pg.data.inputs import load_texts, settle_data
+from rlhf_pg.data.inputs import load_texts, settle_data, with_date
+from rlhf_pg.data.rendering import warn_of_turn_end
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.models import Models, Reference, adapter_of, assemble, policy_of, streaming
@@ -154,6 +155,9 @@ def build(trainer: Any, given: Any) -> None:
         )
     tokenizer = models.tokenizer_of(args, trainer.model, given.processing_class)
     trainer.processing_class = tokenizer
+    trainer.args = args = with_date(args, tokenizer, runtime.today())
+    if args.eos_token is not None:
+        models.add_stop_tokens(trainer.model, [tokenizer.eos_token_id])
     trainer.episode_runner = factory.new_episode_runner(
         *(args, tools or (), environments, trainer.model, tokenizer, agent_program, bool(rewards))
     )
@@ -252,6 +256,8 @@ def build(trainer: Any, given: Any) -> None:
         room = None if limit is None else limit - least
         runner = dataclasses.replace(runner, longest_prompt=room)
     stops = models.stop_token_ids(trainer.model, tokenizer)
+    if trainer.trains and runtime.is_main and not isinstance(prompts.rows[0]["prompt"], str):
+        warn_of_turn_end(tokenizer, stops)
     whole = trainer.learner.full_policy
     weights, save = whole.module, None
     if hasattr(weights, "stored") and trainer.peft_config is None:  # no process has it whole

@@ -17,7 +17,7 @@ from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import whole_turn
+from rlhf_pg.data.chat import text_of_completion, whole_turn
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
@@ -200,7 +200,7 @@ class Sampler:
             if has_episodes and not isinstance(prompt, str):
                 texts.append(whole_turn(prompt, one.messages))
             else:
-                texts.append(prompt_and_completion(prompt, one.tokens, self.tokenizer))
+                texts.append(self.prompt_and_completion(prompt, one.tokens))
         batch = Batch.from_tokens(
             prompts=tokens,
             completions=[one.tokens for one in said],
@@ -268,6 +268,14 @@ class Sampler:
             environments=environments or None,
             state=self.progress(),
         )
+
+    def prompt_and_completion(self, prompt: Any, ids: Sequence[int]) -> tuple[Any, Any]:
+        """Return a prompt and its single-turn completion, both as text or both as messages."""
+        skips = self.args.skip_special_tokens
+        text = text_of_completion(ids, self.tokenizer, skips, self.stop_token_ids)
+        if isinstance(prompt, str):
+            return prompt, text
+        return whole_turn(prompt, [{"role": "assistant", "content": text}])
 
     def settle(
         self, errors: Sequence[str | None] = ()
@@ -386,16 +394,6 @@ def gathered_for(
     if policy is None or engine.gathers == "none":
         return nullcontext()
     return policy.gathered(device, engine.gathers == "trained")
-
-
-def prompt_and_completion(
-    prompt: Any, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[Any, Any]:
-    """Return a prompt and its single-turn completion, both as text or both as messages."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    if isinstance(prompt, str):
-        return prompt, text
-    return whole_turn(prompt, [{"role": "assistant", "content": text}])
 
 
 def merge_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:

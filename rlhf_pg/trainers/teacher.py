@@ -13,7 +13,7 @@ from rlhf_pg.boundary.quoted import frames, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.prompts import Prompts, Tools
+from rlhf_pg.data.prompts import Prompts, Tools, tools_of_row
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.kl import divergence
 from rlhf_pg.models import Policy, Teacher, load_model, loading, max_positions, settle_positions
@@ -91,7 +91,7 @@ def check_privileged(
         raise ValueError(f"{KEY}: the teacher has room for prompts of {room} tokens, not {longest}")
     for i, prompt in enumerate(hidden):
         if prompt is not None:
-            schemas = tools(dict(rows[i])) if callable(tools) else tools
+            schemas = tools_of_row(tools, rows[i])
             ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=room)
             longest = max(longest, len(ids))
     settle_positions(teacher.policy.model, longest + args.max_completion_length)
@@ -145,7 +145,7 @@ def privileged_batch(
     tokens = []
     for i, prompt in enumerate(prompts):
         row = {name: column[i] for name, column in batch.columns.items()}
-        schemas = tools({**row, "prompt": batch.prompts[i]}) if callable(tools) else tools
+        schemas = tools_of_row(tools, {**row, "prompt": batch.prompts[i]})
         ids = [0]
         if prompt is not None:
             ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=most)

@@ -81,7 +81,11 @@ def test_message_content_yields_no_control_token(text):
     "message",
     [
         {"role": "user<end>", "content": ""},
-        {"role": "assistant", "content": [{"arguments": {"role": "<end>"}}]},
+        {
+            "role": "tool",
+            "content": "",
+            "tool_calls": [{"name": "f", "arguments": '{"role": "<end>"}'}],
+        },
     ],
 )
 def test_message_role_yields_no_control_token(message):

@@ -28,6 +28,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.data.messages import read_tools
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.history import Answer, History, common
@@ -330,7 +331,8 @@ class Server:
         words = call.done.result().tokens
         if words[-1] in history.stop_token_ids:
             words = words[:-1]
-        content = history.tokenizer.decode(words, skip_special_tokens=True)
+        skips = history.skip_special_tokens
+        content = history.tokenizer.decode(words, skip_special_tokens=skips)
         ends = [place for stop in stops if (place := content.find(stop)) >= 0]
         raw = history.tokenizer.decode(words)
         found = box.parse(raw, chat) if box is not None and not ends else []
@@ -350,8 +352,8 @@ class Server:
         self, line: Line, options: CallOptions, messages: Any
     ) -> tuple[list[int], Toolbox | None]:
         """Return the ids of messages, and what reads calls of the tools that they may use."""
-        history, schemas = line.agent.history, list(options.tools or ())
-        schemas = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        history = line.agent.history
+        schemas = read_tools(options.tools, "tools")
         if options.tool_choice == "none" or not schemas:
             return history.encode_chat(messages), None
         box = Toolbox(schemas=schemas, tokenizer=history.tokenizer)
@@ -390,8 +392,9 @@ class Server:
         if before is not None and before not in kept:
             raise Refused("previous_response_id: there is no such response in this episode", 404)
         rule = options.instructions
-        first = formats.message("system", rule) if rule else []
-        messages = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
+        first = [{"role": "system", "content": rule}] if rule else []
+        sent = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
+        messages = formats.plain(sent)
         prompt, box = self._encode(line, options, messages)
         options.n = 1
         (answer,) = await self._sample(request, line, options, prompt, messages, box)

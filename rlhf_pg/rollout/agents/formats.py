@@ -1,59 +1,48 @@
 """OpenAI's formats: chat completions, completions and responses."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pg.data.messages import normalise
 from rlhf_pg.rollout.agents.history import Answer
 
 MODEL = "policy"
 
 
-def message(role: str, content: Any, **more: Any) -> list[dict[str, Any]]:
-    """Return one message whose content is text; ValueError if a part of it is not text."""
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the content of a message of {role} must be text")
-    return [{"role": role, "content": "".join(map(str, texts)), **more}]
-
-
 def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with text as content and arguments of calls as objects."""
-    chat = []
-    for one in messages:
-        more = {key: one[key] for key in ("name", "tool_call_id") if one.get(key)}
-        if one.get("tool_calls"):
-            more["tool_calls"] = [
-                {**call, "function": {**own, "arguments": json.loads(own.get("arguments") or "{}")}}
-                for call in one["tool_calls"]
-                for own in [call["function"]]
-            ]
-        chat += message(one["role"], one.get("content"), **more)
-    if not chat:
+    """Return messages with text as content and arguments of calls as objects.
+
+    The name of a participant, which clients may send, is left out: no template shows it.
+    """
+    if not messages:
         raise ValueError("messages: at least one is needed")
+    chat = normalise(messages, "messages")
+    for message in chat:
+        if message["role"] != "tool":
+            message.pop("name", None)
     return chat
 
 
 def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of the input of a response."""
     if isinstance(items, str):
-        return message("user", items)
+        return [{"role": "user", "content": items}]
     chat: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            chat += message(item["role"], item["content"])
+            chat.append({"role": item["role"], "content": item["content"]})
         elif kind == "function_call":
-            own = {"name": item["name"], "arguments": json.loads(item["arguments"] or "{}")}
-            call = {"id": item["call_id"], "type": "function", "function": own}
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
             if not (chat and chat[-1]["role"] == "assistant"):
-                chat += message("assistant", None)
+                chat.append({"role": "assistant", "content": ""})
             chat[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            chat += message("tool", item["output"], tool_call_id=item["call_id"])
+            answer = {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
+            chat.append(answer)
         elif kind != "reasoning":
             raise ValueError(f"input: items of type {kind} are not supported")
     return chat

@@ -16,7 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data.chat import MARK, encode, quote_chat, render, tokenize, tokenize_chat
+from rlhf_pg.data.chat import encode, tokenize, tokenize_chat
+from rlhf_pg.data.messages import normalise
+from rlhf_pg.data.rendering import MARK, prepare, quote, render, with_mark
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
@@ -70,6 +72,7 @@ class History:
     stop_token_ids: Sequence[int]
     answers: list[Answer] = field(default_factory=list)
     encoded_again: int = 0  # tokens of what the policy has said
+    skip_special_tokens: bool = True  # in the text of an answer without calls
 
     def _words(self, answer: Answer, text: str) -> list[int]:
         """Return the first ids of an answer, which are its `text`; none if a token is cut."""
@@ -80,7 +83,8 @@ class History:
         return words[:last] if decode(words[:last]) == text else []
 
     def _decode(self, answer: Answer) -> Callable[[list[int]], str]:
-        return partial(self.tokenizer.decode, skip_special_tokens=not answer.calls)
+        skips = self.skip_special_tokens and not answer.calls
+        return partial(self.tokenizer.decode, skip_special_tokens=skips)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, which may begin with an earlier prompt and its answer."""
@@ -105,25 +109,29 @@ class History:
         Reasoning that the template leaves out of earlier turns is left out here too. ValueError if
         the messages do not fit the template.
         """
-        chat, known = [dict(message) for message in messages], dict[int, list[Answer]]()
+        chat = normalise(messages, WHERE)
+        known: dict[int, list[Answer]] = {}
         for place, message in enumerate(chat):
-            if message.get("role") == "assistant":
-                calls = tuple(call.get("id") for call in message.get("tool_calls") or ())
-                same = [x for x in self.answers if x.calls == calls]
-                own = [call["function"] for call in message.get("tool_calls") or ()]
-                sent = message.get("content") or None, [(x["name"], x["arguments"]) for x in own]
+            if message["role"] == "assistant":
+                calls = message.get("tool_calls", [])
+                names = tuple(call.get("id") for call in calls)
+                same = [answer for answer in self.answers if answer.calls == names]
+                functions = [call["function"] for call in calls]
+                tools_called = [(called["name"], called["arguments"]) for called in functions]
+                sent = message["content"] or None, tools_called
                 if calls and same and sent == same[0].visible:
                     chat[place] = {"role": "assistant", "content": same[0].content}
-                content = chat[place].get("content")
-                known[place] = [x for x in same if content and x.content == content]
-        quoted = quote_chat(chat, self.tokenizer, WHERE)
+                content = chat[place]["content"]
+                known[place] = [answer for answer in same if content and answer.content == content]
+        quoted = prepare(chat, self.tokenizer, WHERE, tools).messages
         whole = render(self.tokenizer, quoted, WHERE, True, tools)
         for strips in (False, True):  # many templates strip what was said
             marked = list(quoted)
             for place in filter(known.get, known):
-                content = quoted[place]["content"]
-                content = content.strip() if strips else content
-                marked[place] = quoted[place] | {"content": f"{content}{MARK[0]}{place}{MARK[1]}"}
+                message = quoted[place]
+                if strips and isinstance(message["content"], str):
+                    message = {**message, "content": message["content"].strip()}
+                marked[place] = with_mark(message, f"{MARK[0]}{place}{MARK[1]}")
             text = render(self.tokenizer, marked, WHERE, True, tools)
             if END.sub("", text) == whole:
                 break
@@ -152,7 +160,7 @@ class History:
         words = self._words(answer, wanted)
 
         def quoted(first: int) -> str:
-            return str(quote_chat([decode(words[first:])], self.tokenizer, WHERE)[0])
+            return str(quote(decode(words[first:]), self.tokenizer, WHERE))
 
         places = range(len(words))
         first = bisect_left(places, True, key=lambda i: piece.endswith(quoted(i).lstrip(HALF)))
@@ -161,7 +169,7 @@ class History:
         own = quoted(first)
         before = piece.removesuffix(own)
         lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
-        rest = quote_chat([wanted], self.tokenizer, WHERE)[0].removesuffix(own)
+        rest = quote(wanted, self.tokenizer, WHERE).removesuffix(own)
         lost = before[len(before) - common(before[::-1], rest[::-1]) :].strip()
         again = len(tokenize_chat(self.tokenizer, lost, WHERE))
         return lead == list(answer.prompt), lead + words[first:], again

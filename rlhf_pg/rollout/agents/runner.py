@@ -54,7 +54,11 @@ class AgentRunner(EpisodeRunner):
         running: dict[Future[Any], tuple[Episode, Agent]] = {}
         sampled: dict[int, Call] = {}  # by the id of the request
         for episode in episodes:
-            history = History(self.tokenizer, self.stop_token_ids)
+            history = History(
+                self.tokenizer,
+                self.stop_token_ids,
+                skip_special_tokens=self.skip_special_tokens,
+            )
             limits = max_tokens, self.max_turns, longest, self.call_timeout
             agent = Agent(episode, seed, history, arrivals, *limits)
             endpoint = server.open(Line(agent))

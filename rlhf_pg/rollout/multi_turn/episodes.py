@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import encode, encode_answer
-from rlhf_pg.data.prompts import Tools
+from rlhf_pg.data.chat import encode, encode_answer, text_of_completion
+from rlhf_pg.data.prompts import Tools, tools_of_row
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
@@ -28,7 +28,7 @@ from rlhf_pg.rollout.multi_turn.environment import (
     check_prompt,
     check_reward,
 )
-from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment, reads_calls
+from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class EpisodeRunner:
     timeout: float | None = 60.0  # seconds for a `reset` or `step`; None: no limit
     tools: Tools = ()  # schemas for the chat template, or a function from a row to schemas
     longest_prompt: int | None = None  # in tokens
+    skip_special_tokens: bool = True  # in the text that rewards see
 
     def play(
         self,
@@ -190,7 +191,7 @@ class EpisodeRunner:
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
         example, prompt_ids = dict(episode.example), episode.prompt_ids
-        tools = self.tools(example) if callable(self.tools) else self.tools
+        tools = tools_of_row(self.tools, example)
         reset = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
         prompt = check_prompt(reset.result(), example["prompt"])
         if prompt != example["prompt"]:
@@ -201,12 +202,13 @@ class EpisodeRunner:
             episode.prompt, episode.prompt_ids = prompt, prompt_ids
             ids = completion.tokens
             stop_id = ids[-1] if ids[-1] in self.stop_token_ids else None
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            skips = self.skip_special_tokens
+            text = text_of_completion(ids, self.tokenizer, skips, self.stop_token_ids)
             episode.append(ids, completion.logprobs)
             episode.messages.append({"role": "assistant", "content": text})
             episode.turns += 1
-            if self.tools and reads_calls(self.tokenizer):
-                text = self.tokenizer.decode(ids if stop_id is None else ids[:-1])
+            if self.tools:  # whose calls may have special tokens
+                text = text_of_completion(ids, self.tokenizer, False, self.stop_token_ids)
             step = yield call_beside(self.timeout, environment.step, text)
             messages, reward, done = check_observation(step.result(), prompt)
             if reward is not None:

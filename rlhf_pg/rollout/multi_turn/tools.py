@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import call_beside
-from rlhf_pg.data.chat import continues, encode, encode_answer
+from rlhf_pg.data.chat import encode_answer, render_chat
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation
 
@@ -44,11 +44,6 @@ class Toolbox:
         if not self.schemas:
             return
         chat = [{"role": "user", "content": "?"}]
-        if encode(chat, self.tokenizer, tools=self.schemas) == encode(chat, self.tokenizer):
-            raise ValueError(
-                "tools: the chat template of the tokenizer does not show them to the model: give a "
-                "processing_class with one that does"
-            )
         result = {"role": "tool", "name": "tool", "content": "!"}  # the template must take it too
         encode_answer([result], self.tokenizer, chat, None, self.schemas)
 
@@ -73,19 +68,13 @@ class Toolbox:
         The tokenizer's `response_template` parses them if it has one. Otherwise they are JSON
         between <tool_call> and </tool_call>, as Hermes and Qwen write them.
         """
-        if not reads_calls(self.tokenizer):
+        if getattr(self.tokenizer, "response_template", None) is None:
             # After the last closing tag, the regex would search from each opening tag to the end.
             closed = "".join(completion.rpartition("</tool_call>")[:2])
             return [_read_call(text) for text in TAGGED.findall(closed)]
-        tools, prefilled = list(self.schemas), continues(prompt)
-        opened = self.tokenizer.apply_chat_template(
-            prompt,
-            tools=tools,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            tokenize=False,
-        )
+        tools = list(self.schemas)
         try:
+            opened = render_chat(prompt, self.tokenizer, "the prompt", tools=tools)
             message = self.tokenizer.parse_response(completion, prefix=opened, tools=tools)
             calls = message.get("tool_calls") or []
             return [_read_call(call.get("function", call)) for call in calls]
@@ -183,11 +172,6 @@ def source_of(factory: Any) -> EnvironmentSource:
             "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
         )
     return EnvironmentSource(factory)
-
-
-def reads_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer itself parses calls, which may have special tokens."""
-    return getattr(tokenizer, "response_template", None) is not None
 
 
 def _read_call(call: Any) -> ToolCall:

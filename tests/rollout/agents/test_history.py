@@ -64,6 +64,11 @@ def bytes_tokenizer(template: str, end: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def as_part(message: dict) -> dict:
+    """As templates of models with images read a message."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
 def say(history: History, chat: list, words: str, whole: bool = True) -> Answer:
     """Answer a call letter by letter, as the tokenizer itself would not."""
     tokenizer = history.tokenizer
@@ -99,7 +104,8 @@ def test_what_was_said_keeps_its_ids(template: str, words: str) -> None:
     for question in "abc":
         chat = [*chat, {"role": "user", "content": question}]
         answer = say(history, chat, words)
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        asked = [as_part(message) for message in chat] if template == "smolvlm" else chat
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(answer.prompt) == text
         chat = [*chat, {"role": "assistant", "content": words}]
     assert history.encoded_again == 0

@@ -1,0 +1,144 @@
+"""Chat messages in one normal form, whatever form the data have."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_pg.boundary.quoted import show
+
+# ShareGPT's names of roles.
+SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "system": "system",
+}
+# Fields of a message in which templates look for the assistant's thoughts.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# What SFT learns of a message.
+WEIGHTS = ("weight", "train")
+# Kinds of parts with text, in OpenAI's interfaces.
+TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_FIELDS = {"type", "text", "annotations", "logprobs"}
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call, whose nulls are the call's own."""
+
+
+def normalise(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form, with text as content and objects as arguments of calls.
+
+    ShareGPT's `from` and `value` become role and content; parts that are all text become one text;
+    nulls, which Arrow adds since all rows of a table have one type, go. For example
+
+        {"from": "human", "value": "2+2?"}  ->  {"role": "user", "content": "2+2?"}
+
+    ValueError, with the message and its role, for parts of other kinds, content that is not text,
+    and calls that cannot be read.
+    """
+    is_chat = isinstance(messages, list | tuple) and len(messages) > 0
+    if not is_chat or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f"{where} must be a string or a list of messages, got {show(messages)}")
+    return [_normal(message, number, where) for number, message in enumerate(messages)]
+
+
+def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
+    """Return the schemas of functions, from a list or its JSON text; ValueError for another."""
+    if isinstance(tools, str):
+        tools = _read_json(tools or "[]", where)
+    schemas = []
+    for tool in without_nulls(tools or []):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where} must be schemas of functions with names, got {show(tool)}")
+        schemas.append({"type": "function", "function": function})
+    return schemas
+
+
+def without_nulls(value: Any) -> Any:
+    """Copy a value without the nulls in its mappings; `Arguments`, read from JSON, keep theirs."""
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, Mapping) and not isinstance(value, Arguments):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
+    message: dict[str, Any] = without_nulls(given)
+    if "from" in message and "role" not in message:
+        message = of_sharegpt(message, f"{where}: message {number}")
+    role = message.get("role")
+    where = f"{where}: message {number} ({role})"
+    if not isinstance(role, str):
+        raise ValueError(f"{where} has no role, but the keys {', '.join(message)}")
+    calls = message.pop("tool_calls", None) or []
+    if "function_call" in message:  # an older form
+        calls = [message.pop("function_call")]
+    if "content" not in message and not calls and not any(key in message for key in THOUGHTS):
+        raise ValueError(f"{where} has no content, but the keys {', '.join(message)}")
+    message["content"] = _text_of_parts(message.get("content", ""), where)
+    if calls:
+        message["tool_calls"] = [_call(call, where) for call in calls]
+    return {"role": role, **message}
+
+
+def of_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with `from` and `value` in OpenAI's form; ValueError for another role."""
+    message = dict(message)
+    speaker = message.pop("from")
+    if speaker not in SHAREGPT:
+        raise ValueError(f"{where}: from must be one of {', '.join(SHAREGPT)}, got {show(speaker)}")
+    content = message.pop("value", None)
+    if speaker == "function_call":
+        calls = _read_json(content, where)
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    elif content is not None:
+        message["content"] = content
+    return {"role": SHAREGPT[speaker], **message}
+
+
+def _text_of_parts(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: content must be text, got {show(content)}")
+    texts = []
+    for part in content:
+        fields = {"text": part} if isinstance(part, str) else part
+        is_text = isinstance(fields, Mapping) and isinstance(fields.get("text"), str)
+        others = is_text and {key for key, value in fields.items() if value} - TEXT_FIELDS
+        if not is_text or others or fields.get("type", "text") not in TEXT_PARTS:
+            raise ValueError(
+                f"{where}: a part of the content is not text: {show(part)}. Models read only text "
+                "here: take the part out, or the row"
+            )
+        texts.append(fields["text"])
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: a call needs a function with a name, got {show(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _read_json(arguments or "{}", where)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}: arguments of a call must be an object, got {show(arguments)}")
+    around = {} if function is call else call
+    function = {**function, "arguments": Arguments(arguments)}
+    return {"type": "function", **around, "function": function}
+
+
+def _read_json(text: Any, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} has invalid JSON, {show(text)}: {error}") from error

@@ -1,0 +1,492 @@
+"""Render chats with a chat template, and check that it shows every word of them.
+
+What a template does not read vanishes without an error: a role, a field, a part of the content.
+So every word of a chat gets a mark, and each mark has to come back from the rendered text.
+"""
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import show, tell
+from rlhf_pg.config.inputs import DataConfig
+from rlhf_pg.data.messages import THOUGHTS, Arguments, normalise
+
+logger = logging.getLogger(__name__)
+
+# Marks the end of the assistant's words in a rendered chat: private characters, no whitespace.
+MARK = "\ue000\ue001\ue002"
+# Marks a word by its number.
+WORD = re.compile("\ue000([0-9]+)\ue001")
+# Where words are marked: at their ends, but not behind a tag, by which templates split a text.
+GAP = re.compile(r"(?<=[^\s>\]])(?=\s|[<\[]|\Z)")
+END = re.compile(r"(?<=\S)(?=\s*\Z)")
+# Replaces the name of a special token in a message by its number.
+QUOTE = re.compile("\ue003([0-9]+)\ue004")
+# Roles are not quoted, since templates compare them, even if a special token has the same name.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of messages and calls that are not for the model.
+IDENTIFIERS = ("role", "id", "tool_call_id", "call_id", "type", "index")
+OPEN, CLOSE = "<think>", "</think>"
+AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
+# A call of the clock in a template.
+CLOCK = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
+# The tokenizer's attributes that `set_template` sets.
+ARGUMENTS = "chat_template_kwargs"
+DATE = "chat_template_date"
+OF_TOOLS = -1  # the number of the message of a word that is in a schema
+
+Chat = list[dict[str, Any]]
+
+
+class Shown(NamedTuple):
+    """A chat in the form in which its template shows it."""
+
+    messages: Chat  # quoted for `render`
+    hides_last: bool  # the template leaves out thoughts of the last message
+
+
+class Word(NamedTuple):
+    """A marked word: the number of its message, and the field that it is in."""
+
+    message: int
+    field: str
+    number: int
+    is_thought: bool = False
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, args: DataConfig) -> None:
+    """Give a tokenizer the config's chat template, its arguments, and the date that it prints;
+    ValueError if there is no such template.
+    """
+    name = args.chat_template
+    known = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if name is not None and Path(name).is_file():
+        tokenizer.chat_template = Path(name).read_text(encoding="utf-8-sig")
+    elif name is not None and name in known:
+        tokenizer.chat_template = known[name]
+    elif name is not None:
+        names = ", ".join(known) or "none by name"
+        raise ValueError(
+            f"chat_template {show(name)} is neither a file nor one that the tokenizer has ({names})"
+        )
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    setattr(tokenizer, DATE, args.chat_template_date)
+
+
+def set_template_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> None:
+    setattr(tokenizer, ARGUMENTS, dict(arguments))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
+    """Return the chat template, which prints the run's date instead of today's."""
+    text: str = tokenizer.get_chat_template(tools=list(tools) or None)
+    if day := getattr(tokenizer, DATE, None):
+        moment = datetime.fromisoformat(day)
+        text = CLOCK.sub(lambda call: repr(moment.strftime(call[2])), text)
+    return text
+
+
+def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a chat template prints the date of the day on which it is used."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return getattr(tokenizer, ARGUMENTS, None) or {}
+
+
+# ------------------------------------------------------------------------ whether all is shown
+
+
+def prepare(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: Sequence[dict[str, Any]] = (),
+    whole: Collection[int] = (),
+) -> Shown:
+    """Return messages, quoted, in the form in which the chat template shows all their words.
+
+    Templates differ in the form that they read (`FORMS`): the first that loses nothing is taken.
+    Most leave out the thoughts of earlier turns, as the policy never sees them again.
+
+    Args:
+        whole: numbers of the assistant's messages that must not lose their thoughts, since they
+            are learnt. The last message may: `last_turn` has it whole.
+
+    Raises:
+        ValueError: the template does not show a word, with its message and role.
+    """
+    chat = normalise(messages, where)
+    lost, error = _lost_words(chat, tokenizer, where, tools)
+    for form in FORMS:
+        if error is None and all(_is_old_thought(word, whole) for word in lost):
+            break
+        other = form(chat)
+        if other == chat:
+            continue
+        others, failure = _lost_words(other, tokenizer, where, tools)
+        if (failure is not None, len(others)) < (error is not None, len(lost)):
+            chat, lost, error = other, others, failure
+    if error is not None or lost:
+        renamed = _developer_as_system(chat)
+        if renamed != chat:
+            _say_developer()
+            return prepare(renamed, tokenizer, where, tools, whole)
+    if error is not None:
+        raise error
+    last = len(chat) - 1
+    for word in lost:
+        of_assistant = word.message != OF_TOOLS and chat[word.message]["role"] == "assistant"
+        may_hide = word.message == last or word.message not in whole
+        if not (of_assistant and word.is_thought and may_hide):
+            raise ValueError(_explain(word, chat, where))
+    hides_last = any(word.message == last for word in lost)
+    return Shown(quote(chat, tokenizer, where), hides_last)
+
+
+def _is_old_thought(word: Word, whole: Collection[int]) -> bool:
+    return word.is_thought and word.field == "content" and word.message not in whole
+
+
+def _lost_words(
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any]
+) -> tuple[list[Word], ValueError | None]:
+    """Return the words that the template does not show, or the error that it raises."""
+    words: list[Word] = []
+    marked = [
+        _mark_message(message, number, words)
+        for number, message in enumerate(quote(chat, tokenizer, where))
+    ]
+    open_turn = chat[-1]["role"] != "assistant"
+    try:
+        text = render(tokenizer, marked, where, open_turn, _mark_tools(tools, words))
+    except ValueError as error:
+        return words, error
+    seen = {words[int(number)] for number in WORD.findall(text)}
+    lost = [word for word in words if word not in seen]
+    for thought in AFTER_EMPTY.finditer(text):
+        if word := WORD.search(text, thought.end()):
+            lost.append(words[int(word[1])])
+    # If the end of a turn is shown, what is left out before it are thoughts.
+    ends = {word.message: word for word in words if word.field == "content"}
+    return [
+        word._replace(is_thought=True)
+        if word.field == "content" and ends[word.message] in seen
+        else word
+        for word in lost
+    ], None
+
+
+def _mark_message(message: dict[str, Any], number: int, words: list[Word]) -> dict[str, Any]:
+    """Mark every word of a message, and append it to `words`."""
+    marked = {}
+    for field, value in message.items():
+        if field in IDENTIFIERS or (field == "name" and message["role"] == "tool"):
+            marked[field] = value
+        elif field == "content" and isinstance(value, str):
+            thoughts, close, answer = value.rpartition(CLOSE)
+            before = _mark(thoughts, words, number, field, is_thought=True)
+            marked[field] = before + close + _mark(answer, words, number, field)
+        else:
+            marked[field] = _mark(value, words, number, field, is_thought=field in THOUGHTS)
+    return marked
+
+
+def _mark(
+    value: Any,
+    words: list[Word],
+    message: int,
+    field: str,
+    is_thought: bool = False,
+    is_json: bool = False,
+) -> Any:
+    """Mark the words of a text, or of all texts in lists and objects."""
+    mark = partial(_mark, words=words, message=message, field=field, is_thought=is_thought)
+
+    def number(_: re.Match[str]) -> str:
+        words.append(Word(message, field, len(words), is_thought))
+        return f"\ue000{len(words) - 1}\ue001"
+
+    if isinstance(value, str):
+        gap = GAP if GAP.search(value) else END
+        return gap.sub(number, value)
+    if isinstance(value, list):
+        return [mark(item, is_json=is_json) for item in value]
+    if isinstance(value, Arguments) or (is_json and isinstance(value, Mapping)):
+        pairs = {mark(key): mark(item, is_json=True) for key, item in value.items()}
+        return Arguments(pairs) if isinstance(value, Arguments) else pairs
+    if isinstance(value, Mapping):
+        return {k: v if k in IDENTIFIERS else mark(v) for k, v in value.items()}
+    if value is not None and not is_json:  # a number that no template reads
+        words.append(Word(message, field, len(words)))
+    return value
+
+
+def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict[str, Any]]:
+    """Mark the names of functions, which every template shows that reads tools."""
+    marked = []
+    for tool in tools:
+        name = _mark(tool["function"]["name"], words, OF_TOOLS, "tools")
+        marked.append({**tool, "function": {**tool["function"], "name": name}})
+    return marked
+
+
+def _explain(word: Word, chat: Chat, where: str) -> str:
+    if word.message == OF_TOOLS:
+        return (
+            f"{where}: tools: the chat template of the tokenizer does not show them to the model: "
+            "choose one that does by chat_template, or leave tools out"
+        )
+    message = chat[word.message]
+    text = show(message.get(word.field))
+    of_message = f"of message {word.message} ({message['role']})"
+    if message["role"] == "assistant" and word.is_thought:
+        return (
+            f"{where}: the chat template leaves out the thoughts {of_message}, {text}, if more "
+            "messages follow: train on the last turn alone (prompt and completion, or weight: 0 in "
+            "the others), choose a template that shows them by chat_template, or take them out"
+        )
+    return (
+        f"{where}: the chat template does not show {word.field} {of_message}, {text}: write it as "
+        "the template reads it, choose another by chat_template, or take it out"
+    )
+
+
+# ------------------------------------------------------------ forms that templates differ in
+
+
+def _content_as_part(chat: Chat) -> Chat:
+    """Return content as a list of one part, which templates of models with images read."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in chat
+    ]
+
+
+def _arguments_as_text(chat: Chat) -> Chat:
+    """Return arguments of calls as JSON text, which templates print that do not encode them."""
+    renamed = copy.deepcopy(chat)
+    for message in renamed:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return renamed
+
+
+def _developer_as_system(chat: Chat) -> Chat:
+    """Return OpenAI's newer role as the older one, in one message with a system message before."""
+    renamed: Chat = []
+    for message in chat:
+        if message["role"] != "developer":
+            renamed.append(message)
+        elif renamed and renamed[-1]["role"] == "system" and isinstance(message["content"], str):
+            both = f"{renamed[-1]['content']}\n\n{message['content']}"
+            renamed[-1] = {**renamed[-1], "content": both}
+        else:
+            renamed.append({**message, "role": "system"})
+    return renamed
+
+
+def _thoughts_in_content(chat: Chat) -> Chat:
+    return [_move_thoughts(message) for message in chat]
+
+
+def _thoughts_in_field(chat: Chat) -> Chat:
+    return [_move_thoughts(message, "reasoning_content") for message in chat]
+
+
+def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    rest = {key: value for key, value in message.items() if key not in THOUGHTS}
+    thoughts = "".join(message[key] for key in THOUGHTS if isinstance(message.get(key), str))
+    if not thoughts and CLOSE in content:
+        thoughts, _, content = content.rpartition(CLOSE)
+        thoughts = thoughts.strip().removeprefix(OPEN).strip()
+        content = content.lstrip()
+    if not thoughts:
+        return message
+    if field is None:
+        return {**rest, "content": f"{OPEN}\n{thoughts}\n{CLOSE}\n\n{content}"}
+    return {**rest, "content": content, field: thoughts}
+
+
+FORMS = (
+    _content_as_part,
+    _arguments_as_text,
+    _thoughts_in_content,
+    _thoughts_in_field,
+)
+
+
+@lru_cache(maxsize=1)
+def _say_developer() -> None:
+    logger.warning("the chat template has no role developer: its messages are of the role system")
+
+
+# ------------------------------------------------------------------------------- the last turn
+
+
+def last_turn(
+    chat: Shown, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any] = ()
+) -> tuple[str, str]:
+    """Return a chat through the last words, which are the assistant's, and what ends the turn.
+
+    Thoughts that the template hides follow the opening of the turn, as in a rollout. ValueError if
+    the template does not show the words, or opens the turn with an empty thought before others.
+    """
+    *before, turn = chat.messages
+    closed = render(tokenizer, [*before, with_mark(turn)], where, False, tools)
+    text, mark, end = closed.rpartition(MARK)
+    if not mark:
+        raise ValueError(f"{where}: the chat template does not show the assistant's last message")
+    if not chat.hides_last:
+        return text, end
+    opening = render(tokenizer, before, where, True, tools)
+    words = text_of(_move_thoughts(turn))
+    if opening.rstrip().endswith(OPEN):
+        words = words.removeprefix(OPEN).lstrip("\n")
+    elif opening.rstrip().endswith(CLOSE):
+        raise ValueError(
+            f"{where}: the chat template opens the assistant's turn with an empty thought, but its "
+            "last message has thoughts: set chat_template_kwargs {enable_thinking: true}, or take "
+            "the thoughts out"
+        )
+    return opening + words, end
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that end a turn in the chat template, perhaps none."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        _, end = last_turn(prepare(chat, tokenizer, "a turn"), tokenizer, "a turn")
+    except ValueError:  # there is no template, or it does not take this chat
+        return []
+    names = special_tokens(tokenizer).found.findall(end)
+    return [tokenizer.convert_tokens_to_ids(name) for name in names]
+
+
+def warn_of_turn_end(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> None:
+    """Say if no token that ends a turn in the chat template ends a completion."""
+    ends = turn_ends(tokenizer)
+    if ends and not set(ends) & set(stops):
+        logger.warning(
+            "eos_token: the chat template ends a turn by %r, but completions end at %s: set "
+            "eos_token to %r if the model was trained with this template",
+            tokenizer.decode(ends[:1]),
+            ", ".join(repr(tokenizer.decode([stop])) for stop in stops),
+            tokenizer.decode(ends[:1]),
+        )
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message: its content, or the texts of its parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def with_mark(message: dict[str, Any], mark: str = MARK) -> dict[str, Any]:
+    """Return a message with a mark behind its content."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    *parts, last = content
+    return {**message, "content": [*parts, {**last, "text": last["text"] + mark}]}
+
+
+# ----------------------------------------------------------------------------------- rendering
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    quoted: Chat,
+    where: str,
+    open_turn: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Render quoted chat messages with the chat template, for `tokenize_chat`."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where} is a list of messages, but the tokenizer has no chat_template: set this key "
+            "to a file with one"
+        )
+    of_date = {}
+    if getattr(tokenizer, DATE, None):
+        of_date["chat_template"] = template_of(tokenizer, tools)
+    try:
+        chat: str = tokenizer.apply_chat_template(
+            quoted,
+            tools=list(tools) or None,
+            add_generation_prompt=open_turn,
+            tokenize=False,
+            **of_date,
+            **template_arguments(tokenizer),
+        )
+    except Exception as error:  # a template may raise anything
+        raise ValueError(f"{where} does not fit the chat template: {tell(error)}") from error
+    return chat
+
+
+class SpecialTokens(NamedTuple):
+    """The special tokens of a tokenizer."""
+
+    names: list[str]  # a `QUOTE` has an index of this list
+    found: re.Pattern[str]  # any of the names
+    ids: set[int]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    return _special_tokens(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> SpecialTokens:
+    """Return a tokenizer's special tokens; `size` renews the cache when tokens are added."""
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Longer names come before their prefixes. Marks and quotes in a text are quoted too.
+    names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
+    found = re.compile("|".join(map(re.escape, names)))
+    return SpecialTokens(names, found, set(added))
+
+
+def quote(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
+    """Copy messages with a `QUOTE` in place of every special token's name."""
+    try:
+        return _quote(value, special_tokens(tokenizer))
+    except Exception as error:
+        raise ValueError(f"{where} cannot be read: {tell(error)}") from error
+
+
+def _quote(value: Any, special: SpecialTokens) -> Any:
+    if isinstance(value, list | tuple):
+        return [_quote(item, special) for item in value]
+    if isinstance(value, Mapping):
+        quoted = {
+            _quote(k, special): v if k == "role" and v in ROLES else _quote(v, special)
+            for k, v in value.items()
+        }
+        return Arguments(quoted) if isinstance(value, Arguments) else quoted
+    if value is not None and not isinstance(value, str | int | float):
+        value = str(value)  # as a template would render it
+    if isinstance(value, str):
+        return special.found.sub(
+            lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
+        )
+    return value
