@@ -255,8 +255,9 @@ def _explain(word: Word, chat: Chat, where: str) -> str:
     if message["role"] == "assistant" and word.is_thought:
         return (
             f"{where}: the chat template leaves out the thoughts {of_message}, {text}, if more "
-            "messages follow: train on the last turn alone (prompt and completion, or weight: 0 in "
-            "the others), choose a template that shows them by chat_template, or take them out"
+            "messages follow: train on the last turn alone (prompt and completion; or "
+            "assistant_only_loss, with weight: 0 in the others), choose a template that shows them "
+            "by chat_template, or take them out"
         )
     return (
         f"{where}: the chat template does not show {word.field} {of_message}, {text}: write it as "
@@ -310,9 +311,10 @@ def _thoughts_in_field(chat: Chat) -> Chat:
 
 
 def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[str, Any]:
-    content = message["content"]
-    if message["role"] != "assistant" or not isinstance(content, str):
+    """Return a message with its thoughts in a field, or in front of its content."""
+    if message["role"] != "assistant":
         return message
+    content = text_of(message)
     rest = {key: value for key, value in message.items() if key not in THOUGHTS}
     thoughts = "".join(message[key] for key in THOUGHTS if isinstance(message.get(key), str))
     if not thoughts and CLOSE in content:
@@ -322,8 +324,12 @@ def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[st
     if not thoughts:
         return message
     if field is None:
-        return {**rest, "content": f"{OPEN}\n{thoughts}\n{CLOSE}\n\n{content}"}
-    return {**rest, "content": content, field: thoughts}
+        content = f"{OPEN}\n{thoughts}\n{CLOSE}\n\n{content}"
+    else:
+        rest[field] = thoughts
+    is_text = isinstance(message["content"], str)
+    rest["content"] = content if is_text else [{"type": "text", "text": content}]
+    return rest
 
 
 FORMS = (

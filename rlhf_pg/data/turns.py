@@ -99,10 +99,12 @@ def encode_turns(
             **names,
         )
     elif assistant_only:
-        spans = [turn(n) for n in spoken]
+        spans = [turn(n) for n in whole_turns]
     unlearnt = [n for n in range(read, len(chat)) if not learnt[n]]
     if tagged and len(spans) == len(spoken):  # these turns need not be told apart
         left_out = [spans[spoken.index(n)] for n in unlearnt if n in spoken]
+    elif assistant_only:
+        left_out = []
     else:
         left_out = [turn(n) for n in unlearnt]
     learnt_spans = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]

@@ -1,0 +1,127 @@
+"""The chat templates that trl ships, by all kinds of messages: each is shown whole, or refused."""
+
+from functools import cache
+from importlib.resources import files
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_pg.data.chat import encode, encode_answer
+from rlhf_pg.data.turns import encode_turns
+from tests.rollout.agents.test_history import bytes_tokenizer
+
+FOLDER = files("trl").joinpath("chat_templates")
+# Those for training differ from the others by marks and by showing more of the history.
+NAMES = sorted(
+    path.name.removesuffix(".jinja")
+    for path in FOLDER.iterdir()
+    if path.name.endswith(".jinja") and not path.name.endswith("_training.jinja")
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}]
+
+
+@cache
+def tokenizer_with(name: str) -> PreTrainedTokenizerFast:
+    text = FOLDER.joinpath(f"{name}.jinja").read_text()
+    return bytes_tokenizer(text, "<|im_end|>" if "im_end" in text else "<end>")
+
+
+def user(content: object) -> dict:
+    return {"role": "user", "content": content}
+
+
+def calls(arguments: object) -> list[dict]:
+    call = {"id": "call12345", "type": "function", "function": {"name": "add"}}
+    call["function"]["arguments"] = arguments
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [user("alpha"), asked, {"role": "tool", "tool_call_id": "call12345", "content": "omega"}]
+
+
+# Chats, their tools, and the words that have to come back.
+SHOWN = {
+    "plain": ([user("alpha beta")], (), "alpha beta"),
+    "parts": ([user([{"type": "text", "text": "alpha"}])], (), "alpha"),
+    "sharegpt": ([{"from": "human", "value": "alpha"}], (), "alpha"),
+    "system": ([{"role": "system", "content": "sigma"}, user("alpha")], (), "sigma alpha"),
+    "developer": ([{"role": "developer", "content": "sigma"}, user("alpha")], (), "sigma alpha"),
+    "tools": ([user("alpha")], TOOLS, "alpha add"),
+    "calls": (calls({"x": "zeta"}), TOOLS, "alpha add zeta omega"),
+    "calls as text": (calls('{"x": "zeta"}'), TOOLS, "alpha add zeta omega"),
+}
+MAY_REFUSE = {"system", "developer", "tools", "calls", "calls as text"}
+REFUSED = {
+    "number": [user(4)],
+    "text": [{"role": "user", "text": "alpha"}],
+    "image": [user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "alpha"}])],
+    "name": [user("alpha") | {"name": "bob"}],
+    "mask": [user("alpha") | {"mask": False}],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_word_is_shown_or_refused(name: str) -> None:
+    tokenizer = tokenizer_with(name)
+    shown = set()
+    for kind, (chat, tools, words) in SHOWN.items():
+        try:
+            text = tokenizer.decode(encode(chat, tokenizer, tools=tools))
+        except ValueError:
+            continue
+        shown.add(kind)
+        for word in words.split():
+            assert word in text, kind
+    assert {*SHOWN} - shown <= MAY_REFUSE
+    assert ("calls" in shown) == ("calls as text" in shown)
+    for chat in REFUSED.values():
+        with pytest.raises(ValueError, match=r"row 0.* message 0 \(user\)"):
+            encode(chat, tokenizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thoughts_of_last_turn_are_learnt(name: str) -> None:
+    tokenizer = tokenizer_with(name)
+    for turn in (
+        {"content": "<think>\ntau\n</think>\n\nbeta"},
+        {"content": "beta", "reasoning_content": "tau"},
+    ):
+        chat = [user("alpha"), {"role": "assistant", **turn}]
+        ids, mask = encode_turns(chat, tokenizer, "row 0")
+        text = tokenizer.decode(ids)
+        assert text.index("alpha") < text.index("tau") < text.index("beta")
+        last = [token for token, learnt in zip(ids, mask, strict=True) if learnt][-1]
+        assert last in tokenizer.added_tokens_decoder  # every turn ends
+
+
+def test_end_of_turn_is_not_doubled() -> None:
+    tokenizer = tokenizer_with("gptoss")
+    stop = tokenizer.convert_tokens_to_ids("<|return|>")
+    answer = tokenizer.decode(encode_answer([user("next")], tokenizer, [user("a")], stop))
+    assert answer.startswith("<|start|>user<|message|>next<|end|>")
+
+
+def test_weights_of_messages_are_obeyed() -> None:
+    tokenizer = tokenizer_with("qwen2_5")
+    chat = [
+        user("a"),
+        {"role": "assistant", "content": "first", "train": False},
+        user("b"),
+        {"role": "assistant", "content": "second", "weight": 1},
+    ]
+    for only in (False, True):
+        ids, mask = encode_turns(chat, tokenizer, "row 0", assistant_only=only)
+        learnt = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+        assert "second<|im_end|>" in learnt
+        assert "first" not in learnt
+    with pytest.raises(ValueError, match="weight"):
+        encode_turns([user("a") | {"weight": 2}], tokenizer, "row 0")
+
+
+def test_thoughts_that_are_learnt_may_not_be_left_out() -> None:
+    said = "<think>\ntau\n</think>\n\nbeta"
+    turns = [user("a"), {"role": "assistant", "content": said}] * 2
+    with pytest.raises(ValueError, match=r"row 0.* thoughts of message 1 \(assistant\)"):
+        encode_turns(turns, tokenizer_with("qwen3"), "row 0")
+    turns[1] = {**turns[1], "weight": 0}
+    ids, mask = encode_turns(turns, tokenizer_with("qwen3"), "row 0", assistant_only=True)
+    learnt = [i for i, on in zip(ids, mask, strict=True) if on]
+    assert tokenizer_with("qwen3").decode(learnt) == f"{said}<|im_end|>"
