@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.config.rules import registry
 
+PLACES = ("output_dir", "resume_from_checkpoint", "vllm_sync_directory")  # may be new
 PROGRAMS = ("trainer", "privileged_prompt", "agent_program")
 
 
@@ -26,6 +27,8 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
         of_model = key.endswith("model_name_or_path") and value != "policy"
         if value and (of_model or key in ("ptx_dataset_name", "chat_template")):
             keys[key] = absolute(value, beside)
+        elif value and key in PLACES:
+            keys[key] = os.path.expanduser(value)
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
         elif key in PROGRAMS and names_function(value or ""):

@@ -3,13 +3,15 @@
 import hashlib
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import about, show, tell
@@ -167,11 +169,39 @@ def as_dataset(given: Any) -> Dataset:
             "set dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
             f"or give a datasets.Dataset or a list of dicts; got {show(given)}{hint}"
         )
-    try:
-        names = dict.fromkeys(name for row in given for name in row)
-        return Dataset.from_dict({name: [row.get(name) for row in given] for name in names})
-    except Exception as error:
-        raise ValueError(f"the list cannot become a dataset: {tell(error)}") from error
+    with about("the list cannot become a dataset"):
+        return from_rows(given)
+
+
+def from_rows(
+    rows: Sequence[Mapping[str, Any]],
+    convert: Callable[[list[Any]], list[Any]] = list,
+    place: Callable[[int], str] = "row {}".format,
+) -> Dataset:
+    """Make a dataset of rows, with every column converted.
+
+    ValueError, with the place of the row and the column, for the first value that does not fit.
+    """
+    columns = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = convert([row.get(name) for row in rows])
+        try:
+            columns.append(Dataset.from_dict({name: values}))
+        except Exception as error:
+            row = bisect_left(range(len(values)), True, key=partial(_misfits, name, values))
+            raise ValueError(
+                f"{place(row)} does not fit in column {name!r}: {tell(error)}. All rows of a "
+                "column need one type, such as text, in whole characters"
+            ) from error
+    return concatenate_datasets(columns, axis=1)
+
+
+def _misfits(name: str, values: list[Any], row: int) -> bool:
+    """Return whether the values up to a row cannot be in one column."""
+    with suppress(Exception):
+        Dataset.from_dict({name: values[: row + 1]})
+        return False
+    return True
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
@@ -184,7 +214,7 @@ def _in_rows(dataset: Dataset) -> Dataset:
         return dataset.with_format(None)
     try:
         with foreign("the dataset's transform"):
-            return Dataset.from_list([dataset[row] for row in range(len(dataset))])
+            return from_rows([dataset[row] for row in range(len(dataset))])
     except Exception as error:
         raise ValueError(f"the dataset's transform cannot be applied: {tell(error)}") from error
 

@@ -1,5 +1,6 @@
 """Load datasets by name from files, folders and the Hub; split, mix and rename them."""
 
+import glob
 import logging
 import string
 from collections.abc import Mapping, Sequence
@@ -8,26 +9,29 @@ from typing import Any, NamedTuple
 
 import datasets
 from datasets import Dataset, DatasetDict
+from datasets.data_files import DataFilesDict, get_data_patterns
 
 from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
+from rlhf_pg.data import readers
 from rlhf_pg.data.messages import of_sharegpt
 from rlhf_pg.data.prompts import as_dataset, permutation, refuse_media
 
 logger = logging.getLogger(__name__)
 
-# The reader of `datasets` for each kind of file.
-READERS = {
+# The builder of `datasets` for each kind of file.
+KINDS = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
     ".parquet": "parquet",
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **dict.fromkeys((".txt", ".text"), "text"),
     ".arrow": "arrow",
 }
+PLAIN = {"name", "data_dir", "data_files", "sep"}  # what our readers know of a builder
 SHARE = 0.05  # held out by default
 PRIVILEGED = "privileged_prompt"  # the key, and the column
-PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
+PACKED = (".gz", ".bz2", ".xz", ".zst")
 
 
 class Loaded(NamedTuple):
@@ -74,28 +78,49 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
 
 def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
     """Open a file, a folder, or a configuration of a Hub id; ValueError if it cannot be read."""
-    path = Path(name).expanduser()
-    suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-    kind = READERS.get(suffix)
+    path = Path(name).expanduser().absolute()
+    suffix = _suffix(path)
+    kind = KINDS.get(suffix)
     if not path.exists() and (kind or name.startswith(("/", "~", "."))):
-        raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path.absolute()})")
+        raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path})")
     if path.is_file() and kind is None:
         raise ValueError(
-            f"dataset_name {str(path)!r} has an unknown file type: use one of {', '.join(READERS)}"
+            f"dataset_name {str(path)!r} has an unknown file type: use one of {', '.join(KINDS)}"
         )
-    if path.is_file() and not path.stat().st_size:
-        raise ValueError(f"dataset_name {str(path)!r} has no rows: the file is empty")
+    files: Any = glob.escape(str(path))  # a pattern, for `datasets`
     try:
         if path.is_file():
-            options = {"delimiter": "\t"} if suffix == ".tsv" else {}
-            opened = datasets.load_dataset(kind, data_files=str(path), **options)
+            options = {"sep": "\t"} if suffix == ".tsv" else {}
+            builder = datasets.load_dataset_builder(kind, data_files=files, **options)
         elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             opened = datasets.load_from_disk(str(path))  # from `save_to_disk`
+            return opened if isinstance(opened, DatasetDict) else {"train": opened}
+        elif path.is_dir() and glob.has_magic(str(path.resolve())):
+            files = DataFilesDict.from_patterns(get_data_patterns(files), files, [*KINDS])
+            builder = datasets.load_dataset_builder(str(path), config, data_files=files)
         else:
-            opened = datasets.load_dataset(name, config)
+            builder = datasets.load_dataset_builder(name, config)
+        return _read(builder)
     except Exception as error:  # from `datasets`, the Hub or a parser
         raise ValueError(f"dataset_name {name!r} cannot be loaded: {tell(error)}") from error
-    return opened if isinstance(opened, DatasetDict) else {"train": opened}
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file before it was packed."""
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def _read(builder: datasets.DatasetBuilder) -> Mapping[str, Dataset]:
+    """Read files by our readers, if they are of one kind and no card has options for them."""
+    config, files = builder.config, builder.config.data_files or {}
+    kinds = {KINDS.get(_suffix(Path(file))) for own in files.values() for file in own}
+    options = {key for key, value in vars(config).items() if value != getattr(type(config), key)}
+    if kinds == {builder.name} <= readers.KINDS and options <= PLAIN:
+        download = datasets.DownloadManager().download
+        local = {str(split): download(list(own)) for split, own in files.items()}
+        return readers.read(local, builder.name, getattr(config, "sep", ","))
+    builder.download_and_prepare()
+    return builder.as_dataset()  # type: ignore[no-any-return]
 
 
 def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:

@@ -135,6 +135,31 @@ def test_unreadable_file_raises(tmp_path, name, text, message):
         loaded(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("a.jsonl", '{"a": "2024-01-05"}\n\n{"a": null}\n', ["2024-01-05", None]),
+        ("a.csv", "a,b\n4,x\n,x\n", [4, None]),
+        ("a.csv", "a,b\n007,x\nNone,x\n,x\n", ["007", "None", None]),
+        ("a.tsv", "\ufeffa\tb\n0.5\tx\n0.25\tx\n", [0.5, 0.25]),
+        ("a.csv", "a\n4\n4.5\n", ["4", "4.5"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["run[1]", "run*"])
+def test_values_and_names_stay_as_written(tmp_path, name, text, values, place):
+    for folder in ("run1", place):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text if folder == place else text[:3] + "z\n")
+    assert loaded(tmp_path / place / name).train["a"][:] == values
+    assert loaded(tmp_path / place).train["a"][:] == values
+
+
+def test_half_a_surrogate_pair_is_named_by_its_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": "x"}\n{"a": "\\ud83d"}\n{"a": "y"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl: row 1 .*'a'"):
+        loaded(tmp_path / "a.jsonl")
+
+
 def test_mixture_of_different_types_raises(tmp_path):
     (tmp_path / "numbers.jsonl").write_text('{"question": 5, "solution": {"a": 1}}\n')
     names = (str(written(tmp_path / "data.jsonl")), str(tmp_path / "numbers.jsonl"))

@@ -31,13 +31,20 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "answer") -> float:
-    """Reward an answer that equals the truth, except for whitespace, with 1, else 0."""
+    """Reward an answer that equals the truth, except for whitespace, with 1, else 0.
+
+    The truth 4.0, a number, is both 4.0 and 4.
+    """
 
     def normalize(text: str) -> str:
         text = " ".join(unicodedata.normalize("NFC", text).split())
         return text.casefold() if ignore_case else text
 
-    return float(normalize(answer) in [normalize(str(one)) for one in as_list(truth)])
+    right = [normalize(str(one)) for one in as_list(truth)]
+    for one in as_list(truth):
+        if isinstance(one, float) and one.is_integer():
+            right.append(str(int(one)))
+    return float(normalize(answer) in right)
 
 
 # ------------------------------------------------------------------------------------- numbers
