@@ -185,7 +185,9 @@ def load_model(
             adapted.name_or_path = name
         if (Path(name) / GENERATION_CONFIG_NAME).exists():  # tokens that end a turn
             bare: Any = adapted.get_base_model()
-            bare.generation_config = GenerationConfig.from_pretrained(name)
+            bare.generation_config = GenerationConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
         return _cast(adapted, dtype)
     check_options(name, options, trust_remote_code)
     if empty and not (is_gguf(name) or quantization_config or options.keys() - {ATTENTION}):
@@ -407,7 +409,7 @@ def load_tokenizer(
     if needs_eos and is_missing:
         raise ValueError(
             f"the tokenizer has no EOS token{'' if eos is None else ' ' + show(eos)}, so no "
-            "completion could end: set eos_token to one of its tokens"
+            "completion could end: set eos_token (or processing_class.eos_token) to one of them"
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
