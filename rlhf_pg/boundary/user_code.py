@@ -12,6 +12,9 @@ from typing import Any
 
 from rlhf_pg.boundary.quoted import tell
 
+# The largest magnitude of a number to compute with: sums of many of them fit into float32.
+LARGEST = 1e30
+
 
 class CallFailed(Exception):
     """A call failed; the message follows the name of the function ("raised KeyError")."""

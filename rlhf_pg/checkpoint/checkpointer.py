@@ -9,6 +9,7 @@ ahead. Nothing is pickled.
 
 import copy
 import logging
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg import __version__
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights, merge, streaming
@@ -166,8 +168,12 @@ class Checkpointer:
             policy: Any = self.parts["model"]
             with policy.gathered(save.runtime.main_host), save.step():
                 if save.runtime.is_main:
-                    merge(policy.module).save_pretrained(path / "merged")
-                    self.tokenizer.save_pretrained(path / "merged")
+                    try:
+                        merge(policy.module).save_pretrained(path / "merged")
+                        self.tokenizer.save_pretrained(path / "merged")
+                    except Exception as error:  # the adapter is worth more
+                        shutil.rmtree(path / "merged", ignore_errors=True)
+                        logger.warning("%s has no merged/: %s", save.path, tell(error))
 
     def _stream(
         self, save: atomic.Save, name: str, whole: FullWeights, trunk: Any, path: Path

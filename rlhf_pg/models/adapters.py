@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.inputs import AdapterConfig
 
 M = TypeVar("M", bound=nn.Module)
@@ -25,6 +26,8 @@ M = TypeVar("M", bound=nn.Module)
 # Share of an adapter that may be lost to rounding when it is merged for sampling. Early in training
 # an adapter in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
 MOST_LOST = 0.1
+# What loading an adapter cannot repeat: inits that read data or change base weights at random.
+UNREPEATABLE = ("corda", "eva", "lora_ga", "pissa_niter")
 
 
 def share_frozen(module: M) -> M:
@@ -52,7 +55,7 @@ def adapter_of(args: AdapterConfig, given: Any) -> Any:
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     """Freeze the model and add a trained adapter from a `peft` config, in place; ValueError if the
-    model has an adapter, a target matches no module, or the kind of adapter cannot be trained.
+    model has an adapter, a target matches no module, or the adapter cannot be trained and loaded.
     """
     if isinstance(model, PeftModel):
         raise ValueError("the model comes with an adapter: leave peft_config (use_peft) out")
@@ -70,7 +73,20 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
             and type(module).forward is not nn.Linear.forward
         ]
         config.exclude_modules = excluded or None
-    adapted = peft.get_peft_model(model, config)
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith(UNREPEATABLE):
+        raise ValueError(
+            f"init_lora_weights {start!r} reads data, or changes the base weights at random: "
+            "loading the adapter would not repeat it. Use pissa, olora or True"
+        )
+    if getattr(config, "layer_replication", None):
+        raise ValueError("layer_replication shares weights between layers, which cannot be merged")
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except Exception as error:
+        raise ValueError(
+            f"peft_config does not fit {type(model).__name__}: {tell(error)}"
+        ) from error
     check_kind(adapted)
     return adapted
 
@@ -96,15 +112,33 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse several adapters, one not named "default", and prompt tuning (ValueError)."""
+    """Refuse several adapters, one not named "default", prompt tuning, and adapters that cannot be
+    copied or merged, as sampling and `save_merged` do (ValueError).
+    """
     if isinstance(model, PeftModel) and list(model.peft_config) != ["default"]:
         raise ValueError(
             f"the model has the adapters {', '.join(model.peft_config)}: only a single adapter "
             'named "default" can be trained and saved'
         )
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+    if not isinstance(model, PeftModel) or is_quantized(model):
+        return
+    layers = {
+        name.rpartition(".")[2]: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+    }
+    if not layers:
         kind = type(model.active_peft_config).__name__
         raise ValueError(f"peft_config is a {kind}, which has no weights to adapt: use LoraConfig")
+    for name, layer in layers.items():  # one of each kind
+        try:
+            copy.deepcopy(layer).merge()
+        except Exception as error:
+            raise ValueError(
+                f"the adapter of {name} cannot be copied and merged, as sampling and save_merged "
+                f"do ({tell(error)}): change peft_config (lora_bias needs layers with a bias, and "
+                "ensure_weight_tying embeddings in modules_to_save, not in target_modules)"
+            ) from error
 
 
 def is_plain(config: Any) -> bool:

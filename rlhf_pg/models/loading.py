@@ -51,6 +51,7 @@ READING = {
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # Keys in which the config of a restored adapter may differ, since they do not change its output.
 MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+MAY_DIFFER |= {"auto_mapping"}  # of an adapter without task_type, once it is saved
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,8 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
         for key in saved.keys() & here.keys() - MAY_DIFFER:
+            if isinstance(here[key], set):  # a list in the file
+                saved[key] = set(saved[key] or ())
             if saved[key] != here[key]:
                 raise ValueError(
                     f"the adapter in {path} has {key} {saved[key]!r}, but this one {here[key]!r}: "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlhf_pg.boundary.user_code import LARGEST
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.rewards.scores import at_end, overlong, replace_sources, sum_step_scores
@@ -44,6 +45,21 @@ class Shaping:
         normalized = rewards.names if args.normalize_rewards else []  # by the moments of totals
         self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
         self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
+
+    def bound(self, scores: Tensor) -> Tensor:
+        """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one is beyond it even
+        when it is clipped, or if its weight would take it there.
+        """
+        weights = self.weights[: self.functions].abs().clamp(min=1)
+        beyond = (self._clip(scores).abs().clamp(min=1) * weights > LARGEST).nonzero()
+        if len(beyond):
+            row, token, source = beyond[0].tolist()
+            raise ValueError(
+                f"the score {scores[row, token, source]:g} of {self.names[source]} for completion "
+                f"{row} of the batch, or its weight, is too large: it may be {LARGEST:g} at most, "
+                "also when it is weighted. Set reward_clip_range, or lower reward_weights"
+            )
+        return scores.clamp(-LARGEST, LARGEST)
 
     def add_penalties(self, scores: Tensor, batch: Batch) -> Tensor:
         """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
@@ -116,4 +132,4 @@ class Shaping:
     def _clip(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
         own, limits = scores[:, :, : self.functions], self.args.reward_clip_range
-        return own if limits is None else own.clamp(*limits)
+        return own if limits is None else own.clamp(*own.new_tensor(limits))

@@ -23,7 +23,7 @@ from transformers import (
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.boundary.user_code import finite
+from rlhf_pg.boundary.user_code import LARGEST, finite
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.batch import pad_rows
@@ -225,8 +225,11 @@ def _tokenize_pair(
             "the chat template leaves out"
         )
     given = pair.get("margin", 0.0)
-    if (margin := finite(given)) is None:
-        raise ValueError(f"the margin in row {row} must be a finite number, got {show(given)}")
+    margin = finite(given)
+    if margin is None or abs(margin) > LARGEST:
+        raise ValueError(
+            f"the margin in row {row} must be a number up to {LARGEST:g}, got {show(given)}"
+        )
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 

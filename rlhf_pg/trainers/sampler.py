@@ -244,12 +244,13 @@ class Sampler:
             for name in result.metrics:
                 if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
                     raise ValueError(TAKEN.format(show(name)))
+            scores = self.shaping.bound(result.scores)
             self.results.append(result)
         if result.lost.any():
             known = ~result.lost.to(batch.action_mask.device)
             mask = batch.action_mask & known[:, None]
             batch = batch.with_columns(action_mask=mask)
-        scores = self.shaping.add_penalties(result.scores.to(batch.sampler_logprobs), batch)
+        scores = self.shaping.add_penalties(scores.to(batch.sampler_logprobs), batch)
         return batch.with_columns(scores=scores, logged=result.extra)
 
     def _inputs(self, batch: Batch) -> RewardInputs:
