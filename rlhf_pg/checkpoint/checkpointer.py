@@ -171,7 +171,7 @@ class Checkpointer:
                     try:
                         merge(policy.module).save_pretrained(path / "merged")
                         self.tokenizer.save_pretrained(path / "merged")
-                    except Exception as error:  # the adapter is worth more
+                    except (RuntimeError, ValueError) as error:  # the adapter is worth more
                         shutil.rmtree(path / "merged", ignore_errors=True)
                         logger.warning("%s has no merged/: %s", save.path, tell(error))
 

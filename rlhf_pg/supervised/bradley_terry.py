@@ -228,7 +228,7 @@ def _tokenize_pair(
     margin = finite(given)
     if margin is None or abs(margin) > LARGEST:
         raise ValueError(
-            f"the margin in row {row} must be a number up to {LARGEST:g}, got {show(given)}"
+            f"the margin in row {row} must be a finite number, up to {LARGEST:g}, got {show(given)}"
         )
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 

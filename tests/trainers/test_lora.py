@@ -188,3 +188,17 @@ def test_moved_base_model_resumes(make, model_path, tmp_path):
     assert rest.state.step == 2
     saved = json.loads(Path(tmp_path / "run" / "final" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(moved)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "init_lora_weights": "eva"},
+    ],
+)
+def test_adapter_that_cannot_be_merged_is_refused_before_training(make, model_path, options):
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", **options)
+    with pytest.raises(ValueError, match=r"peft_config|init_lora_weights"):
+        make(model=model_path, peft_config=config, save_merged=True)

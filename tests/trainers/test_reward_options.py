@@ -345,3 +345,15 @@ def test_changed_reward_function_on_resume_is_refused(make) -> None:
     again = make(normalize_rewards=True, reward_funcs=other)
     with pytest.raises(ValueError, match=r"of rewards/digits, but .* of rewards/other"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_finite_score_stays_finite(make) -> None:
+    """1e39 is beyond float32: refused by name, unless it is clipped."""
+
+    def huge(completions, **columns):
+        return [1e39, *([0.0] * (len(completions) - 1))]
+
+    with pytest.raises(ValueError, match=r"1e\+39 of huge for completion 0.*reward_clip_range"):
+        make(reward_funcs=huge, max_steps=1).train()
+    trainer = make(reward_funcs=huge, max_steps=1, reward_clip_range=(-1.0, 1.0))
+    assert math.isfinite(trainer.train().metrics["reward"])
