@@ -157,11 +157,11 @@ def read(program: str = "cd", *words: str) -> None:
     elif program == "rlhf-pg":
         command, *words = words
         files = []
-        if command in ("train", "plan", "eval"):
+        if command in ("train", "preview", "plan", "eval"):
             is_model = command == "eval" and not is_recipe(words[0])
             files, words = split_recipe(words[is_model:])
         _, keys = parser_of(command).parse_known_args(words)
-        assert not keys or command in ("train", "plan", "eval", "replay")
+        assert not keys or command in ("train", "preview", "plan", "eval", "replay")
         kind = config_type_of(files, keys, CONFIGS) if files else PolicyGradientConfig
         parse(kind, [*keys, *(["--config", *map(str, files)] if files else ())])
     elif program not in ("cd", "docker", "git", "pip", "uv", "vllm"):

@@ -81,7 +81,7 @@ def explaining_errors(command: str = "train") -> Iterator[None]:
 def help_of(command: str, flags: Sequence[str]) -> str:
     """Return the usage of a command, its options, and the keys of its config."""
     parser = parser_of(command)
-    if command not in ("train", "plan", "audit", "eval", "demo"):
+    if command not in ("train", "preview", "plan", "audit", "eval", "demo"):
         return parser.format_help().strip()
     from rlhf_pg.cli import recipes
     from rlhf_pg.config import PolicyGradientConfig

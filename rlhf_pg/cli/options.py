@@ -9,6 +9,7 @@ SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as in recipes/acceler
 GPUS = {"h100": 80, "h200": 141, "b200": 180, "a100": 80, "l40s": 48, "h20": 96}
 USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
+    "preview": ("RECIPE [--rows N] [--out FILE] [--key value ...]", "show what the model will see"),
     "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
     "audit": ("RECIPE [--loss FILE.py:FUNCTION]", "show the bias of a recipe's gradient, by cause"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
@@ -37,6 +38,9 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     count, natural, real = _number(int, 1), _number(int, 0), _number(float, 0)
     share = _number(float, 0.001, 1)
     match command:
+        case "preview":
+            add("--rows", type=natural, default=3, metavar="N", help="rows to show (default: 3)")
+            add("--out", metavar="FILE", help="write the same as a page, preview.html for example")
         case "plan":
             add("--num_processes", type=count, default=1, metavar="N", help="one per GPU")
             add("--sharding", choices=SHARDINGS, default="ddp", help="how weights are split")

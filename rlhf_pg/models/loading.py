@@ -380,7 +380,7 @@ def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 def load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None,
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     pad_token: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -393,7 +393,7 @@ def load_tokenizer(
     rows.
     """
     if tokenizer is None:
-        path = model.name_or_path
+        path = model.name_or_path if model is not None else ""
         if not path or not has_tokenizer(path):
             where = f" in {path}" if path else ""
             raise ValueError(f"no tokenizer was saved with the model{where}: give it as {key}")
@@ -419,7 +419,8 @@ def load_tokenizer(
             f"the tokenizer has no pad token: set pad_token, or {key}.pad_token (the EOS token "
             "will do: padding is masked by position, not by id)"
         )
-    check_vocabulary(tokenizer, model, key)
+    if model is not None:
+        check_vocabulary(tokenizer, model, key)
     return tokenizer
 
 
@@ -431,11 +432,11 @@ def _check_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> No
 
 def tokenizer_of(
     args: PolicyGradientConfig | SupervisedConfig,
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     given: PreTrainedTokenizerBase | None,
     needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, or `load_tokenizer` by a config, with its template arguments."""
+    """Return the given tokenizer, or the model's, with the tokens and chat template of a config."""
     tokenizer = load_tokenizer(
         given,
         model,

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
-from rlhf_pg.data.chat import set_template
 from rlhf_pg.data.inputs import load_named_data, load_task
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import make_prompts
@@ -102,7 +101,7 @@ def build_meta_models(
         tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
     if not prompt:  # the longest of the config's data
         data = make_prompts(load_named_data(args, task).train, args, "train_dataset")
-        set_template(tokenizer, args)
+        models.tokenizer_of(args, None, tokenizer)
         prompt = load_prompts(data, tokenizer).longest
     row, critic = prompt + args.max_completion_length, None
     tokens = most(kind, row) if args.micro_batch_tokens == "auto" else int(args.micro_batch_tokens)
