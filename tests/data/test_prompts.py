@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_pg.config import GRPOConfig
 from rlhf_pg.data.chat import continues, encode, encode_answer, whole_turn
 from rlhf_pg.data.prompts import PromptSampler, load_prompts, permutation
+from rlhf_pg.data.sources import make_prompts
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -307,3 +309,24 @@ def test_nulls_that_a_table_adds_to_tool_calls_are_not_rendered():
     chats = [chat(a=1), chat(b=2)]
     united = Dataset.from_list([{"prompt": one} for one in chats])["prompt"]
     assert [encode(one, tokenizer) for one in united] == [encode(one, tokenizer) for one in chats]
+
+
+@pytest.mark.parametrize(("text", "ids"), [("ab", [4, 5]), ("ab<eos>", [4, 5, 1]), ("a b", None)])
+def test_eos_that_a_tokenizer_appends_is_not_in_a_prompt(text, ids):
+    tokenizer = plain()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", 1)]
+    )
+    if ids is None:
+        with pytest.raises(ValueError, match="prompt in row 0 cannot be tokenized"):
+            encode(text, tokenizer)
+    else:
+        assert encode(text, tokenizer) == ids
+
+
+@pytest.mark.parametrize("value", [["a.png"], {"bytes": "x"}, "a.png"])
+@pytest.mark.parametrize("name", ["images", "audio"])
+def test_media_are_refused_by_row(value, name):
+    rows = [{"prompt": "a", name: None}, {"prompt": "b", name: value}]
+    with pytest.raises(ValueError, match=f"train_dataset: row 1 has {name}"):
+        make_prompts(rows, GRPOConfig(), "train_dataset")

@@ -424,3 +424,28 @@ def test_string_pairs_end_with_one_eos():
     assert tokenized(Dataset.from_list(rows), letters()) == expected
     bare, _ = tokenized(Dataset.from_list(rows), letters(), append_eos=False)
     assert bare == ([3, 4], [3, 5, 2])
+
+
+def test_prompt_that_texts_repeat_is_read_once(tmp_path):
+    tokenizer = letters()
+    whole = [{"prompt": "ab", "chosen": "abc", "rejected": "abd"}]
+    [pair] = tokenized(Dataset.from_list(whole), tokenizer)
+    assert [tokenizer.decode(ids) for ids in pair] == ["abc<eos>", "abd<eos>"]
+    apart = [{"prompt": "ab", "chosen": "abc", "rejected": "d"}]  # only one begins like it
+    [pair] = tokenized(Dataset.from_list(apart), tokenizer)
+    assert [tokenizer.decode(ids) for ids in pair] == ["ababc<eos>", "abd<eos>"]
+
+
+def test_tools_of_pairs_are_shown_or_refused():
+    tokenizer = letters()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}"
+        + ("{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
+    )
+    answers = {"chosen": [says("b", "assistant")], "rejected": [says("c", "assistant")]}
+    row = {"prompt": [says("a")], **answers, "tools": [{"name": "xyz", "parameters": {}}]}
+    [pair] = tokenized(Dataset.from_list([row]), tokenizer)
+    assert tokenizer.decode(pair[0]) == "xyza<eos>b<eos>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    with pytest.raises(ValueError, match="row 0: tools"):
+        tokenized(Dataset.from_list([row]), tokenizer)

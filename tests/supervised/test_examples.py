@@ -276,3 +276,44 @@ def test_bos_stands_in_front_once():
     [example] = examples([{"prompt": "a", "completion": "b"}], tokenizer)
     assert list(example["input_ids"]) == [1, 3, 4, 2]
     assert list(example["labels"]) == [-100, -100, 4, 2]
+
+
+def test_prompt_that_every_completion_repeats_is_learnt_once(tokenizer):
+    rows = [{"prompt": "ab", "completion": "abc"}, {"prompt": "d", "completion": "de"}]
+    assert [learnt(x, tokenizer) for x in examples(rows, tokenizer)] == ["__c<eos>", "_e<eos>"]
+    rows[1]["completion"] = "e"  # then it is no habit of the data
+    assert learnt(examples(rows, tokenizer)[0], tokenizer) == "__abc<eos>"
+    tokenizer.chat_template = UNTAGGED
+    whole = [{"prompt": CHAT[:1], "completion": CHAT[:2]}]
+    assert only(whole, tokenizer) == "_" * 10 + "cd<eos>_"
+
+
+def test_columns_of_chats_are_obeyed_or_refused(tokenizer):
+    tokenizer.chat_template = UNTAGGED
+    rows = [{"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "c"}]}]
+    assert only([rows[0] | {"system": "hi"}], tokenizer).startswith("[s|hi<eos> [u|ab<eos>")
+    with pytest.raises(ValueError, match="row 0 is text, but its column system"):
+        only([{"text": "ab", "system": "hi"}], tokenizer)
+    with pytest.raises(ValueError, match=r"row 0: message 0: from .* got 'alien'"):
+        only([{"messages": [{"from": "alien", "value": "a"}]}], tokenizer)
+
+
+def test_nulls_of_a_table_are_not_learnt_and_those_of_json_are(tokenizer):
+    tokenizer = letters('abcdefghijklmnopqrstuvwxyz .|[]?{}":,12')
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+        "{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}{% endfor %}<eos>"
+        "{% endfor %}"
+    )
+
+    def calls(arguments):
+        return {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+    objects = [
+        {"messages": [says("a"), calls({"x": 1})]},
+        {"messages": [says("a"), calls({"y": 2})]},
+    ]
+    texts = [{"messages": [says("a"), calls('{"x": null}')]}]
+    assert only(objects[:1], tokenizer) == 'a<eos>f{"x": 1}<eos>'
+    assert learnt(examples(objects, tokenizer)[0], tokenizer) == 'a<eos>f{"x": 1}<eos>'
+    assert only(texts, tokenizer) == 'a<eos>f{"x": null}<eos>'

@@ -358,3 +358,21 @@ def test_results_do_not_depend_on_finishing_order():
         assert (a.tokens, a.logprobs, a.actions) == (b.tokens, b.logprobs, b.actions)
         assert a.rewards[1] == b.rewards[1]
     assert [text(episode.tokens) for episode in one] == [f"a<eos>{c}b<eos>" for c in "xyz"]
+
+
+def test_calls_of_tools_may_have_special_tokens():
+    """What parses calls gets them with special tokens, but without the one that ends the turn."""
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+    engine = scripted.sayer(tokenizer, "<tool_call>a<eos>")
+    seen = []
+
+    class Sees(Listed):
+        def step(self, completion):
+            seen.append(completion)
+            return super().step(completion)
+
+    schema = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for tools in ((), (schema,)):
+        play(engine, Sees(([], 1.0, True)), prompt=ASKED, tokenizer=tokenizer, tools=tools)
+    assert seen == ["a", "<tool_call>a"]
