@@ -426,26 +426,28 @@ def test_string_pairs_end_with_one_eos():
     assert bare == ([3, 4], [3, 5, 2])
 
 
-def test_prompt_that_texts_repeat_is_read_once(tmp_path):
-    tokenizer = letters()
+def text(ids):
+    return letters().decode(ids).replace(" ", "")
+
+
+def test_prompt_that_texts_repeat_is_read_once():
     whole = [{"prompt": "ab", "chosen": "abc", "rejected": "abd"}]
-    [pair] = tokenized(Dataset.from_list(whole), tokenizer)
-    assert [tokenizer.decode(ids) for ids in pair] == ["abc<eos>", "abd<eos>"]
+    [pair] = tokenized(Dataset.from_list(whole), letters())
+    assert [text(ids) for ids in pair] == ["abc<eos>", "abd<eos>"]
     apart = [{"prompt": "ab", "chosen": "abc", "rejected": "d"}]  # only one begins like it
-    [pair] = tokenized(Dataset.from_list(apart), tokenizer)
-    assert [tokenizer.decode(ids) for ids in pair] == ["ababc<eos>", "abd<eos>"]
+    [pair] = tokenized(Dataset.from_list(apart), letters())
+    assert [text(ids) for ids in pair] == ["ababc<eos>", "abd<eos>"]
 
 
 def test_tools_of_pairs_are_shown_or_refused():
     tokenizer = letters()
-    tokenizer.chat_template = (
-        "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}"
-        + ("{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
-    )
+    shows = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    names = "{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}"
+    tokenizer.chat_template = names + shows
     answers = {"chosen": [says("b", "assistant")], "rejected": [says("c", "assistant")]}
     row = {"prompt": [says("a")], **answers, "tools": [{"name": "xyz", "parameters": {}}]}
     [pair] = tokenized(Dataset.from_list([row]), tokenizer)
-    assert tokenizer.decode(pair[0]) == "xyza<eos>b<eos>"
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    assert text(pair[0]) == "xyza<eos>b<eos>"
+    tokenizer.chat_template = shows
     with pytest.raises(ValueError, match="row 0: tools"):
         tokenized(Dataset.from_list([row]), tokenizer)

@@ -309,10 +309,7 @@ def test_nulls_of_a_table_are_not_learnt_and_those_of_json_are(tokenizer):
     def calls(arguments):
         return {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
 
-    objects = [
-        {"messages": [says("a"), calls({"x": 1})]},
-        {"messages": [says("a"), calls({"y": 2})]},
-    ]
+    objects = [{"messages": [says("a"), calls(given)]} for given in ({"x": 1}, {"y": 2})]
     texts = [{"messages": [says("a"), calls('{"x": null}')]}]
     assert only(objects[:1], tokenizer) == 'a<eos>f{"x": 1}<eos>'
     assert learnt(examples(objects, tokenizer)[0], tokenizer) == 'a<eos>f{"x": 1}<eos>'
