@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import groupby
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -65,32 +66,22 @@ class Preview:
     warnings: list[str] = field(default_factory=list)
 
 
-class Warnings(logging.Handler):
-    """Collects what the package warns of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def preview(flags: Sequence[str]) -> None:
     """Show rows as the model will see them, columns, lengths and stop tokens; no weights load."""
     recipes, flags = split_recipe(flags)
     options, keys = parser_of("preview").parse_known_args(flags)
     kind = config_type_of(recipes, keys, CONFIGS)
     args = parse(kind, ["--config", *map(str, recipes), *keys], "rlhf-pg preview")
-    warnings, logger = Warnings(), logging.getLogger("rlhf_pg")
-    logger.addHandler(warnings)
-    logger.propagate = False  # they are shown below
+    logger = logging.getLogger("rlhf_pg")
+    handler = BufferingHandler(10_000)
+    logger.addHandler(handler)
+    logger.propagate = False  # what it says is shown below
     try:
         made = preview_of(args)
     finally:
-        logger.removeHandler(warnings)
+        logger.removeHandler(handler)
         logger.propagate = True
-    lines = [*warnings.lines, *made.warnings]
+    lines = [record.getMessage() for record in handler.buffer] + made.warnings
     show(made, lines, options.rows, Console(soft_wrap=True, highlight=False))
     if options.out is not None:
         page = Console(

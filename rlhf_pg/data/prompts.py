@@ -21,8 +21,14 @@ from rlhf_pg.data.messages import read_tools
 
 logger = logging.getLogger(__name__)
 
-# Columns that only models with other inputs than text can use.
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Columns that a run cannot obey, with the reason.
+UNREAD = {
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"), "models read only text here"
+    ),
+    "chat_template_kwargs": "all rows have those of the key chat_template_kwargs",
+    "documents": "templates are given none here",
+}
 Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
@@ -144,16 +150,14 @@ def tools_of_row(tools: Tools, row: Mapping[str, Any]) -> Schemas:
     return tools or schemas
 
 
-def refuse_media(dataset: Dataset) -> None:
-    """Refuse columns with images and the like, on which nothing is trained (ValueError)."""
-    for name in dataset.column_names:
-        if name in MEDIA:
-            values = dataset.with_format("arrow")[:][name].to_pylist()  # not decoded
-            row = next((row for row, value in enumerate(values) if value), None)
-            if row is not None:
+def refuse_unread(dataset: Dataset) -> None:
+    """Refuse columns that say something which a run cannot obey, such as images (ValueError)."""
+    for name in UNREAD.keys() & {*dataset.column_names}:
+        values = dataset.with_format("arrow")[:][name].to_pylist()  # not decoded
+        for row, value in enumerate(values):
+            if value:
                 raise ValueError(
-                    f"row {row} has {name}, but models read only text here: take out the column, "
-                    "or the rows"
+                    f"row {row} has {name}, but {UNREAD[name]}: take out the column, or the rows"
                 )
 
 

@@ -131,33 +131,24 @@ def prepare(
     chat = normalise(messages, where)
     lost, error = _lost_words(chat, tokenizer, where, tools)
     for form in FORMS:
-        if error is None and all(_is_old_thought(word, whole) for word in lost):
+        old = [w for w in lost if w.field == "content" and w.is_thought and w.message not in whole]
+        if error is None and len(old) == len(lost):
             break
         other = form(chat)
-        if other == chat:
-            continue
         others, failure = _lost_words(other, tokenizer, where, tools)
         if (failure is not None, len(others)) < (error is not None, len(lost)):
             chat, lost, error = other, others, failure
-    if error is not None or lost:
+    last = len(chat) - 1
+    must_show = {*whole} - {last}
+    faults = [word for word in lost if not word.is_thought or word.message in must_show]
+    if error is not None or faults:
         renamed = _developer_as_system(chat)
         if renamed != chat:
             _say_developer()
             return prepare(renamed, tokenizer, where, tools, whole)
-    if error is not None:
-        raise error
-    last = len(chat) - 1
-    for word in lost:
-        of_assistant = word.message != OF_TOOLS and chat[word.message]["role"] == "assistant"
-        may_hide = word.message == last or word.message not in whole
-        if not (of_assistant and word.is_thought and may_hide):
-            raise ValueError(_explain(word, chat, where))
+        raise error or ValueError(_explain(faults[0], chat, where))
     hides_last = any(word.message == last for word in lost)
     return Shown(quote(chat, tokenizer, where), hides_last)
-
-
-def _is_old_thought(word: Word, whole: Collection[int]) -> bool:
-    return word.is_thought and word.field == "content" and word.message not in whole
 
 
 def _lost_words(
@@ -177,30 +168,31 @@ def _lost_words(
     seen = {words[int(number)] for number in WORD.findall(text)}
     lost = [word for word in words if word not in seen]
     for thought in AFTER_EMPTY.finditer(text):
-        if word := WORD.search(text, thought.end()):
-            lost.append(words[int(word[1])])
+        if mark := WORD.search(text, thought.end()):
+            lost.append(words[int(mark[1])])
     # If the end of a turn is shown, what is left out before it are thoughts.
     ends = {word.message: word for word in words if word.field == "content"}
-    return [
-        word._replace(is_thought=True)
-        if word.field == "content" and ends[word.message] in seen
-        else word
-        for word in lost
-    ], None
+    for place, word in enumerate(lost):
+        of_assistant = word.field == "content" and chat[word.message]["role"] == "assistant"
+        if of_assistant and ends[word.message] in seen:
+            lost[place] = word._replace(is_thought=True)
+    return lost, None
 
 
 def _mark_message(message: dict[str, Any], number: int, words: list[Word]) -> dict[str, Any]:
     """Mark every word of a message, and append it to `words`."""
+    thinks = message["role"] == "assistant"
     marked = {}
     for field, value in message.items():
         if field in IDENTIFIERS or (field == "name" and message["role"] == "tool"):
             marked[field] = value
-        elif field == "content" and isinstance(value, str):
+        elif field == "content" and isinstance(value, str) and thinks:
             thoughts, close, answer = value.rpartition(CLOSE)
             before = _mark(thoughts, words, number, field, is_thought=True)
             marked[field] = before + close + _mark(answer, words, number, field)
         else:
-            marked[field] = _mark(value, words, number, field, is_thought=field in THOUGHTS)
+            is_thought = thinks and field in THOUGHTS
+            marked[field] = _mark(value, words, number, field, is_thought)
     return marked
 
 
@@ -252,7 +244,7 @@ def _explain(word: Word, chat: Chat, where: str) -> str:
     message = chat[word.message]
     text = show(message.get(word.field))
     of_message = f"of message {word.message} ({message['role']})"
-    if message["role"] == "assistant" and word.is_thought:
+    if word.is_thought:
         return (
             f"{where}: the chat template leaves out the thoughts {of_message}, {text}, if more "
             "messages follow: train on the last turn alone (prompt and completion; or "

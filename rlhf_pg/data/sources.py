@@ -16,7 +16,7 @@ from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data import readers
 from rlhf_pg.data.messages import of_sharegpt
-from rlhf_pg.data.prompts import as_dataset, permutation, refuse_media
+from rlhf_pg.data.prompts import as_dataset, permutation, refuse_unread
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     template = getattr(args, PRIVILEGED, None) or ""
     with about(what):
         given = as_dataset(data)
-        refuse_media(given)
+        refuse_unread(given)
         made = with_prompts(given, args, of_texts)
         has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):

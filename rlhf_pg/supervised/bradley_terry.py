@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,6 +226,8 @@ def _tokenize_pair(
             "the chat template leaves out"
         )
     given = pair.get("margin", 0.0)
+    with suppress(TypeError, ValueError):  # a column of CSV may be text
+        given = float(given)
     margin = finite(given)
     if margin is None or abs(margin) > LARGEST:
         raise ValueError(

@@ -325,8 +325,8 @@ def test_eos_that_a_tokenizer_appends_is_not_in_a_prompt(text, ids):
 
 
 @pytest.mark.parametrize("value", [["a.png"], {"bytes": "x"}, "a.png"])
-@pytest.mark.parametrize("name", ["images", "audio"])
-def test_media_are_refused_by_row(value, name):
+@pytest.mark.parametrize("name", ["images", "audio", "chat_template_kwargs"])
+def test_columns_that_no_run_obeys_are_refused_by_row(value, name):
     rows = [{"prompt": "a", name: None}, {"prompt": "b", name: value}]
     with pytest.raises(ValueError, match=f"train_dataset: row 1 has {name}"):
         make_prompts(rows, GRPOConfig(), "train_dataset")

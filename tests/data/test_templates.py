@@ -76,10 +76,11 @@ def test_every_word_is_shown_or_refused(name: str) -> None:
         with pytest.raises(ValueError, match=r"row 0.* message 0 \(user\)"):
             encode(chat, tokenizer)
 
+    check_thoughts(tokenizer)
 
-@pytest.mark.parametrize("name", NAMES)
-def test_thoughts_of_last_turn_are_learnt(name: str) -> None:
-    tokenizer = tokenizer_with(name)
+
+def check_thoughts(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Those of the last turn are learnt, and every turn ends."""
     for turn in (
         {"content": "<think>\ntau\n</think>\n\nbeta"},
         {"content": "beta", "reasoning_content": "tau"},
@@ -89,7 +90,7 @@ def test_thoughts_of_last_turn_are_learnt(name: str) -> None:
         text = tokenizer.decode(ids)
         assert text.index("alpha") < text.index("tau") < text.index("beta")
         last = [token for token, learnt in zip(ids, mask, strict=True) if learnt][-1]
-        assert last in tokenizer.added_tokens_decoder  # every turn ends
+        assert last in tokenizer.added_tokens_decoder
 
 
 def test_end_of_turn_is_not_doubled() -> None:

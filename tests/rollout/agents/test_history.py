@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.data.chat import encode
 from rlhf_pg.rollout import Completion
+from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
 
 # Templates that trl ships, and the token that ends a turn.
@@ -167,3 +168,15 @@ def test_texts_carry_ids_too() -> None:
     history.answers[0] = replace(answer, chat="a: ", prompt=[1, 2])
     assert history.encode_text("a: Yes no") == [1, 2, *answer.words, *encode(" no", tokenizer)]
     assert history.encode_text("a: No") == encode("a: No", tokenizer)
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "gptoss", "deepseek_r1_distill"])
+def test_rules_of_a_developer_reach_the_policy(template: str) -> None:
+    """Agents send them beside the instructions, whatever roles a template knows."""
+    tokenizer = tokenizer_with(template)
+    asked = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    system = {"role": "system", "content": "Be brief."}
+    for chat in (asked, [system, *asked], formats.of_items([{"type": "message", **asked[0]}])):
+        ids = History(tokenizer, [tokenizer.eos_token_id]).encode_chat(formats.plain(chat))
+        text = tokenizer.decode(ids)
+        assert all(message["content"] in text for message in chat)
