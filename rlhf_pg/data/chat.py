@@ -12,6 +12,7 @@ from rlhf_pg.data.messages import normalise
 from rlhf_pg.data.rendering import (
     MARK,
     QUOTE,
+    known_roles,
     last_turn,
     prepare,
     render,
@@ -87,7 +88,7 @@ def render_chat(
     tools: Sequence[dict[str, Any]] = (),
 ) -> str:
     """Return a chat as text for `tokenize_chat`; see `encode`."""
-    chat = normalise(messages, where)
+    chat, _ = known_roles(normalise(messages, where), tokenizer, where, tools)
     continued = open_turn and continues(chat)
     last = len(chat) - 1
     shown = prepare(chat, tokenizer, where, tools, [last] if continued or not open_turn else [])
@@ -120,8 +121,10 @@ def encode_answer(
         return tokenize(tokenizer, messages, where, add_special_tokens=False)["input_ids"]
     before = [*prompt]
     turn = before.pop() if continues(before) else {"role": "assistant", "content": ""}
-    shown = prepare([*before, turn, *messages], tokenizer, where, tools).messages
-    shown[len(before)] = with_mark(shown[len(before)])
+    chat = normalise([*before, turn, *messages], where)
+    chat, place = known_roles(chat, tokenizer, where, tools, len(before))
+    shown = prepare(chat, tokenizer, where, tools).messages
+    shown[place] = with_mark(shown[place])
     _, mark, text = render(tokenizer, shown, where, True, tools).rpartition(MARK)
     if not mark:
         raise ValueError("the chat template does not show the assistant's last message")

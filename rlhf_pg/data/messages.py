@@ -70,6 +70,11 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def without_weights(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without what says whether SFT learns them."""
+    return [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat]
+
+
 def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
     message: dict[str, Any] = without_nulls(given)
     if "from" in message and "role" not in message:
@@ -79,14 +84,16 @@ def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]
     if not isinstance(role, str):
         raise ValueError(f"{where} has no role, but the keys {', '.join(message)}")
     calls = message.pop("tool_calls", None) or []
-    if "function_call" in message:  # an older form
+    if "function_call" in message:  # OpenAI's older form of calls, and of their results
         calls = [message.pop("function_call")]
+    if role == "function":
+        role = "tool"
     if "content" not in message and not calls and not any(key in message for key in THOUGHTS):
         raise ValueError(f"{where} has no content, but the keys {', '.join(message)}")
     message["content"] = _text_of_parts(message.get("content", ""), where)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in calls]
-    return {"role": role, **message}
+    return {**message, "role": role}
 
 
 def of_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:

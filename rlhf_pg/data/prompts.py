@@ -138,6 +138,11 @@ def load_prompts(
     return prompts
 
 
+def no_tools(row: Mapping[str, Any]) -> Schemas:
+    """Return no schemas, whatever a row has."""
+    return ()
+
+
 def tools_of_row(tools: Tools, row: Mapping[str, Any]) -> Schemas:
     """Return the schemas of the functions that a row's chat may call: the run's, or its own in the
     column `tools`; ValueError if there are both.

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.messages import THOUGHTS, Arguments, normalise
+from rlhf_pg.data.messages import THOUGHTS, Arguments, normalise, without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,26 @@ def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 # ------------------------------------------------------------------------ whether all is shown
 
 
+def known_roles(
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: Sequence[dict[str, Any]] = (),
+    count: int = 0,
+) -> tuple[Chat, int]:
+    """Return normal messages in roles that the chat template shows: OpenAI's newer `developer` as
+    `system`, joined to a system message before it; and how many the first `count` are then.
+    """
+    if not any(message["role"] == "developer" for message in chat):
+        return chat, count
+    try:
+        prepare(without_weights(chat), tokenizer, where, tools)
+    except ValueError:
+        _say_developer()
+        return _developer_as_system(chat), len(_developer_as_system(chat[:count]))
+    return chat, count
+
+
 def prepare(
     messages: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -142,10 +162,6 @@ def prepare(
     must_show = {*whole} - {last}
     faults = [word for word in lost if not word.is_thought or word.message in must_show]
     if error is not None or faults:
-        renamed = _developer_as_system(chat)
-        if renamed != chat:
-            _say_developer()
-            return prepare(renamed, tokenizer, where, tools, whole)
         raise error or ValueError(_explain(faults[0], chat, where))
     hides_last = any(word.message == last for word in lost)
     return Shown(quote(chat, tokenizer, where), hides_last)
@@ -281,12 +297,11 @@ def _arguments_as_text(chat: Chat) -> Chat:
 
 
 def _developer_as_system(chat: Chat) -> Chat:
-    """Return OpenAI's newer role as the older one, in one message with a system message before."""
     renamed: Chat = []
     for message in chat:
         if message["role"] != "developer":
             renamed.append(message)
-        elif renamed and renamed[-1]["role"] == "system" and isinstance(message["content"], str):
+        elif renamed and renamed[-1]["role"] == "system":
             both = f"{renamed[-1]['content']}\n\n{message['content']}"
             renamed[-1] = {**renamed[-1], "content": both}
         else:

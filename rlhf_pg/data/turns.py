@@ -11,9 +11,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.data.chat import spell, tokenize
-from rlhf_pg.data.messages import WEIGHTS, normalise
+from rlhf_pg.data.messages import WEIGHTS, normalise, without_weights
 from rlhf_pg.data.rendering import (
     QUOTE,
+    known_roles,
     last_turn,
     prepare,
     render,
@@ -51,9 +52,10 @@ def encode_turns(
         ValueError: there is no chat template, the messages do not fit it, words that are trained on
             are not shown, or its turns cannot be separated.
     """
-    chat = normalise(messages, where)
+    chat, read = known_roles(normalise(messages, where), tokenizer, where, tools, read)
     learnt = [is_learnt(message, where) for message in chat]
-    chat = [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat]
+    asked = [n for n, message in enumerate(chat) if message.keys() & {*WEIGHTS} and learnt[n]]
+    chat = without_weights(chat)
     spoken = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
     whole_turns = [n for n in spoken if n >= read and learnt[n]]
     shown = prepare(chat, tokenizer, where, tools, whole_turns)
@@ -67,7 +69,7 @@ def encode_turns(
 
     def length(count: int, closed: bool) -> int:
         """Return the length of the text up to a message, or up to the opening of its turn."""
-        if count == 0 and not closed:
+        if count == 0:
             return 0
         if count > last:
             return len(whole)
@@ -83,7 +85,8 @@ def encode_turns(
         return len(text)
 
     def turn(number: int) -> Span:
-        return length(number, closed=False), length(number + 1, closed=True)
+        """Return the span of a turn; the assistant's begins behind its opening."""
+        return length(number, closed=number not in spoken), length(number + 1, closed=True)
 
     start = length(read, closed=False)
     spans = [(start, len(whole))]
@@ -107,6 +110,8 @@ def encode_turns(
         left_out = []
     else:
         left_out = [turn(n) for n in unlearnt]
+    if assistant_only:
+        spans = [*spans, *(turn(n) for n in asked if n not in spoken)]
     learnt_spans = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
     openings = [start]
     for number in spoken:

@@ -23,7 +23,7 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.data.inputs import make_sets
-from rlhf_pg.data.prompts import load_prompts
+from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
 from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy, ratio_terms
 from rlhf_pg.masking import whiten
@@ -424,13 +424,16 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def prompts_of(self, dataset: Any, name: str) -> Prompts:
         """Return the prompts of a dataset; ValueError, with `name` and the row, if one is unfit."""
+        tools: Tools = self.episode_runner.tools if self.episode_runner else ()
+        if self.has_agent:  # whose program says which tools it has
+            tools = no_tools
         with about(name):
             return load_prompts(
                 dataset,
                 self.processing_class,
                 max_prompt_length=self.args.max_prompt_length,
                 long_prompts=self.args.long_prompts,
-                tools=self.episode_runner.tools if self.episode_runner else (),
+                tools=tools,
                 max_completion_length=self.args.max_completion_length,
                 positions=None if self.has_agent else models.max_positions(self.model),
                 micro_batch_tokens=self.args.micro_batch_tokens,

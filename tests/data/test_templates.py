@@ -113,8 +113,27 @@ def test_weights_of_messages_are_obeyed() -> None:
         learnt = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
         assert "second<|im_end|>" in learnt
         assert "first" not in learnt
+    asked = [user("question") | {"weight": 1}, {"role": "assistant", "content": "answer"}]
+    ids, mask = encode_turns(asked, tokenizer, "row 0", assistant_only=True)
+    learnt = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    assert "question<|im_end|>" in learnt
     with pytest.raises(ValueError, match="weight"):
         encode_turns([user("a") | {"weight": 2}], tokenizer, "row 0")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss"])
+def test_rules_of_a_developer_move_no_mask(name: str) -> None:
+    """They may be joined to the system message before them: turns have other numbers then."""
+    rules = [{"role": "system", "content": "s"}, {"role": "developer", "content": "rules"}]
+    chat = [*rules, user("a"), {"role": "assistant", "content": "beta"}]
+    for options in ({"read": 3}, {"assistant_only": True}):
+        ids, mask = encode_turns(chat, tokenizer_with(name), "row 0", **options)
+        text = tokenizer_with(name).decode([i for i, on in zip(ids, mask, strict=True) if on])
+        assert "beta" in text
+        assert "rules" not in text
+        assert "rules" in tokenizer_with(name).decode(ids)
+    answer = encode_answer([user("next")], tokenizer_with(name), chat[:3], None)
+    assert "rules" not in tokenizer_with(name).decode(answer)
 
 
 def test_thoughts_that_are_learnt_may_not_be_left_out() -> None:

@@ -152,6 +152,10 @@ def test_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch, ca
     again.train(resume_from_checkpoint="latest")
     assert "chat_template_date" in caplog.text
     assert again.state.step == 2
+    rows = [{"messages": [*CHAT, {"role": "assistant", "content": "7"}]}]
+    train_sft(SFTConfig(output_dir=str(tmp_path / "sft"), max_steps=1), model, None, rows)
+    recorded = yaml.safe_load((tmp_path / "sft" / "config.yaml").read_text())
+    assert recorded["chat_template_date"] == "2031-02-03"
     other = grpo(model, tmp_path / "new", [{"prompt": CHAT}])
     assert other.args.chat_template_date == "2031-02-03"
     assert other.train_prompts.tokens != again.train_prompts.tokens

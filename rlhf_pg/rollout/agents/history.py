@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.chat import encode, tokenize, tokenize_chat
 from rlhf_pg.data.messages import normalise
-from rlhf_pg.data.rendering import MARK, prepare, quote, render, with_mark
+from rlhf_pg.data.rendering import MARK, known_roles, prepare, quote, render, with_mark
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
@@ -109,7 +109,7 @@ class History:
         Reasoning that the template leaves out of earlier turns is left out here too. ValueError if
         the messages do not fit the template.
         """
-        chat = normalise(messages, WHERE)
+        chat, _ = known_roles(normalise(messages, WHERE), self.tokenizer, WHERE, tools)
         known: dict[int, list[Answer]] = {}
         for place, message in enumerate(chat):
             if message["role"] == "assistant":
