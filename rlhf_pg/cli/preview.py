@@ -4,8 +4,8 @@ import io
 import logging
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from itertools import groupby
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
@@ -34,6 +34,8 @@ from rlhf_pg.supervised import examples
 from rlhf_pg.supervised.bradley_terry import load_pairs
 from rlhf_pg.tasks import warm_start
 
+logger = logging.getLogger(__name__)
+
 # Columns with a meaning here, of which a run may read a part.
 KNOWN = ("prompt", "completion", "answer", "messages", "text", "chosen", "rejected", "margin")
 # Styles of a token, by whether it is special and whether it is learnt.
@@ -53,17 +55,12 @@ class Shown(NamedTuple):
     learnt: list[bool]
 
 
-@dataclass
-class Preview:
+class Preview(NamedTuple):
     """What is shown of a run's data."""
 
-    tokenizer: PreTrainedTokenizerBase
     data: Dataset
     columns: Mapping[str, str]  # what each column is for
     rows: Sequence[Shown]
-    lengths: list[int]  # tokens of all texts
-    stops: list[int]  # tokens that end a completion
-    warnings: list[str] = field(default_factory=list)
 
 
 def preview(flags: Sequence[str]) -> None:
@@ -72,37 +69,30 @@ def preview(flags: Sequence[str]) -> None:
     options, keys = parser_of("preview").parse_known_args(flags)
     kind = config_type_of(recipes, keys, CONFIGS)
     args = parse(kind, ["--config", *map(str, recipes), *keys], "rlhf-pg preview")
-    logger = logging.getLogger("rlhf_pg")
     handler = BufferingHandler(10_000)
-    logger.addHandler(handler)
-    logger.propagate = False  # what it says is shown below
+    package = logging.getLogger("rlhf_pg")
+    package.addHandler(handler)
+    package.propagate = False  # its warnings are shown below
     try:
-        made = preview_of(args)
+        task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
+        tokenizer = tokenizer_without_weights(args, task)
+        args = with_date(args, tokenizer, date.today().isoformat())
+        stops = stops_without_weights(args, tokenizer)
+        of_algorithm = {"sft": of_examples, "reward_model": of_pairs}
+        made = of_algorithm.get(args.algorithm, of_prompts)(args, task, tokenizer)
+        warn(made, args, tokenizer, stops)
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = True
-    lines = [record.getMessage() for record in handler.buffer] + made.warnings
-    show(made, lines, options.rows, Console(soft_wrap=True, highlight=False))
+        package.removeHandler(handler)
+        package.propagate = True
+    lines = [record.getMessage() for record in handler.buffer]
+    show = partial(print_preview, made, tokenizer, stops, lines, options.rows)
+    show(Console(soft_wrap=True, highlight=False))
     if options.out is not None:
-        page = Console(
-            record=True, file=io.StringIO(), force_terminal=True, width=100, highlight=False
-        )
-        show(made, lines, options.rows, page)
+        file = io.StringIO()
+        page = Console(record=True, file=file, force_terminal=True, width=100, highlight=False)
+        show(page)
         page.save_html(options.out)
         print(f"wrote {options.out}")
-
-
-def preview_of(args: Any) -> Preview:
-    """Read the data of a config, as its run will."""
-    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
-    tokenizer = tokenizer_without_weights(args, task)
-    args = with_date(args, tokenizer, date.today().isoformat())
-    stops = stops_without_weights(args, tokenizer)
-    if args.algorithm == "reward_model":
-        return of_pairs(args, task, tokenizer, stops)
-    if args.algorithm == "sft":
-        return of_examples(args, task, tokenizer, stops)
-    return of_prompts(args, task, tokenizer, stops)
 
 
 def tokenizer_without_weights(args: Any, task: Any) -> PreTrainedTokenizerBase:
@@ -135,44 +125,22 @@ def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list
     return models.stop_token_ids(model, tokenizer)
 
 
-def of_prompts(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, stops: Any) -> Preview:
+def of_prompts(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
     _, data, _ = settle_data(args)
     tools = [get_json_schema(tool) for tool in task.tools] if task is not None else []
     prompts = load_prompts(data, tokenizer, args.max_prompt_length, args.long_prompts, tools=tools)
     rewards, _, _ = settle_rewards((), args, None if task is None else task.reward)
     check_arguments(rewards, {"train_dataset": prompts.rows})
-    read = [parameters(x) | {*getattr(x, "columns", ())} for x in filter(callable, rewards)]
-    columns = {}
-    for name in data.column_names:
-        if name in ("prompt", "tools", "system", "privileged_prompt"):
-            columns[name] = "the model"
-        elif name in of_template(args):
-            columns[name] = "the prompt"
-        else:
-            is_read = any(name in names for names in read)
-            columns[name] = "the rewards" if is_read else "ignored: no reward names it"
-    made = Preview(
-        tokenizer,
-        data,
-        columns,
-        [read_only(f"prompt of row {n}", ids) for n, ids in enumerate(prompts.tokens)],
-        [len(ids) for ids in prompts.tokens],
-        stops,
-    )
-    is_chat = not isinstance(prompts.rows[0]["prompt"], str)
-    if is_chat:
-        warn_of_turn_end(tokenizer, stops)
-    elif tokenizer.chat_template:
-        made.warnings.append(
-            "prompts are plain text, but the tokenizer has a chat template: set "
-            "apply_chat_template if the model was trained with it"
-        )
-    if len(prompts) < len(data):
-        made.warnings.append(f"{len(data) - len(prompts)} of {len(data)} prompts are too long")
-    return made
+    functions = [reward for reward in rewards if callable(reward)]
+    read = {name for function in functions for name in parameters(function)}
+    read |= {name for function in functions for name in getattr(function, "columns", ())}
+    columns = columns_of(data, {"prompt", "privileged_prompt"}, args)
+    columns |= dict.fromkeys(read & {*data.column_names}, "the rewards")
+    rows = [read_only(f"prompt {number}", ids) for number, ids in enumerate(prompts.tokens)]
+    return Preview(prompts.rows, columns, rows)
 
 
-def of_examples(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, stops: Any) -> Preview:
+def of_examples(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
     if task is None:
         data, _ = examples.settle_data(args, None, None)
         made = examples.load_examples(data, args, tokenizer, args.max_length, "train_dataset")
@@ -180,69 +148,41 @@ def of_examples(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, stops:
         data = task.train_dataset
         tools = [get_json_schema(tool) for tool in task.tools]
         made = warm_start.examples(task.demonstrations(), tokenizer, tools)
-    maker = examples.ExampleMaker(
-        tokenizer=tokenizer, args=args, columns=data.column_names, limit=None
-    )
-    whole = next((x for x in ("messages", "conversations", "text") if x in data.column_names), "")
-    used = {whole} if maker.completion is None else {"prompt", maker.completion}
+    names = data.column_names
+    completion = examples.completion_column(names)
+    whole = next((name for name in ("messages", "conversations", "text") if name in names), "")
+    used = {whole} if completion is None else {"prompt", completion}
     rows = []
-    endless = 0
     for number, example in enumerate(made):
         learnt = [label != examples.UNLABELLED for label in example["labels"]]
-        row = Shown(f"row {number}", list(example["input_ids"]), learnt)
-        rows.append(row)
-        last = [id_ for id_, on in zip(row.ids, learnt, strict=True) if on][-1]
-        endless += last not in special_tokens(tokenizer).ids
-    result = Preview(
-        tokenizer,
-        data,
-        of_columns(data.column_names, used, args),
-        rows,
-        [len(row.ids) for row in rows],
-        stops,
-    )
-    if endless:
-        result.warnings.append(
-            f"{endless} of {len(rows)} rows end without a special token: the model does not learn "
-            "to stop there"
-        )
-    if task is None and len(rows) < len(data):
-        result.warnings.append(f"{len(data) - len(rows)} of {len(data)} rows are too long")
-    return result
+        rows.append(Shown(f"example {number}", list(example["input_ids"]), learnt))
+    return Preview(data, columns_of(data, used, args), rows)
 
 
-def of_pairs(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, stops: Any) -> Preview:
-    if task is None:
-        data, _ = examples.settle_data(args, None, None)
-    else:
-        data, _ = task.pairs()
-    pairs = load_pairs(data, args, tokenizer, args.max_length, "train_dataset")
+def of_pairs(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
+    data, _ = examples.settle_data(args, None, None) if task is None else task.pairs()
     rows = []
+    pairs = load_pairs(data, args, tokenizer, args.max_length, "train_dataset")
     for number, pair in enumerate(pairs):
-        for name, ids in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            rows.append(read_only(f"{name} of row {number}", ids))
-    columns = of_columns(data.column_names, {"prompt", "chosen", "rejected", "margin"}, args)
-    lengths = [len(row.ids) for row in rows]
-    return Preview(tokenizer, data, columns, rows, lengths, stops)
+        rows.append(read_only(f"pair {number}, chosen", pair.chosen))
+        rows.append(read_only(f"pair {number}, rejected", pair.rejected))
+    used = {"prompt", "chosen", "rejected", "margin"}
+    return Preview(data, columns_of(data, used, args), rows)
 
 
 def read_only(title: str, ids: Sequence[int]) -> Shown:
     return Shown(title, list(ids), [False] * len(ids))
 
 
-def of_template(args: Any) -> set[str]:
-    """Return the columns that `prompt_template` names."""
+def columns_of(data: Dataset, used: set[str], args: Any) -> dict[str, str]:
+    """Return what a run does with each column."""
     fields = string.Formatter().parse(args.prompt_template or "")
-    return {name for _, name, _, _ in fields if name}
-
-
-def of_columns(names: Iterable[str], used: set[str], args: Any) -> dict[str, str]:
-    """Return what a supervised run does with each column."""
+    in_prompt = {name for _, name, _, _ in fields if name}
     columns = {}
-    for name in names:
+    for name in data.column_names:
         if name in used or name in ("tools", "system"):
             columns[name] = "the model"
-        elif name in of_template(args):
+        elif name in in_prompt:
             columns[name] = "the prompt"
         elif name in KNOWN:
             columns[name] = "ignored: another column is read"
@@ -251,9 +191,39 @@ def of_columns(names: Iterable[str], used: set[str], args: Any) -> dict[str, str
     return columns
 
 
-def show(made: Preview, warnings: Sequence[str], count: int, console: Console) -> None:
-    """Print a preview."""
-    tokenizer = made.tokenizer
+def warn(made: Preview, args: Any, tokenizer: PreTrainedTokenizerBase, stops: list[int]) -> None:
+    """Warn of what is odd in the data."""
+    different = len({tuple(row.ids) for row in made.rows})
+    if 2 * different <= len(made.rows):
+        logger.warning("of %d texts only %d are different", len(made.rows), different)
+    if args.algorithm == "sft":
+        special = special_tokens(tokenizer).ids
+        ends = [row.ids[row.learnt[::-1].index(True) * -1 - 1] for row in made.rows]
+        endless = sum(end not in special for end in ends)
+        if endless:
+            text = "%d of %d examples end without a special token: no end is learnt there"
+            logger.warning(text, endless, len(ends))
+        for end in {*ends} & special - {*stops}:
+            text = "%r ends what is learnt: training makes it a stop token of final/"
+            logger.warning(text, tokenizer.decode([end]))
+    elif args.algorithm != "reward_model":
+        if not isinstance(made.data[0]["prompt"], str):
+            warn_of_turn_end(tokenizer, stops)
+        elif tokenizer.chat_template:
+            logger.warning(
+                "prompts are plain text, but the tokenizer has a chat template: set "
+                "apply_chat_template if the model was trained with it"
+            )
+
+
+def print_preview(
+    made: Preview,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    warnings: Iterable[str],
+    count: int,
+    console: Console,
+) -> None:
     has_colours = console.color_system is not None
     for row in made.rows[:count]:
         console.rule(Text(row.title), align="left")
@@ -263,15 +233,13 @@ def show(made: Preview, warnings: Sequence[str], count: int, console: Console) -
         table.add_row(Text(visible(name)), use)
     console.rule()
     console.print(table)
-    middle, high = np.percentile(made.lengths, [50, 99], method="higher")
+    lengths = [len(row.ids) for row in made.rows]
+    middle, high = np.percentile(lengths, [50, 99], method="higher")
     console.print(
-        f"{len(made.data)} rows; tokens: median {middle}, 99 % {high}, longest {max(made.lengths)}"
+        f"{len(made.data)} rows; tokens: median {middle}, 99 % {high}, longest {max(lengths)}"
     )
-    stops = ", ".join(visible(tokenizer.decode([stop])) for stop in made.stops)
-    console.print(Text(f"a completion ends at {stops}"))
-    different = len({tuple(row.ids) for row in made.rows})
-    if 2 * different <= len(made.rows):
-        warnings = [*warnings, f"of {len(made.rows)} rows only {different} are different"]
+    names = ", ".join(visible(tokenizer.decode([stop])) for stop in stops)
+    console.print(Text(f"a completion ends at {names}"))
     for warning in warnings:
         console.print(Text(f"warning: {visible(warning)}", style="yellow"))
     if has_colours:

@@ -35,6 +35,13 @@ class Example(TypedDict):
     labels: Sequence[int]
 
 
+def completion_column(columns: Sequence[str]) -> str | None:
+    """Return the column with completions of prompts; None if conversations or texts are whole."""
+    if ("messages" in columns and "completion" not in columns) or "prompt" not in columns:
+        return None
+    return next((name for name in ("completion", "answer") if name in columns), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExampleMaker:
     """Makes examples from the rows of a dataset."""
@@ -47,11 +54,7 @@ class ExampleMaker:
 
     @property
     def completion(self) -> str | None:
-        """The column with completions of prompts; None if conversations or texts are whole."""
-        has_prompts = "prompt" in self.columns
-        if ("messages" in self.columns and "completion" not in self.columns) or not has_prompts:
-            return None
-        return next((name for name in ("completion", "answer") if name in self.columns), None)
+        return completion_column(self.columns)
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
