@@ -60,7 +60,7 @@ BUDGETS = {
 TODAY = {
     "advantages": 1821,
     "config": 2713,
-    "data": 2252,
+    "data": 2254,
     "models": 2743,
     "rollout": 4327,
     "rollout/multi_turn": 989,

@@ -96,8 +96,10 @@ def with_date(args: C, tokenizer: Any, today: str) -> C:
     if args.chat_template_date is not None or not prints_date(tokenizer):
         return args
     day = today
-    resumed = Path(args.resume_from_checkpoint or "").parent.parent
-    for directory in (Path(args.output_dir), resumed):
+    directories = [Path(args.output_dir)]
+    if args.resume_from_checkpoint not in (None, "latest"):
+        directories.append(Path(args.resume_from_checkpoint).absolute().parent.parent)
+    for directory in directories:
         file = directory / "config.yaml"
         if file.is_file():
             keys = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
