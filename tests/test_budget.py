@@ -58,14 +58,14 @@ BUDGETS = {
 # - `rlhf-pg preview` takes 290 in cli.
 # - Rows that are trees take 140: their columns and sizes 50, layouts and attention 85, records 5.
 TODAY = {
-    "advantages": 1821,
-    "config": 2713,
+    "advantages": 1815,
+    "config": 2717,
     "data": 2254,
-    "models": 2743,
-    "rollout": 4327,
-    "rollout/multi_turn": 989,
+    "models": 2756,
+    "rollout": 4318,
+    "rollout/multi_turn": 975,
     "rewards": 1864,
-    "trainers": 3795,
+    "trainers": 3824,
     "supervised": 1054,
     "runtime": 1356,
     "checkpoint": 744,

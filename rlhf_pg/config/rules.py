@@ -17,6 +17,9 @@ OWN_KEYS = {
     "torch_dtype": "set dtype",
     "quantization_config": "set load_in_4bit, or give it to the trainer in Python",
     "device_map": "leave it out, since the launcher chooses devices",
+    # In evaluation mode, in which models are trained here, transformers takes kernels for inference
+    # ("the kernel's backward does not match the rotary embedding's").
+    "use_kernels": "leave it out, since kernels for inference have no or another gradient",
     "token": "set HF_TOKEN in the environment, since config.yaml would keep a token",
 }
 
@@ -46,8 +49,7 @@ def registry(key: str) -> dict[str, Any]:
 def of_inputs(args: Any) -> Iterator[str]:
     for key in args.model_init_kwargs.keys() & OWN_KEYS:
         yield f"model_init_kwargs must not have {key!r}: {OWN_KEYS[key]}"
-    of_hub = "/" in (args.attn_implementation or "") or args.model_init_kwargs.get("use_kernels")
-    if of_hub and not args.trust_remote_code:
+    if "/" in (args.attn_implementation or "") and not args.trust_remote_code:
         yield "trust_remote_code must be true for kernels of the Hub, which are code"
     if args.lora_dropout and args.disable_dropout:
         yield "lora_dropout needs disable_dropout: false"
@@ -157,6 +159,8 @@ def of_updates(args: Any) -> Iterator[str]:
             yield f"target_kl {several}"
         if "old_kl_coef" in args.loss_options:
             yield f"policy_loss {args.policy_loss!r} {several}"
+    if args.router_aux_loss_coef and args.tool_output_nll_coef:
+        yield "router_aux_loss_coef counts other tokens than tool_output_nll_coef: set one to 0"
     if args.router_aux_loss_coef and not args.disable_dropout:
         yield "router_aux_loss_coef needs disable_dropout: true: its pass has another dropout mask"
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)

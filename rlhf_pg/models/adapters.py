@@ -112,9 +112,11 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse several adapters, one not named "default", prompt tuning, and adapters that cannot be
-    copied or merged, as sampling and `save_merged` do (ValueError).
+    """Refuse several adapters, one not named "default", prompt tuning, adapters that cannot be
+    copied or merged, as sampling and `save_merged` do, and kernels for inference (ValueError).
     """
+    if getattr(model, "use_kernels", False):
+        raise ValueError("the model has use_kernels: load it without, since they have no gradient")
     if isinstance(model, PeftModel) and list(model.peft_config) != ["default"]:
         raise ValueError(
             f"the model has the adapters {', '.join(model.peft_config)}: only a single adapter "

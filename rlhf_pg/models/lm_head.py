@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -355,12 +355,20 @@ class _Scores(torch.autograd.Function):
         return output, None, None, None
 
 
+class Measured(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of fake tensors that measure the memory of a `kind` of device."""
+
+    kind = "cpu"
+
+
 def _blocks(output: Tensor) -> Iterator[slice]:
     """Yield the rows in blocks that fit a CPU's caches; a GPU takes all rows at once."""
     count, vocabulary = output.shape
-    block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
+    mode = output.fake_mode if isinstance(output, FakeTensor) else None
+    kind = mode.kind if isinstance(mode, Measured) else output.device.type
+    block = max(1, count if kind == "cuda" else BLOCK * torch.get_num_threads() // vocabulary)
     # Fake tensors only measure memory, for which one of perhaps thousands of blocks is enough.
-    end = min(count, block) if isinstance(output, FakeTensor) else count
+    end = count if mode is None else min(count, block)
     for start in range(0, end, block):
         yield slice(start, start + block)
 
@@ -421,13 +429,14 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
         x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
         x[..., 0], x[..., 1] = 2.0**-20, 2.0**100
         read.extend(inputs[:1])
-        shown.append(x.to(output.device))
+        shown.append(x)
         return shown[-1]
 
+    # Every tensor is made here, also where the caller's default device is "meta".
     device = torch.device("cpu") if hollow else next(model.parameters()).device
-    ids = torch.tensor([[0, 1, 2]], device=device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    with evaluating(model):
+    with evaluating(model), device:
+        ids = torch.tensor([[0, 1, 2]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         if hollow:
             hidden = torch.arange(3.0 * layer.weight.shape[1]).reshape(1, 3, -1)
             body.forward = lambda *_, **__: Known(hidden)

@@ -46,7 +46,7 @@ ATTENTION = "attn_implementation"
 PLACES = {"revision", "subfolder", "variant"}
 READING = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
-    *("use_kernels", "key_mapping"),
+    "key_mapping",
 }
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # Keys in which the config of a restored adapter may differ, since they do not change its output.

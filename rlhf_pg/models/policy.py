@@ -70,8 +70,10 @@ def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
     loss for it, and its trunk returns router logits by which alone experts are chosen.
     """
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
+    config = bare.config.get_text_config()
+    top_k = getattr(config, "num_experts_per_tok", None)
     is_balanced = has_trunk and getattr(bare, "router_aux_loss_coef", None) is not None
+    is_balanced &= getattr(config, "scoring_func", "softmax") == "softmax"
     if not (top_k and is_balanced) or any("correction_bias" in name for name in bare.state_dict()):
         raise ValueError(
             "router_aux_loss_coef is for a mixture of experts with a loss for its routers, which "

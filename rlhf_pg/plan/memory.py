@@ -33,6 +33,7 @@ from rlhf_pg.trainers.token_budget import (
     Sharding,
     blueprint,
     copy_bytes,
+    engine_bytes,
     memory_by_part,
     most,
     of_update,
@@ -117,9 +118,9 @@ def build_meta_models(
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
         chunk_size //= 3 if args.compares_distributions else 1
         _, module = assemble(model, args, critic, tokens, chunk_size)
-    meta: Any = blueprint(module, device)
+    meta: Any = blueprint(module, device, kind)
     policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
-    update = of_update(meta, args, prompt, torch.device(device))
+    update = of_update(meta, args, prompt, torch.device(device), kind)
     teacher, path = None, args.teacher_model_name_or_path
     if path not in (None, "policy"):
         with models.about("teacher_model_name_or_path"):
@@ -154,6 +155,7 @@ def predict_memory(
     update, rollout = (
         _weight_bytes(meta, layout, processes, sampling) for sampling in (False, True)
     )
+    update["vLLM"] = engine_bytes(args, room)
     left = room - sum(update.values()) if kind == "cuda" else room
     tokens, row = args.micro_batch_tokens, meta.prompt + width
     if tokens == "auto":
@@ -166,9 +168,11 @@ def predict_memory(
         wide = next(meta.policy.parameters()).element_size() * config.hidden_size
         update["teacher"] += rows * args.max_completion_length * wide
 
-    serves = args.rollout_engine == "vllm_server"  # it has the copy, the keys and the values
+    serves = args.rollout_engine.startswith("vllm")  # it has the copy, the keys and the values
     if serves:
         rollout["copy to sample from"] = 0.0
+    if args.rollout_engine == "vllm":
+        rollout["vLLM"] = args.vllm_gpu_memory_utilization * room
     left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
     each = 0 if serves else attention_support(meta.policy.model).bytes_per_token
     groups = math.ceil(args.prompts_per_step / processes)

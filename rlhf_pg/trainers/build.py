@@ -232,7 +232,8 @@ def build(trainer: Any, given: Any) -> None:
             trainer.teacher_prompt_limit = check_privileged(
                 teacher, args, prompts, tokenizer, tools, has_function
             )
-        tokens = find_budget(args, module, runtime, prompts.longest, teacher)
+        sampling = factory.with_engine(args, chosen[0])
+        tokens = find_budget(sampling, module, runtime, prompts.longest, teacher)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, trainer.critic, args, trainer.total_steps, given.optimizers

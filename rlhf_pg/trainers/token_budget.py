@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, chunk_size_for
+from rlhf_pg.models.lm_head import Measured
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.runtime import Runtime
@@ -32,9 +32,13 @@ MOST = {"cuda": 65536, "cpu": 1024}
 ROWS = 4
 # A model with fewer parameters takes less than a gigabyte for these tokens.
 SMALL = 1_000_000
+# Groups in the largest micro-batch that is measured.
+MOST_GROUPS = 16
 # Share of a GPU's free memory; the rest is lost to fragmentation and the kernels' workspace. On a
 # CPU a share of all its memory, so that every run finds the same number and sums the same rows.
 SHARE = {"cuda": 0.9, "cpu": 0.25}
+# Bytes that vLLM keeps while it sleeps: the CUDA context, graphs and workspace of its process.
+ASLEEP = 2.5e9
 
 
 class Sharding(NamedTuple):
@@ -141,6 +145,13 @@ def copy_bytes(
     return (copied + frozen) / processes if layout.weights else float(copied)
 
 
+def engine_bytes(args: PolicyGradientConfig, total: float) -> float:
+    """Return the bytes that a vLLM in the process keeps of a GPU's `total` during updates."""
+    if args.rollout_engine != "vllm":
+        return 0.0
+    return ASLEEP if args.vllm_enable_sleep_mode else args.vllm_gpu_memory_utilization * total
+
+
 def _room(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, teacher: nn.Module | None
 ) -> float:
@@ -150,8 +161,7 @@ def _room(
         return SHARE["cpu"] * memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, total = torch.cuda.mem_get_info(runtime.device)
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    awake = args.rollout_engine == "vllm" and not args.vllm_enable_sleep_mode
-    engine = args.vllm_gpu_memory_utilization * total if awake else 0.0
+    engine = engine_bytes(args, total)
     # Memory that training has not allocated yet but will keep.
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
     due = memory_by_part(module.parameters(), layout, runtime.world, optim=args.optim)
@@ -186,15 +196,30 @@ class Growth(NamedTuple):
 
 
 def of_update(
-    module: nn.Module, args: PolicyGradientConfig, longest_prompt: int, device: torch.device
+    module: nn.Module,
+    args: PolicyGradientConfig,
+    longest_prompt: int,
+    device: torch.device,
+    kind: str | None = None,
 ) -> Growth:
-    """Measure how the micro-batches of an update grow: one and two groups of the longest rows."""
+    """Measure how the micro-batches of an update grow: one group of the longest rows, and as many
+    as a micro-batch holds (of short ones fewer, for the time that it takes). Memory is that of the
+    largest of several stages, each of which grows with the tokens, so between these two it is at
+    most what is returned.
+
+    A run has a `kind` of device; the module may be measured on another one, which is here.
+    """
+    kind = kind or device.type
     rows, prompt, completion = args.num_generations, longest_prompt, args.max_completion_length
-    measured = blueprint(module, device)
-    one, two = (footprint(measured, probe(n, rows, prompt, completion, device)) for n in (1, 2))
+    measured = blueprint(module, device, kind)
     packs = can_pack(probe(1, rows, prompt, completion), _policy_of(module).window)
     tokens = rows * completion + prompt * (1 if packs else rows)
-    return Growth(tokens, one, (two - one) / tokens)
+    budget = args.micro_batch_tokens
+    largest = most(kind, prompt + completion) if budget == "auto" else int(budget)
+    groups = max(2, min(MOST_GROUPS, largest // tokens))
+    first = footprint(measured, probe(1, rows, prompt, completion, device))
+    last = footprint(measured, probe(groups, rows, prompt, completion, device))
+    return Growth(tokens, first, (last - first) / (tokens * (groups - 1)))
 
 
 def _policy_of(module: nn.Module) -> Policy:
@@ -229,9 +254,12 @@ def probe(
     )
 
 
-def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Copy a module with fake tensors, which have a device and shapes but no data."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # masks and lengths stay real: they are read
+def blueprint(module: nn.Module, device: torch.device | str, kind: str | None = None) -> nn.Module:
+    """Copy a module with fake tensors, which have a device and shapes but no data, to measure a
+    `kind` of device, by default the same.
+    """
+    fake = Measured(allow_non_fake_inputs=True)  # masks and lengths stay real: they are read
+    fake.kind = kind or torch.device(device).type
 
     def empty(like: Tensor) -> Tensor:
         with fake:

@@ -144,6 +144,16 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {**TEACHER, "policy_loss": "none", "target_kl": 0.1}, "target_kl"),
         (GRPOConfig, {"model_init_kwargs": {"device_map": "auto"}}, "model_init_kwargs .*launcher"),
         (GRPOConfig, {"model_init_kwargs": {"trust_remote_code": True}}, "set trust_remote_code"),
+        (
+            GRPOConfig,
+            {"model_init_kwargs": {"use_kernels": True}},
+            "model_init_kwargs .*use_kernels",
+        ),
+        (
+            GRPOConfig,
+            {"router_aux_loss_coef": 0.1, "tool_output_nll_coef": 0.1},
+            "router_aux_loss_coef .*tool_output_nll_coef",
+        ),
     ],
 )
 def test_option_that_harms_or_has_no_effect_is_refused(config, options, key):

@@ -1,16 +1,19 @@
 """`rlhf-pg plan`."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from transformers import AutoModelForCausalLM
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rlhf_pg import GRPOConfig, PPOConfig
+from rlhf_pg import GRPOConfig, PPOConfig, PPOTrainer
 from rlhf_pg.cli import main
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
+from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.cli.conftest import refused
 from tests.distributed.launching import saved_model
@@ -149,3 +152,44 @@ def test_offload_plans_no_inputs_of_layers_on_gpu(two_layers) -> None:
     config, tokens = kept.policy.model.config, kept.update.tokens
     assert config.num_hidden_layers == 2
     assert kept.update.bytes - left.update.bytes == tokens * config.hidden_size * 4
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_planned_model_computes_as_trained_one(two_layers, tmp_path, critic) -> None:
+    """Under `with META` its head and its window were lost: it planned padded rows of all logits."""
+    keys = {"model_name_or_path": two_layers, "max_completion_length": 6, "critic": critic}
+    args = PPOConfig(**keys, max_prompt_length=6, output_dir=str(tmp_path))
+    trainer = PPOTrainer(
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["12"]}),
+    )
+    policy, planned = trainer.learner.policy, build_meta_models(args, "cpu").policy
+    assert policy.head is not None
+    settings = ("temperature", "entropy_gradient", "chunks", "transform")
+    for name in settings:
+        assert getattr(planned.head, name) == getattr(policy.head, name)
+    assert planned.window == policy.window == math.inf
+
+
+def test_gpu_is_planned_with_whole_chunks_of_logits(tmp_path) -> None:
+    """A GPU computes a chunk at once, the CPU on which it is planned a few rows at a time."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = Qwen2Config(**shape, num_hidden_layers=1, num_key_value_heads=2, vocab_size=32768)
+    config.save_pretrained(tmp_path)
+    character_tokenizer("0123456789").save_pretrained(tmp_path)
+    keys = {"max_prompt_length": 8, "max_completion_length": 512, "micro_batch_tokens": 8192}
+    args = GRPOConfig(model_name_or_path=str(tmp_path), **keys)
+    on_cpu, on_gpu = (build_meta_models(args, "cpu", kind).update for kind in ("cpu", "cuda"))
+    chunk = 2**24  # logits: `lm_head.CHUNK_SIZE`
+    assert on_gpu.at(8192) - on_cpu.at(8192) > 6 * chunk
+
+
+def test_vllm_in_process_takes_its_share_of_gpu(drawn) -> None:
+    for sleeps, kept in ((False, 0.25 * 80e9), (True, 2.5e9)):
+        keys = {"vllm_gpu_memory_utilization": 0.25, "vllm_enable_sleep_mode": sleeps}
+        args = dataclasses.replace(drawn.args, rollout_engine="vllm", **keys)
+        memory = predict_memory(drawn._replace(args=args), BY_NAME["DDP"], 1, 80e9, "cuda")
+        assert memory.update["vLLM"] == kept
+        assert memory.rollout["vLLM"] == 0.25 * 80e9
+        assert memory.rollout["copy to sample from"] == memory.rollout["keys and values"] == 0.0

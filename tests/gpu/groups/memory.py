@@ -95,9 +95,8 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
         return Result("bitsandbytes is not installed", None)
     args = GRPOConfig(model_name_or_path=model, **{**PLANNED, **options})
     total = torch.cuda.get_device_properties(device).total_memory if device == "cuda" else 8e9
-    predicted = predict_memory(
-        build_meta_models(args, device, "cuda"), SHARDINGS[0], 1, float(total), "cuda"
-    )
+    meta = build_meta_models(args, device, "cuda", float(total))
+    predicted = predict_memory(meta, SHARDINGS[0], 1, float(total), "cuda")
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.sampler.roll_out(range(2))
     experience, _ = trainer.estimate(
