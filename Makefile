@@ -69,12 +69,14 @@ test: $(VENV)/.installed  ## every test that is not slow, two files at a time
 
 test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the table for `make docs`
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
+	$(BIN)/python -m tests.last_green $@
 
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 	$(BIN)/pytest -n 2 --dist loadfile -m fault
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm and not tasks and not release"
+	$(BIN)/python -m tests.last_green $@
 
 $(VLLM)/.installed-$(VLLM_VERSION): pyproject.toml
 	rm -f $(VLLM)/.installed*
@@ -87,6 +89,7 @@ $(VLLM)/.installed-$(VLLM_VERSION): pyproject.toml
 
 test-vllm: $(VLLM)/.installed-$(VLLM_VERSION)  ## vLLM for real, on a CPU, in .venv-vllm; VLLM_VERSION=0.28.0 for another
 	$(VLLM)/bin/pytest -m vllm tests/vllm
+	$(VLLM)/bin/python -m tests.last_green $@
 
 $(TASKS)/.installed: pyproject.toml constraints.txt
 	test -x $(TASKS)/bin/python || $(PYTHON) -m venv $(TASKS)
@@ -97,6 +100,7 @@ $(TASKS)/.installed: pyproject.toml constraints.txt
 
 test-tasks: $(TASKS)/.installed  ## agents, environments of verifiers and OpenEnv, Ray: the real packages (.venv-tasks)
 	$(TASKS)/bin/python -m pytest -m tasks tests/tasks tests/recipes
+	$(TASKS)/bin/python -m tests.last_green $@
 
 pretend: $(VENV)/.installed  ## compile the pretend CUDA device, once
 	$(BIN)/python -m tests.device.pretend.library > /dev/null
@@ -121,6 +125,7 @@ test-lowest: $(LOWEST)/.installed  ## the lowest versions of all requirements, i
 	@# Without what transformers 5.6 lacks: two models, and the router logits of a third.
 	$(LOWEST)/bin/pytest -n 2 --dist loadfile $(LOWEST_TESTS) \
 		-k "not (head_with_other_input or minimax_m3_vl_text or (granitemoe and balance_loss))"
+	$(LOWEST)/bin/python -m tests.last_green $@
 
 release: $(VENV)/.installed  ## build dist/, and try it in an environment of its own: ten minutes
 	rm -rf dist

@@ -487,10 +487,12 @@ def reliability() -> str:
 
 
 def _distances(found: dict[str, Any], layout: Layout, job: str) -> str:
-    """Empty where nothing is compared; failed where one of the tests did not come to its end."""
+    """Empty where nothing is compared; failed where only some of the tests came to their end."""
     if job not in layout.jobs:
         return "refused" if layout.refuses(job) else ""
     cell = found.get(str(layout), {}).get(job, {})
+    if not cell:
+        return "not run"
     if cell.keys() != {"sampled", "gradient", "weights", "metrics"}:
         return "failed"
     return f"{cell['gradient']:.0e}, {cell['weights']:.0e}"

@@ -68,6 +68,9 @@ class Shaping:
             added.append(-args.missing_eos_penalty * batch.truncated.double())
         if args.overlong_buffer is not None:
             lengths, longest = batch.completion_mask.sum(1), args.max_completion_length
+            if batch.parent_offsets is not None:  # the limit is on a path, not on the whole tree
+                rows = batch.with_counts().host_rows or ()
+                lengths = lengths.new_tensor([row.longest - row.prompt for row in rows])
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
         # A row without policy tokens has no penalty.
         silent = ~batch.action_mask.any(1)

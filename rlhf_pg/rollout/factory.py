@@ -173,6 +173,12 @@ def new_episode_runner(
             ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
         )
     )
+    if (has_turns or has_agent) and args.sampler_correction not in ("auto", "none"):
+        logger.warning(
+            "sampler_correction trains on the sampler's log-probabilities, whose last bits depend "
+            "on which episodes are sampled together, so this run is repeated and resumed up to "
+            "rounding, not bit for bit"
+        )
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
         "stop_token_ids": models.stop_token_ids(model, tokenizer),

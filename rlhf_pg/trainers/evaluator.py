@@ -59,8 +59,11 @@ def evaluate(
             weights = sampler.rewards.weights.to(raw.device)
             each = sum_step_scores(raw)[:, : len(weights)]
             each = torch.cat([(each * weights).nansum(dim=1, keepdim=True), each], dim=1)
-            lost = sampled.action_mask.any(1) & ~scored.action_mask.any(1)
-            each = each.masked_fill(lost[:, None], math.nan).view(len(mine), n, each.shape[1])
+            failed = ~sampled.action_mask.any(1)
+            lost = ~failed & ~scored.action_mask.any(1)
+            each[lost] = math.nan
+            each[failed] = -math.inf
+            each = each.view(len(mine), n, each.shape[1])
             votes = each.new_tensor(_votes(each[:, :, 0], scored.completions, answer))
             attempts.append(torch.cat([each, votes.view(-1, 1, 1).expand(-1, n, 1)], dim=2))
     everyone, _ = runtime.gather(torch.cat(rows))
@@ -73,7 +76,7 @@ def evaluate(
     if n > 1:
         judged, names = runtime.gather(torch.cat(attempts))[0].cpu(), sampler.rewards.names
         metrics |= attempt_metrics(judged, names, args.eval_success_threshold)
-    own, logged = sampler.settle()  # a failed episode is a wrong answer
+    own, logged = sampler.settle()
     return merge_logged(metrics | own | sampler.episode_metrics(parts), logged)
 
 
@@ -102,7 +105,9 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
 
 
 def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[float]:
-    """Return the score of each prompt's most frequent answer, from (P,n) scores of completions."""
+    """Return the score of each prompt's most frequent answer, from (P,n) scores of completions, of
+    which failed episodes (-inf) have no vote; NaN without a vote.
+    """
     n = paid.shape[1]
     with foreign("answer"):
         answers = [answer(completion) for completion in completions]
@@ -112,15 +117,21 @@ def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[flo
                 f"{getattr(answer, '__name__', answer)} must return hashable answers, such as "
                 f"strings or numbers, got {show(given)}"
             )
-    return [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
+    votes = []
+    for i, scores in enumerate(paid.tolist()):
+        pairs = zip(answers[i * n : (i + 1) * n], scores, strict=True)
+        valid = [(given, score) for given, score in pairs if score > -math.inf]
+        votes.append(majority_score(*zip(*valid, strict=True)) if valid else math.nan)
+    return votes
 
 
 def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Compute pass@1, 2, 4 ... n, best@n and majority@n: means over prompts, and errors.
 
-    A prompt with a completion that has no score, NaN, is left out. `judged` (P,n,K+2) has the
-    weighted sum, the scores of the K sources, and the majority's; pass@k of each source is computed
-    only if there are several.
+    A prompt with a completion that has no score, NaN, is left out. An episode that failed, -inf, is
+    wrong at every threshold; best@n and majority@n are over the others of its prompt. `judged`
+    (P,n,K+2) has the weighted sum, the scores of the K sources, and the majority's; pass@k of each
+    source is computed only if there are several.
     """
     n, of_prompts = judged.shape[1], dict[str, Tensor]()
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
@@ -131,6 +142,7 @@ def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> d
         right = (scores > threshold - 1e-6).sum(dim=1)
         of_prompts |= {f"{head}pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
     judged = judged[~judged[:, :, 0].isnan().any(dim=1)]
+    judged = judged[judged[:, :, 0].amax(dim=1) > -math.inf]
     highest, votes = judged[:, :, 0].amax(dim=1), judged[:, 0, -1]
     of_prompts |= {f"best@{n}": highest, f"majority@{n}": votes}
     metrics = {name: values.mean().item() for name, values in of_prompts.items()}

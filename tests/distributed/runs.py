@@ -212,7 +212,7 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     for split, tokens in SPLITS.items():
         exchanges.clear()
         learner.token_budget = tokens
-        learner.accumulate(experience, Meter())
+        learner.accumulate(trainer.drop_truncated(experience), Meter())
         gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
         learner.backend.zero_grad_of(learner.module)
         learner.backend.step()

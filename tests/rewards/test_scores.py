@@ -1,13 +1,18 @@
 """Scores before they are trained on: totals, clipping, penalties for length."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_pg import GRPOConfig
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.rewards.scores import at_end, last_true, overlong, replace_sources, sum_step_scores
+from rlhf_pg.rewards.shaping import Shaping
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
@@ -82,3 +87,22 @@ def test_replaced_row_keeps_only_given_source():
     same(sum_step_scores(out), [[0, 0, -9], [NAN, 0, 0], [0, 0, -9], [7, 1, 0]])
     same(out[0, :, 0], [NAN, NAN, 0])  # one 0, at the end, and no steps
     same(out[[1, 3]], given_[[1, 3]])
+
+
+def test_overlong_penalty_of_tree_is_on_its_longest_path():
+    """Four branches of three tokens after an answer of two: twice as many tokens as the limit."""
+    args = GRPOConfig(overlong_buffer=4, max_completion_length=8)
+    branches = [[4, 1, 1], [7, 1, 1], [10, 1, 1]]
+    offsets = [1, 1, 1, 1, 1, *itertools.chain(*branches)]
+    batch = Batch.from_tokens(
+        prompts=[[1]],
+        completions=[[7] * len(offsets)],
+        logprobs=[[0.0] * len(offsets)],
+        truncated=[False],
+        groups=[0],
+        pad_token_id=0,
+        offsets=[offsets],
+    )
+    shaping = Shaping(args, SimpleNamespace(names=[], weights=torch.ones(0)))
+    scores = torch.zeros(1, len(offsets), 0)
+    assert shaping.add_penalties(scores, batch).nansum() == -1 / 4  # a path has 5 tokens

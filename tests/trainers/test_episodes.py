@@ -1,7 +1,9 @@
 """What trainers make of episodes: exact gradients by enumeration, failures, metrics, options."""
 
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -401,8 +403,41 @@ def test_failed_evaluation_episodes_count_as_wrong(make) -> None:
     """And one that has failed is no success."""
     trainer = player(make, environment_factory=Broken, num_generations_eval=2)
     metrics = trainer.evaluate(temperature=1.0)
-    assert metrics["eval_pass@2"] == metrics["eval_majority@2"] == 0
+    assert metrics["eval_pass@2"] == 0
+    assert math.isnan(metrics["eval_majority@2"])  # nothing to vote on
     assert metrics["eval_episodes/failed"] == 10
+
+
+@pytest.mark.parametrize("score", [1.0, -1.0])
+def test_failed_episode_is_wrong_for_every_source_and_has_no_vote(make, score) -> None:
+    """Of four episodes of a prompt two fail, which are right at no threshold, and not the best."""
+    played = itertools.count()
+
+    class Half(guess().environment_factory):  # type: ignore[misc]
+        def reset(self, example: dict[str, Any]) -> Any:
+            if next(played) % 2:
+                raise OSError("gone")
+            return super().reset(example)
+
+    def paid(completions, **_) -> list[float]:
+        return [score] * len(completions)
+
+    def nothing(completions, **_) -> list[float]:
+        return [0.0] * len(completions)
+
+    trainer = player(
+        make,
+        environment_factory=Half,
+        reward_funcs=[paid, nothing],
+        reward_weights=(1.0, 0.0, 0.0),
+        num_generations_eval=4,
+        eval_success_threshold=min(score, 0.0),
+    )
+    metrics = trainer.evaluate(temperature=1.0)
+    for name in ("eval_", "eval_rewards/paid/", "eval_rewards/nothing/"):
+        values = [metrics[f"{name}pass@{k}"] for k in (1, 2, 4)]
+        assert values == pytest.approx([1 / 2, 5 / 6, 1.0])
+    assert metrics["eval_best@4"] == metrics["eval_majority@4"] == score
 
 
 def test_training_evaluation_resampling_and_greedy_baselines_play_episodes(make, tmp_path) -> None:
