@@ -5,22 +5,20 @@ size and the SHA-256 of every other file. Everything is synced to disk before th
 name, since a machine may lose power at any moment. `recover` completes an interrupted replacement.
 """
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_pg.boundary.output_files import PARTIAL, sync, write_file
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
 STATE = "state.json"
-PARTIAL = "partial-"
 
 
 class Save:
@@ -81,7 +79,7 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
         for file in files
     }
-    (partial / STATE).write_text(json.dumps({**facts, "files": entries}, indent=2))
+    write_file(partial / STATE, [json.dumps({**facts, "files": entries}, indent=2).encode()])
     for written in [*partial.rglob("*"), partial]:
         sync(written)
     failpoint("save-rename")
@@ -144,19 +142,6 @@ def state(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         facts = json.loads((path / STATE).read_text())
     return facts
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:  # some file systems and users cannot sync directories
-        if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
-            raise
 
 
 def _sha256(file: Path) -> str:
