@@ -39,7 +39,8 @@ BUDGETS = {
 #   of their own, one HTTP client for two users.
 # - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process,
 #   forks that signals end; trackers, which stand on accelerate, 119.
-# - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80.
+# - checkpoint: the keys that a resumed run may change, and uploads to the Hub, take 80; the state's
+#   checksum, and other kinds of files, 40.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes and agents are counted in it too.
 # - agents (docs/agents.md): the endpoint, ids of histories and programs take 960, trees of tokens
@@ -69,7 +70,7 @@ TODAY = {
     "trainers": 3795,
     "supervised": 1055,
     "runtime": 1357,
-    "checkpoint": 744,
+    "checkpoint": 769,
     "tasks": 766,
     "boundary": 643,
 }
