@@ -146,12 +146,15 @@ class Judge:
     async def _judge(self, key: str, body: dict[str, Any]) -> None:
         """Ask until there is a verdict, and cache it."""
 
-        def content(answer: Any) -> Any:
-            return answer["choices"][0]["message"]["content"] if answer["choices"] else None
+        def content(answer: Any) -> str:
+            text = answer["choices"][0]["message"]["content"] if answer["choices"] else None
+            if not isinstance(text, str | None):
+                raise TypeError(f"content has to be a text, got {show(text)}")
+            return text or ""
 
         for _ in range(ANSWERS):
             text = await self.client.ask("/chat/completions", body, content)
-            found = SCORE.findall(text or "")
+            found = SCORE.findall(text)
             if found and self.low <= float(found[-1]) <= self.high:
                 self._known[key] = float(found[-1])
                 if self.cache is not None:
