@@ -1,7 +1,10 @@
-"""JSON requests over HTTP, with bounded attempts, time and concurrency."""
+"""JSON requests over HTTP, with bounded attempts, time, size and concurrency."""
 
 import asyncio
+import json
+import zlib
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import httpx2
@@ -12,8 +15,13 @@ T = TypeVar("T")
 
 PAUSE = 1.0  # seconds before the second attempt, doubled before each further one
 LONGEST_PAUSE = 60.0
+MOST_BYTES = 2**27  # of an answer, decompressed
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 TEMPORARY = (408, 429)  # statuses below 500 that are retried: timeout, too many requests
+
+
+# What a body and its reader may raise; OverflowError is of an infinite number.
+UNUSABLE = (ValueError, TypeError, LookupError, RecursionError, OverflowError, zlib.error)
 
 
 class Unanswered(ValueError):
@@ -43,7 +51,8 @@ class Client:
         self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
         self._free = asyncio.Semaphore(concurrency)
         self._client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Accept-Encoding": "gzip"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
             timeout=None,  # `self.timeout` bounds the whole answer
             # The server may close a kept connection just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
@@ -66,24 +75,46 @@ class Client:
                     pause *= 2
                 try:
                     async with asyncio.timeout(self.timeout):
-                        answer = await self._client.send(request)
+                        sent = self._client.send(request, stream=True)
+                        async with aclosing(await sent) as answer:
+                            body = await read_body(answer)
                     if answer.status_code < 300:
                         # vLLM answers some requests in plain text, "Success: ...".
-                        is_json = answer.text.lstrip()[:1] in ("{", "[")
-                        return read(answer.json() if is_json else None)
+                        is_json = body.lstrip()[:1] in (b"{", b"[")
+                        return read(json.loads(body) if is_json else None)
                 except TimeoutError:
                     failure = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
                     failure = f"no answer ({tell(error)})"
-                except (ValueError, TypeError, LookupError, RecursionError) as error:
+                except UNUSABLE as error:
                     failure = f"an answer that cannot be used ({tell(error)})"
                 else:
                     status, wait = answer.status_code, answer.headers.get("retry-after", "")
                     pause = max(pause, float(wait if wait.isdecimal() else 0))
-                    said = answer.text if status >= 400 else "redirects are not followed"
+                    said = "redirects are not followed"
+                    if status >= 400:
+                        said = body.decode(errors="replace")
                     said = said.replace(self._key, "***") if self._key else said
                     failure = f"status {status}: {quote(said)}"
                     if status < 500 and status not in TEMPORARY:
                         raise Refused(f"{who} refuses {where} with {failure}")
         attempts = f"{self.retries + 1} attempt{'s' if self.retries else ''}"
         raise Unanswered(f"{who} gave {failure}, to {where}, in {attempts}")
+
+
+async def read_body(answer: httpx2.Response) -> bytes:
+    """Return the decompressed body of an answer; ValueError beyond `MOST_BYTES`.
+
+    httpx would decompress all that it gets at once, and what is packed several times as often.
+    """
+    coding = answer.headers.get("content-encoding", "identity").lower()
+    if coding not in ("identity", "gzip"):
+        raise ValueError(f"its Content-Encoding is {quote(coding)}, not gzip")
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # with the header of gzip
+    body = bytearray()
+    async for chunk in answer.aiter_raw():
+        room = MOST_BYTES + 1 - len(body)
+        body += unpacker.decompress(chunk, room) if coding == "gzip" else chunk
+        if len(body) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return bytes(body)

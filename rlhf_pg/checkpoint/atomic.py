@@ -1,26 +1,29 @@
 """Directories that are complete or absent, even if the writing process is interrupted.
 
 A directory is written beside its place as `partial-{name}`. Its `state.json`, written last, has the
-size and the SHA-256 of every other file. Everything is synced to disk before the directory gets its
-name, since a machine may lose power at any moment. `recover` completes an interrupted replacement.
+size and the SHA-256 of every other file, and the SHA-256 of itself. Everything is synced to disk
+before the directory gets its name, since a machine may lose power at any moment. `recover`
+completes an interrupted replacement.
 """
 
-import errno
 import hashlib
 import json
-import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_pg.boundary.output_files import PARTIAL, sync, write_file
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
 STATE = "state.json"
-PARTIAL = "partial-"
+SEAL = "sha256"  # the key in it
+# What reading a state of any content and shape may raise.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class Save:
@@ -81,7 +84,7 @@ def publish(path: Path, facts: Mapping[str, Any]) -> None:
         file.relative_to(partial).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
         for file in files
     }
-    (partial / STATE).write_text(json.dumps({**facts, "files": entries}, indent=2))
+    write_file(partial / STATE, [seal({**facts, "files": entries})])
     for written in [*partial.rglob("*"), partial]:
         sync(written)
     failpoint("save-rename")
@@ -108,6 +111,9 @@ def _replace(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a directory; renamed first, so that half of it is never taken as complete."""
     failpoint("prune")
+    if path.is_symlink():
+        path.unlink()
+        return
     partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.rename(partial)
@@ -127,36 +133,51 @@ def recover(path: Path) -> None:
 def find_damage(path: Path, contents: bool = True) -> str | None:
     """Describe how a directory differs from its published state (sizes, `contents`); else None."""
     try:
-        for name, entry in json.loads((path / STATE).read_text())["files"].items():
-            size = (path / name).stat().st_size
+        entries = _read(path)["files"]
+        files = {file.relative_to(path).as_posix(): file for file in path.rglob("*")}
+        for file in files.values():
+            _check_kind(file, stat.S_IFREG, stat.S_IFDIR)
+        for name, entry in entries.items():
+            if name not in files:
+                return f"{quote(name)} is missing"
+            size = files[name].stat().st_size
             if size != entry["size"]:
                 return f"{quote(name)} has {size} bytes, and had {entry['size']}"
-            if contents and _sha256(path / name) != entry["sha256"]:
+            if contents and _sha256(files[name]) != entry["sha256"]:
                 return f"{quote(name)} has changed: its SHA-256 differs"
-    except (OSError, ValueError, LookupError) as error:
+    except UNREADABLE as error:
         return tell(error)
     return None
 
 
 def state(path: Path) -> dict[str, Any]:
     """Return the facts of a published directory, contents unchecked; {} if there is none."""
-    facts: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        facts = json.loads((path / STATE).read_text())
+    with suppress(*UNREADABLE):
+        return _read(path)
+    return {}
+
+
+def seal(facts: Mapping[str, Any]) -> bytes:
+    """Return the content of `state.json`: facts, and the SHA-256 of their JSON."""
+    return json.dumps({**facts, SEAL: _digest(facts)}, indent=2).encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what was sealed; one of `UNREADABLE` if it was not, or has changed."""
+    _check_kind(path / STATE, stat.S_IFREG)
+    facts = json.loads((path / STATE).read_bytes())
+    if not isinstance(facts, dict) or facts.pop(SEAL, None) != _digest(facts):
+        raise ValueError(f"{STATE} has changed: its SHA-256 differs")
     return facts
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:  # some file systems and users cannot sync directories
-        if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
-            raise
+def _check_kind(file: Path, *kinds: int) -> None:
+    if stat.S_IFMT(file.lstat().st_mode) not in kinds:  # whoever reads a pipe waits for ever
+        raise ValueError(f"{quote(file.name)} is a link, or not a file")
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg import __version__
+from rlhf_pg.boundary.output_files import PARTIAL, sync
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
@@ -225,8 +226,8 @@ class Checkpointer:
         """
         run = self.directory.parent
         if runtime.is_main:
-            left = self.directory.glob(f"{atomic.PARTIAL}*")
-            names = [path.name.removeprefix(atomic.PARTIAL) for path in left]
+            left = self.directory.glob(f"{PARTIAL}*")
+            names = [path.name.removeprefix(PARTIAL) for path in left]
             for path in (run / "best", run / "final", *map(self.directory.joinpath, names)):
                 atomic.recover(path)
         runtime.barrier()
@@ -337,7 +338,7 @@ def read_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
 def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     failpoint("save-tensors")
     save_file(tensors, file)
-    atomic.sync(file)  # the main process may be on another machine
+    sync(file)  # the main process may be on another machine
 
 
 def _rng_file(path: Path, rank: int) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import huggingface_hub
 
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
@@ -27,7 +28,7 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
 
             data = checkpointer.fingerprints().get("train_dataset")
             card = model_card(checkpointer.config, data, checkpointer.directory.parent)
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            write_file(partial / "README.md", [card.encode()])
         except Exception as error:  # a card is not worth failing a run
             logger.warning("final/ has no model card: %s", tell(error))
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from rlhf_pg.boundary.output_files import open_own
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
@@ -59,7 +60,7 @@ def _acquire(lock: FileLock, directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         failpoint("lock")
-        file.touch()
+        open(file, "a", opener=open_own).close()
     except OSError as error:
         raise ValueError(
             f"output_dir {directory} cannot be written to: {error}. Make room, or choose another"
@@ -73,4 +74,5 @@ def _acquire(lock: FileLock, directory: Path) -> None:
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning("%s cannot be locked (%s): do not use it for other runs", directory, error)
-    file.write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+    with open(file, "w", opener=open_own) as stream:
+        stream.write(f"host {socket.gethostname()}, pid {os.getpid()}\n")

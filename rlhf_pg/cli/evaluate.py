@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlhf_pg import models
+from rlhf_pg.boundary.output_files import is_replaceable, write_file
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe, model_of_run
@@ -57,7 +58,7 @@ def evaluate(flags: Sequence[str]) -> None:
             "confidence_intervals_95": intervals(metrics),
             "config": dataclasses.asdict(evaluation.resolved_args()),
         }
-        out.write_text(json.dumps(finite(said), indent=2) + "\n")
+        write_file(out, [json.dumps(finite(said), indent=2).encode(), b"\n"])
         print(f"wrote {quote(str(out))}")
 
 
@@ -66,7 +67,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(flags[target is not None :])
     out = options.json = None if options.json is None else Path(options.json).absolute()
-    if out and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+    if out and not (is_replaceable(out) and os.access(out.parent, os.W_OK)):
         fail(f"--json: {quote(str(out))} cannot be written: name a file in an existing directory")
     given = read_flags(keys)
     keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed

@@ -8,6 +8,7 @@ from datetime import date
 from functools import partial
 from itertools import groupby
 from logging.handlers import BufferingHandler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from rlhf_pg import models
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import CONFIGS, config_type_of, split_recipe
@@ -91,7 +93,7 @@ def preview(flags: Sequence[str]) -> None:
         file = io.StringIO()
         page = Console(record=True, file=file, force_terminal=True, width=100, highlight=False)
         show(page)
-        page.save_html(options.out)
+        write_file(Path(options.out), [page.export_html().encode()])
         print(f"wrote {options.out}")
 
 

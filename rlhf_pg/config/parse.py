@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config.fields import ConfigError, as_list, config
 from rlhf_pg.config.foreign_keys import algorithms_with
@@ -134,7 +135,7 @@ def fail(message: str) -> NoReturn:
 
 def dump(config: Any, path: Path) -> None:
     """Write the resolved config as YAML from which `parse` reads the same config."""
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_file(path, [yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode()])
 
 
 def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:

@@ -9,10 +9,11 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.report.run_files import finite
 
@@ -39,9 +40,13 @@ def table(
 def write_document(
     path: Path, title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
 ) -> None:
-    """Write a page with data for its script, and packed tokens by step; until it is complete, and
-    after an OSError, the earlier page stays.
-    """
+    """Write a page with data for its script, and packed tokens by step."""
+    write_file(path, (piece.encode() for piece in _document(title, data, steps)))
+
+
+def _document(
+    title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]]
+) -> Iterator[str]:
     style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"]
     policy = (
@@ -52,28 +57,23 @@ def write_document(
     # JSON in ASCII that cannot end its element, nor a line of a script.
     said = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
     said = said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    partial = path.with_name(f"partial-{path.name}")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(
-                '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-                f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-                '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-                '<meta name="referrer" content="no-referrer">\n'
-                f"<title>{html.escape(visible(title))}</title>\n"
-                f"<style>{style}</style>\n</head>\n<body>\n"
-                "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
-                f'<script type="application/json" id="data">{said}</script>\n'
-            )
-            file.writelines(f"<script>{script}</script>\n" for script in scripts)
-            # After the scripts, which show the curves while these are still being read.
-            for step, content in steps:
-                encoded = base64.b64encode(content).decode()
-                file.write(f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n')
-            file.write("</body>\n</html>\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    yield (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{html.escape(visible(title))}</title>\n"
+        f"<style>{style}</style>\n</head>\n<body>\n"
+        "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
+        f'<script type="application/json" id="data">{said}</script>\n'
+    )
+    for script in scripts:
+        yield f"<script>{script}</script>\n"
+    # After the scripts, which show the curves while these are still being read.
+    for step, content in steps:
+        encoded = base64.b64encode(content).decode()
+        yield f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n'
+    yield "</body>\n</html>\n"
 
 
 def hash_of(text: str) -> str:

@@ -16,6 +16,7 @@ from rich.table import Column
 from rich.text import Text
 from safetensors import SafetensorError
 
+from rlhf_pg.boundary.output_files import PARTIAL
 from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import last_text
@@ -57,6 +58,12 @@ class Journal:
         self._report_due, self._report_failed = time.monotonic() + FIRST, False
         self._lines = run_files.read(directory / run_files.METRICS)
         self._warned = {trouble.title for trouble in troubles(self._lines)}
+        for left in (
+            *directory.glob(f"{PARTIAL}*"),
+            *directory.glob(f"{run_files.TOKENS}/{PARTIAL}*"),
+        ):
+            if left.is_file():  # of a process that was killed
+                left.unlink()
         for file in (directory / run_files.TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
             if int(file.stem[-8:]) > after_step:  # a resumed run repeats this step
                 file.unlink()

@@ -28,10 +28,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
+from rlhf_pg.boundary.output_files import open_own, write_file
 from rlhf_pg.boundary.quoted import quote
-from rlhf_pg.checkpoint.atomic import sync
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,7 @@ class StepTokens:
             tensors["text"] = np.frombuffer(b"".join(encoded), np.uint8)
             tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(max(lengths, default=0)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"partial-{path.name}")
-        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial)
-        partial.replace(path)
+        write_file(path, [save({name: np.ascontiguousarray(x) for name, x in tensors.items()})])
 
     @classmethod
     def load(cls, path: Path) -> "StepTokens":
@@ -242,16 +240,12 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:
-        lines = path.read_bytes().splitlines() if path.exists() and keep_through_step else []
+        lines = path.read_bytes().splitlines() if path.is_file() and keep_through_step else []
         steps = [_step(line) for line in lines]
         if math.inf in steps[:-1]:
             logger.warning("%s has unreadable lines, which are removed", path)
         kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
-        whole = path.with_name(f"partial-{path.name}")
-        whole.write_bytes(b"".join(line + b"\n" for line in kept))
-        sync(whole)
-        whole.replace(path)
-        sync(path.parent)
+        write_file(path, [line + b"\n" for line in kept])
         self.path, self._synced = path, synced
         self._has_failed = False
 
@@ -259,7 +253,7 @@ class JsonLines:
         """Append a line for each record; if the disk is full, warn once and drop them."""
         size = None
         try:
-            with self.path.open("a") as file:
+            with open(self.path, "a", opener=open_own) as file:
                 size = file.tell()
                 file.writelines(f"{line_of(record)}\n" for record in records)
                 file.flush()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 
 from rlhf_pg.boundary.http import Client
+from rlhf_pg.boundary.output_files import open_own
 from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.boundary.user_modules import find_file
 from rlhf_pg.config.files import is_file_name
@@ -111,9 +112,9 @@ class Judge:
         self.client = Client(base_url.rstrip("/"), timeout, retries, concurrency, key)
         self.where = quote(f"{model} at {base_url}")
         self.where += f", with the key in {variable}" if variable else ""
-        self.cache = Path(cache or os.devnull)
+        self.cache = None if cache is None else Path(cache)
         self._known: dict[str, float] = {}
-        if self.cache.exists():
+        if self.cache is not None and self.cache.exists():
             for line in self.cache.read_text("utf-8").splitlines():
                 with suppress(ValueError):  # a crash may have torn the last line
                     self._known.update(json.loads(line))
@@ -145,17 +146,21 @@ class Judge:
     async def _judge(self, key: str, body: dict[str, Any]) -> None:
         """Ask until there is a verdict, and cache it."""
 
-        def content(answer: Any) -> Any:
-            return answer["choices"][0]["message"]["content"] if answer["choices"] else None
+        def content(answer: Any) -> str:
+            text = answer["choices"][0]["message"]["content"] if answer["choices"] else None
+            if not isinstance(text, str | None):
+                raise TypeError(f"content has to be a text, got {show(text)}")
+            return text or ""
 
         for _ in range(ANSWERS):
             text = await self.client.ask("/chat/completions", body, content)
-            found = SCORE.findall(text or "")
+            found = SCORE.findall(text)
             if found and self.low <= float(found[-1]) <= self.high:
                 self._known[key] = float(found[-1])
-                self.cache.parent.mkdir(parents=True, exist_ok=True)
-                with self.cache.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({key: self._known[key]}) + "\n")
+                if self.cache is not None:
+                    self.cache.parent.mkdir(parents=True, exist_ok=True)
+                    with open(self.cache, "a", encoding="utf-8", opener=open_own) as file:
+                        file.write(json.dumps({key: self._known[key]}) + "\n")
                 return
         raise ValueError(
             f"the judge gave no score from {self.low:g} to {self.high:g} in {ANSWERS} answers; "

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.report.run_files import finite
 from rlhf_pg.runtime.processes import Runtime
@@ -85,7 +86,7 @@ class Trackers:
         for name in self._names:
             try:
                 if not id_file.exists():
-                    id_file.write_text(secrets.token_hex(4))
+                    write_file(id_file, [secrets.token_hex(4).encode()])
                 tracker = _tracker(name, directory, run_name, id_file.read_text(), resumed)
                 tracker.start()
                 self._open[name] = tracker

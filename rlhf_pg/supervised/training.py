@@ -23,6 +23,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from rlhf_pg import models
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import dump
@@ -192,7 +193,7 @@ class SupervisedTrainer:
                 saving.main(lambda: atomic.publish(final, {"step": state.step}))
                 if runtime.is_main:
                     text = json.dumps(measured, indent=1, sort_keys=True)
-                    (directory / "metrics.json").write_text(f"{text}\n")
+                    write_file(directory / "metrics.json", [f"{text}\n".encode()])
                 if number := termination.agree():
                     raise Terminated(number)
             said = ", ".join(f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items())

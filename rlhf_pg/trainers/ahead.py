@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerState
 
+from rlhf_pg.boundary.output_files import sync, write_file
 from rlhf_pg.boundary.user_code import call_beside
-from rlhf_pg.checkpoint.atomic import sync
 from rlhf_pg.data import Batch, Prompts
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import RolloutError
@@ -160,9 +160,8 @@ class Ahead:
             facts.append(fact | {"batch": rest})
         file = directory / f"ahead-rank{rank}.safetensors"
         save_file(tensors, file)
-        file.with_suffix(".json").write_text(json.dumps(facts, default=str))
-        for written in (file, file.with_suffix(".json")):
-            sync(written)  # the main process may be on another machine
+        sync(file)  # the main process may be on another machine
+        write_file(file.with_suffix(".json"), [json.dumps(facts, default=str).encode()])
 
     def restore(self, directory: Path) -> None:
         """Read the batches of a checkpoint; if the number of processes has changed, their rows are

@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlhf_pg import PPOConfig, PPOTrainer, __version__
+from rlhf_pg.checkpoint import atomic
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 SAVED = Path(__file__).parent / "saved"
@@ -73,5 +74,6 @@ if __name__ == "__main__":
         if path.name not in ("model", "checkpoints", "expected.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(run / "checkpoints" / f"step-{LAST:08d}")
-    state = run / "checkpoints" / "step-00000002" / "state.json"
-    state.write_text(state.read_text().replace(f"{run}/", "").replace(str(run), "run"))
+    step = run / "checkpoints" / "step-00000002"
+    facts = json.dumps(atomic.state(step)).replace(f"{run}/", "").replace(str(run), "run")
+    (step / atomic.STATE).write_bytes(atomic.seal(json.loads(facts)))

@@ -56,12 +56,30 @@ def cut(file):
     os.truncate(file, file.stat().st_size - 1)
 
 
+def link(file):
+    moved = file.rename(file.parents[2] / "elsewhere")
+    file.symlink_to(moved)
+
+
+def pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def empty_list(file):
+    file.write_text("[]")
+
+
 DAMAGE = {
     "cut": (cut, "model.safetensors"),
     "flipped": (flip, "optimizer.safetensors"),
     "missing": (Path.unlink, "rng-rank0.safetensors"),
     "unsealed": (Path.unlink, STATE),
     "not JSON": (cut, STATE),
+    "a link": (link, "model.safetensors"),
+    "state is a link": (link, STATE),
+    "a pipe": (pipe, STATE),
+    "a list": (empty_list, STATE),
 }
 
 

@@ -1,5 +1,6 @@
 """Disks that are full under what a run writes beside its checkpoints."""
 
+import errno
 import io
 import logging
 import os
@@ -20,15 +21,27 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
 
 
+@pytest.fixture
+def full_disk(monkeypatch) -> set[str]:
+    """The ends of the names of files for which the disk has no room."""
+    names, fsync = set[str](), os.fsync
+
+    def fails(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(tuple(names)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    return names
+
+
 @pytest.mark.fault(46, "one warning for each file, and the run goes on to its end")
-def test_full_disk_for_logs_warns_and_run_finishes(make, tmp_path, caplog) -> None:
+def test_full_disk_for_logs_warns_and_run_finishes(make, tmp_path, caplog, full_disk) -> None:
     run = tmp_path / "run"
 
     def reward(completions, **columns):
         if trainer.state.step == 1:
-            for name in ("metrics", "completions"):
-                (run / f"{name}.jsonl").unlink()
-                os.symlink("/dev/full", run / f"{name}.jsonl")
+            full_disk.update({"metrics.jsonl", "completions.jsonl"})
         return digits(completions, **columns)
 
     trainer = make(max_steps=4, log_completions_steps=1, reward_funcs=reward)
@@ -57,10 +70,10 @@ def test_partial_line_is_dropped_before_next_write(tmp_path, caplog) -> None:
     assert len(warnings_of(caplog)) == 1
 
 
-def test_json_lines_resume_on_full_disk_keeps_lines(tmp_path, monkeypatch) -> None:
+def test_json_lines_resume_on_full_disk_keeps_lines(tmp_path, full_disk) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    os.symlink("/dev/full", tmp_path / "partial-metrics.jsonl")
+    full_disk.add("metrics.jsonl")
     with pytest.raises(OSError, match="No space left"):
         JsonLines(path, 1)
     assert read(path) == [{"step": 1}, {"step": 2}]

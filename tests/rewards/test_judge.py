@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from rlhf_pg.boundary import http
 from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.rewards.servers import Judge
 from tests.rewards.calling import Rewards
@@ -159,6 +160,14 @@ def test_answer_without_verdict_is_asked_again(server, garbage):
     server.answer = lambda asked: answers.pop()
     assert scores(make(server), ["a"]) == [1.0]
     assert answers == []
+
+
+def test_content_that_is_not_a_text_is_a_failed_answer(server, monkeypatch):
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server.answer = lambda asked: chat([{"type": "text", "text": '{"score": 5}'}])
+    assert f"server at {server.url}" in (said := failure(make(server, retries=1), ["a"]))
+    assert "content has to be a text, got [{" in said
+    assert len(server.asked) == 2
 
 
 @pytest.mark.fault(63, "a judge is asked again, then one error names the row and what was said")

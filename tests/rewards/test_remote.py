@@ -1,12 +1,15 @@
 """A server that scores, against one on loopback that does whatever servers do."""
 
 import asyncio
+import gzip
 import threading
 import time
+import zlib
 from types import SimpleNamespace
 
 import pytest
 
+from rlhf_pg.boundary import http
 from rlhf_pg.rewards.servers import HttpReward
 from tests.rewards.loopback import Loopback, Said, cut_off, hang_up
 
@@ -158,6 +161,38 @@ def test_bad_answer_is_one_error(server, said, reason):
     text = failure(HttpReward(server.url))
     assert reason in text
     assert len(text) < 1300
+
+
+def test_compressed_answer_is_read(server):
+    body = gzip.compress(b'{"scores": [1, 2]}')
+    server.answer = lambda asked: Said(body, 200, {"Content-Encoding": "gzip"})
+    assert scores(HttpReward(server.url)) == [1, 2]
+
+
+ZEROS = b"[" + b" " * 10**6
+
+
+@pytest.mark.parametrize(
+    ("body", "coding", "reason"),
+    [
+        (ZEROS, "identity", "it has more than 1000 bytes"),
+        (gzip.compress(ZEROS), "gzip", "it has more than 1000 bytes"),
+        (gzip.compress(gzip.compress(ZEROS)), "gzip, gzip", "Content-Encoding is gzip, gzip"),
+        (zlib.compress(ZEROS), "deflate", "Content-Encoding is deflate"),
+        (b"no gzip", "gzip", "incorrect header check"),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 500])
+def test_answer_beyond_the_limit_of_size_is_failed(
+    server, monkeypatch, status, body, coding, reason
+):
+    """Whatever it unpacks to, no more than the limit is unpacked."""
+    monkeypatch.setattr(http, "MOST_BYTES", 1000)
+    server.answer = lambda asked: Said(body, status, {"Content-Encoding": coding})
+    said = failure(HttpReward(server.url, retries=1))
+    assert reason in said
+    assert server.url in said
+    assert len(server.asked) == 2
 
 
 @pytest.mark.fault(62, "nothing is sent to another host")

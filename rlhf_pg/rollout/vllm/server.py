@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
 LEAST = -9999.0  # vLLM's number for minus infinity
+ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
 
 
@@ -293,7 +294,7 @@ class Server:
 
         def read(answer: Any) -> float:
             [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
-            return float(max(token.values()))
+            return _logprob(max(token.values()))
 
         body = {"model": self.served, "prompt": [token], "max_tokens": 1, "logprobs": 1}
         cold, hot = (
@@ -365,7 +366,9 @@ class _ServerSession(FutureSession):
         def read(answer: Any) -> Finished:
             if answer["model"] != body["model"]:
                 raise ValueError(f"an answer of {show(answer['model'])}, not {body['model']}")
-            completion = _completion(answer, max_tokens, engine.eos_token_ids, bool(stop))
+            vocabulary = engine.model.config.get_text_config().vocab_size
+            eos, limits = engine.eos_token_ids, (max_tokens, vocabulary)
+            completion = _completion(answer, *limits, eos, bool(stop))
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
@@ -390,7 +393,7 @@ class _ServerSession(FutureSession):
 
 
 def _completion(
-    answer: Any, max_tokens: int, eos_token_ids: Sequence[int], by_string: bool
+    answer: Any, max_tokens: int, vocabulary: int, eos_token_ids: Sequence[int], by_string: bool
 ) -> Completion:
     """Parse the only choice of an answer, which with `by_string` may end with any token.
 
@@ -398,11 +401,12 @@ def _completion(
     """
     [choice] = answer["choices"]
     tokens, reason = choice["token_ids"], choice["finish_reason"]
-    logprobs = [float(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
+    logprobs = [_logprob(number) for number in choice["logprobs"]["token_logprobs"]]
     if not 0 < len(tokens) == len(logprobs) <= max_tokens:
         raise ValueError(f"{len(tokens)} of {max_tokens} tokens, {len(logprobs)} log-probabilities")
-    if min(logprobs) <= LEAST:
-        raise ValueError(f"{min(logprobs)} is not a log-probability of a sampled token")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ValueError(f"{show(token)} is not one of the model's {vocabulary} token ids")
     ended = [token in eos_token_ids for token in tokens]
     if any(ended[:-1]):
         raise ValueError(f"tokens after EOS, which is at {ended.index(True)}")
@@ -414,6 +418,13 @@ def _completion(
         ended_by = f"after {len(tokens)} of {max_tokens} tokens, the last {show(tokens[-1])}"
         raise ValueError(f"finish_reason {show(reason)} {ended_by}")
     return Completion(tokens, logprobs, reason)
+
+
+def _logprob(number: Any) -> float:
+    """Return the log-probability of a sampled token; ValueError if it cannot be one."""
+    if not LEAST < float(number) <= ROUNDING:
+        raise ValueError(f"{show(number)} is not a log-probability of a sampled token")
+    return float(number)
 
 
 def _remove(place: Path, owner: int) -> None:

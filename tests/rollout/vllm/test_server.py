@@ -263,6 +263,14 @@ FAULTS = {
     "after EOS, which is at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
     "'length' after 6 of 6 tokens, the last 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
     "-inf is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
+    "nan is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, float("nan")))),
+    "0.5 is not a log-prob": (200, short(**logprobs(*[-1.0] * 5, 0.5))),
+    "OverflowError": (200, short(**logprobs(*[-1.0] * 5, 10**400))),
+    "40 is not one of the model's 40 token ids": (200, short(token_ids=[5] * 5 + [40])),
+    "-1 is not one of": (200, short(token_ids=[-1] + [5] * 5)),
+    "5.0 is not one of": (200, short(token_ids=[5.0] * 6)),
+    "True is not one of": (200, short(token_ids=[True] * 6)),
+    "'555555' is not one of": (200, short(token_ids=["555555"] * 6)),
     r"status 500: \x1b[2J": (500, b"\x1b[2J"),
 }
 
@@ -429,6 +437,22 @@ def test_server_that_dies_with_new_weights_is_left_out(two, tmp_path):
     two[0].answers["/collective_rpc"] = lambda body: (500, b"EngineCore died")
     assert engine.generate([[5], [8]], 1, PARAMS, 0)
     assert prompts_of(two[1]) == {5, 8}
+
+
+def test_server_with_impossible_tokens_is_left_out(two, tmp_path):
+    engine = VllmServerEngine(tiny_model("llama"), [3, 7], [x.url for x in two], tmp_path / "sync")
+    expected = engine.generate([[5], [8]], 4, PARAMS, 0)
+    two[0].answers[COMPLETIONS] = lambda body: (200, short(token_ids=[40] * 6))
+    before = two[0].count(COMPLETIONS)
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected
+    assert two[0].count(COMPLETIONS) > before + 2
+
+
+def test_certain_token_may_be_rounded_above_zero(fake, tmp_path):
+    engine = engine_of(fake, tmp_path)
+    fake.answers[COMPLETIONS] = lambda body: (200, short(**logprobs(*[1e-7] * 6)))
+    [completion] = engine.generate([[5]], 1, PARAMS, seed=0)
+    assert completion.logprobs == [1e-7] * 6
 
 
 def test_server_started_again_is_refused(fake, tmp_path):
