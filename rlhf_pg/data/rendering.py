@@ -171,11 +171,7 @@ def _lost_words(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any]
 ) -> tuple[list[Word], ValueError | None]:
     """Return the words that the template does not show, or the error that it raises."""
-    words: list[Word] = []
-    marked = [
-        _mark_message(message, number, words)
-        for number, message in enumerate(quote(chat, tokenizer, where))
-    ]
+    marked, words = mark_chat(quote(chat, tokenizer, where))
     open_turn = chat[-1]["role"] != "assistant"
     try:
         text = render(tokenizer, marked, where, open_turn, _mark_tools(tools, words))
@@ -193,6 +189,13 @@ def _lost_words(
         if of_assistant and ends[word.message] in seen:
             lost[place] = word._replace(is_thought=True)
     return lost, None
+
+
+def mark_chat(quoted: Chat) -> tuple[Chat, list[Word]]:
+    """Mark every word of a chat by its number in the list of words."""
+    words: list[Word] = []
+    marked = [_mark_message(message, number, words) for number, message in enumerate(quoted)]
+    return marked, words
 
 
 def _mark_message(message: dict[str, Any], number: int, words: list[Word]) -> dict[str, Any]:

@@ -121,6 +121,32 @@ def test_weights_of_messages_are_obeyed() -> None:
         encode_turns([user("a") | {"weight": 2}], tokenizer, "row 0")
 
 
+# A block for the thought and one for the answer: as many as there are turns, if one calls a tool.
+TWO_BLOCKS = (
+    "{% for m in messages %}{{ m.role }} {% if m.role != 'assistant' %}{{ m.content }}"
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function|tojson }}{% else %}"
+    "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["phi3_training", "diffusion_gemma_training", "two blocks"])
+def test_weights_are_obeyed_however_a_template_tags_turns(name: str) -> None:
+    two = name == "two blocks"
+    tokenizer = bytes_tokenizer(TWO_BLOCKS, "<|im_end|>") if two else tokenizer_with(name)
+    first = {"role": "assistant", "content": "first", "weight": 0}
+    second = {"role": "assistant", "content": "second"}
+    if two:
+        first, second = first | {"reasoning_content": "t"}, second | {"reasoning_content": "u"}
+    before = calls({"x": 1}) if two else [user("a")]
+    chat = [*before, first, user("b"), second]
+    ids, mask = encode_turns(chat, tokenizer, "row 0", assistant_only=True)
+    learnt = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    assert "second" in learnt
+    assert "first" not in learnt
+    assert ("</think>" in learnt) == two
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss"])
 def test_rules_of_a_developer_move_no_mask(name: str) -> None:
     """They may be joined to the system message before them: turns have other numbers then."""
