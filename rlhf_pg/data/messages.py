@@ -90,6 +90,10 @@ def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]
         role = "tool"
     if "content" not in message and not calls and not any(key in message for key in THOUGHTS):
         raise ValueError(f"{where} has no content, but the keys {', '.join(message)}")
+    first, *others = [key for key in THOUGHTS if message.get(key)] or [""]
+    for key in others:  # some servers write both names
+        if message.pop(key) != message[first]:
+            raise ValueError(f"{where}: {first} and {key} differ: give the thoughts in one of them")
     message["content"] = _text_of_parts(message.get("content", ""), where)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in calls]

@@ -162,6 +162,46 @@ def test_rules_of_a_developer_move_no_mask(name: str) -> None:
     assert "rules" not in tokenizer_with(name).decode(answer)
 
 
+@pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "diffusion_gemma"])
+def test_old_thoughts_are_left_out_as_the_template_does(name: str) -> None:
+    first = {"role": "assistant", "content": "beta", "thinking": "tau"}
+    second = {"role": "assistant", "content": "delta", "reasoning": "rho", "thinking": "rho"}
+    chat = [user("alpha"), first, user("gamma"), second]
+    ids, _ = encode_turns(chat, tokenizer_with(name), "row 0", read=3)
+    text = tokenizer_with(name).decode(ids)
+    assert "<think>" not in text
+    assert text.index("beta") < text.index("gamma") < text.index("rho") < text.index("delta")
+    assert text.count("rho") == 1
+    prompt = tokenizer_with(name).decode(encode(chat[:3], tokenizer_with(name)))
+    assert "tau" not in prompt
+    with pytest.raises(ValueError, match=r"thoughts of message 1 \(assistant\)"):
+        encode_turns(chat, tokenizer_with(name), "row 0", read=1)
+    with pytest.raises(ValueError, match="reasoning and thinking differ"):
+        encode([*chat[:3], second | {"thinking": "phi"}], tokenizer_with(name))
+
+
+def test_thoughts_stay_before_calls() -> None:
+    chat = calls({"x": 1})
+    chat[1]["reasoning_content"] = "tau"
+    text = tokenizer_with("gemma4").decode(encode(chat, tokenizer_with("gemma4"), tools=TOOLS))
+    assert text.index("alpha") < text.index("tau") < text.index("call:add") < text.index("omega")
+    with pytest.raises(ValueError, match="thoughts before them"):  # which v2 does not read
+        encode_turns(chat[:2], tokenizer_with("gemma4_v2"), "row 0", read=1)
+
+
+def test_marks_of_thoughts_and_calls_may_be_special_tokens() -> None:
+    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer = bytes_tokenizer(tokenizer_with("qwen3").chat_template, "<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    said = '<think>\ntau\n</think>\n\n<tool_call>\n{"name": "f"}\n</tool_call>'
+    chat = [user("<think>"), {"role": "assistant", "content": said}]
+    ids, mask = encode_turns(chat, tokenizer, "row 0", assistant_only=True)
+    for name in names:  # the user's is only text
+        assert ids.count(tokenizer.convert_tokens_to_ids(name)) == 1
+    learnt = [i for i, on in zip(ids, mask, strict=True) if on]
+    assert tokenizer.decode(learnt) == f"{said}<|im_end|>"
+
+
 def test_thoughts_that_are_learnt_may_not_be_left_out() -> None:
     said = "<think>\ntau\n</think>\n\nbeta"
     turns = [user("a"), {"role": "assistant", "content": said}] * 2
