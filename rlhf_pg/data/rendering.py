@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -216,6 +216,13 @@ def _lost_words(
         if not (word.is_thought and word.message in called):
             seen.add(word)
     lost = [word for word in words if word not in seen]
+    of_schemas = [*_words_of_schema(tools)]
+    hidden = [(key, name) for key, name in of_schemas if not _is_in(name.strip(), text)]
+    for key, name in hidden:
+        if key == "properties" and len(hidden) < len(of_schemas):
+            lost.append(Word(OF_TOOLS, f"the property {name}", len(words)))
+        else:  # some templates name functions only
+            _say_hidden(key)
     for thought in AFTER_EMPTY.finditer(text):
         if mark := WORD.search(text, thought.end()):
             lost.append(words[int(mark[1])])
@@ -286,16 +293,34 @@ def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
-        name = _mark(tool["function"]["name"], words, OF_TOOLS, "tools")
+        name = _mark(tool["function"]["name"], words, OF_TOOLS, "a function's name")
         marked.append({**tool, "function": {**tool["function"], "name": name}})
     return marked
+
+
+def _is_in(name: str, text: str) -> bool:
+    return name in text or json.dumps(name)[1:-1] in text
+
+
+def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names of properties, choices and descriptions, each with the key that it is under."""
+    if isinstance(schema, Mapping):
+        for name, value in schema.items():
+            if key == "properties":
+                yield key, name
+            yield from _words_of_schema(value, "" if key == "properties" else name)
+    elif isinstance(schema, list | tuple):
+        for item in schema:
+            yield from _words_of_schema(item, key)
+    elif isinstance(schema, str) and key in ("description", "enum"):
+        yield key, schema
 
 
 def _explain(word: Word, chat: Chat, where: str) -> str:
     if word.message == OF_TOOLS:
         return (
-            f"{where}: tools: the chat template of the tokenizer does not show them to the model: "
-            "choose one that does by chat_template, or leave tools out"
+            f"{where}: tools: the chat template of the tokenizer does not show {word.field} to the "
+            "model: choose one that does by chat_template, or leave tools out"
         )
     message = chat[word.message]
     text = show(message.get(word.field, message["content"]))
@@ -373,6 +398,11 @@ def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[st
 
 # With nothing changed at the end, for what the others have mended.
 FORMS = (_content_as_part, _arguments_as_text, list)
+
+
+@lru_cache
+def _say_hidden(key: str) -> None:
+    logger.warning("the chat template does not show each %s in the schemas of tools", key)
 
 
 @lru_cache(maxsize=1)

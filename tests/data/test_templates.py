@@ -6,7 +6,9 @@ from importlib.resources import files
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_pg.data import rendering
 from rlhf_pg.data.chat import encode, encode_answer
+from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.turns import encode_turns
 from tests.rollout.agents.test_history import bytes_tokenizer
 
@@ -91,6 +93,25 @@ def check_thoughts(tokenizer: PreTrainedTokenizerFast) -> None:
         assert text.index("alpha") < text.index("tau") < text.index("beta")
         last = [token for token, learnt in zip(ids, mask, strict=True) if learnt][-1]
         assert last in tokenizer.added_tokens_decoder
+
+
+def test_schemas_of_tools_are_shown_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    unit = {"type": "string", "description": "which unit", "enum": ["kelvin"]}
+    schema = {"type": "object", "properties": {"unit": unit}}
+    tools = read_tools([{"name": "add", "input_schema": schema}], "tools")
+    gemma = tokenizer_with("gemma4")
+    assert "kelvin" in gemma.decode(encode([user("a")], gemma, tools=tools))
+
+    def showing(words: str) -> PreTrainedTokenizerFast:
+        of_tools = "{% for t in tools %}{{ t.function.name }}" + words + "{% endfor %}"
+        return bytes_tokenizer(of_tools + "{{ messages[0].content }}", "<end>")
+
+    values = "{{ t.function.parameters.properties.values()|map(attribute='enum')|list }}"
+    with pytest.raises(ValueError, match=r"tools: .* does not show the property unit"):
+        encode([user("a")], showing(values), tools=tools)
+    rendering._say_hidden.cache_clear()
+    encode([user("a")], showing(""), tools=tools)
+    assert "does not show each enum" in caplog.text
 
 
 def test_end_of_turn_is_not_doubled() -> None:
