@@ -182,10 +182,10 @@ def columns_of(data: Dataset, used: set[str], args: Any) -> dict[str, str]:
     in_prompt = {name for _, name, _, _ in fields if name}
     columns = {}
     for name in data.column_names:
-        if name in used or name in ("tools", "system"):
-            columns[name] = "the model"
-        elif name in in_prompt:
+        if name in in_prompt:
             columns[name] = "the prompt"
+        elif name in used or name in ("tools", "system"):
+            columns[name] = "the model"
         elif name in KNOWN:
             columns[name] = "ignored: another column is read"
         else:

@@ -52,11 +52,16 @@ def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     """Return the schemas of functions, from a list or its JSON text; ValueError for another."""
     if isinstance(tools, str):
         tools = _read_json(tools or "[]", where)
+    if tools and not isinstance(tools, list | tuple):
+        tools = [tools]
     schemas = []
     for tool in without_nulls(tools or []):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where} must be schemas of functions with names, got {show(tool)}")
+        if "input_schema" in function:  # Anthropic's name
+            rest = {key: value for key, value in function.items() if key != "input_schema"}
+            function = {**rest, "parameters": function["input_schema"]}
         schemas.append({"type": "function", "function": function})
     return schemas
 
@@ -90,6 +95,10 @@ def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]
         role = "tool"
     if "content" not in message and not calls and not any(key in message for key in THOUGHTS):
         raise ValueError(f"{where} has no content, but the keys {', '.join(message)}")
+    first, *others = [key for key in THOUGHTS if message.get(key)] or [""]
+    for key in others:  # some servers write both names
+        if message.pop(key) != message[first]:
+            raise ValueError(f"{where}: {first} and {key} differ: give the thoughts in one of them")
     message["content"] = _text_of_parts(message.get("content", ""), where)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in calls]

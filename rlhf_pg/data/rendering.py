@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,6 +36,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of messages and calls that are not for the model.
 IDENTIFIERS = ("role", "id", "tool_call_id", "call_id", "type", "index")
 OPEN, CLOSE = "<think>", "</think>"
+# Special tokens that the assistant writes itself around thoughts and calls.
+OWN = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
 AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
 # A call of the clock in a template.
 CLOCK = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
@@ -45,6 +47,7 @@ DATE = "chat_template_date"
 OF_TOOLS = -1  # the number of the message of a word that is in a schema
 
 Chat = list[dict[str, Any]]
+Lose = Callable[[Chat], tuple[list["Word"], ValueError | None]]
 
 
 class Shown(NamedTuple):
@@ -139,7 +142,8 @@ def prepare(
     """Return messages, quoted, in the form in which the chat template shows all their words.
 
     Templates differ in the form that they read (`FORMS`): the first that loses nothing is taken.
-    Most leave out the thoughts of earlier turns, as the policy never sees them again.
+    Most leave out the thoughts of earlier turns, as the policy never sees them again; for others
+    see `_place_thoughts`.
 
     Args:
         whole: numbers of the assistant's messages that must not lose their thoughts, since they
@@ -148,41 +152,77 @@ def prepare(
     Raises:
         ValueError: the template does not show a word, with its message and role.
     """
-    chat = normalise(messages, where)
-    lost, error = _lost_words(chat, tokenizer, where, tools)
+    given = normalise(messages, where)
+    chat = quote(given, tokenizer, where)
+    lose = partial(_lost_words, tokenizer=tokenizer, where=where, tools=tools)
+    lost, error = lose(chat)
     for form in FORMS:
-        old = [w for w in lost if w.field == "content" and w.is_thought and w.message not in whole]
-        if error is None and len(old) == len(lost):
+        if error is None and all(word.is_thought for word in lost):
+            chat, lost = _place_thoughts(chat, lost, lose)
             break
         other = form(chat)
-        others, failure = _lost_words(other, tokenizer, where, tools)
+        others, failure = lose(other)
         if (failure is not None, len(others)) < (error is not None, len(lost)):
             chat, lost, error = other, others, failure
     last = len(chat) - 1
     must_show = {*whole} - {last}
     faults = [word for word in lost if not word.is_thought or word.message in must_show]
     if error is not None or faults:
-        raise error or ValueError(_explain(faults[0], chat, where))
+        raise error or ValueError(_explain(faults[0], given, where))
     hides_last = any(word.message == last for word in lost)
-    return Shown(quote(chat, tokenizer, where), hides_last)
+    return Shown(chat, hides_last)
+
+
+def _place_thoughts(chat: Chat, lost: list[Word], lose: Lose) -> tuple[Chat, list[Word]]:
+    """Move thoughts that the template does not show into the field that most read, or else into
+    the content; return the chat, and the words that it does not show then.
+
+    A thought stays where it is if the template shows it there in a chat that ends with its message.
+    """
+    for field in (THOUGHTS[0], None):
+        shows = dict[bool, bool]()  # by whether a message has calls, as some templates differ there
+        for number in {word.message for word in lost}:
+            has_calls = "tool_calls" in chat[number]
+            if has_calls not in shows:
+                others, error = lose(chat[: number + 1])
+                shows[has_calls] = error is None and number not in {w.message for w in others}
+        wrong = {w.message for w in lost if not shows["tool_calls" in chat[w.message]]}
+        other = [_move_thoughts(m, field) if n in wrong else m for n, m in enumerate(chat)]
+        others, error = lose(other) if other != chat else (lost, None)
+        if error is None and len(others) < len(lost):
+            chat, lost = other, others
+    return chat, lost
 
 
 def _lost_words(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any]
 ) -> tuple[list[Word], ValueError | None]:
-    """Return the words that the template does not show, or the error that it raises."""
-    words: list[Word] = []
-    marked = [
-        _mark_message(message, number, words)
-        for number, message in enumerate(quote(chat, tokenizer, where))
-    ]
+    """Return the words that the template does not show, or the error that it raises.
+
+    A thought behind the calls that follow from it is not shown.
+    """
+    marked, words = mark_chat(chat)
     open_turn = chat[-1]["role"] != "assistant"
     try:
         text = render(tokenizer, marked, where, open_turn, _mark_tools(tools, words))
     except ValueError as error:
         return words, error
-    seen = {words[int(number)] for number in WORD.findall(text)}
+    seen = set[Word]()
+    called = set[int]()  # messages whose calls were shown already
+    for number in WORD.findall(text):
+        word = words[int(number)]
+        if word.field == "tool_calls":
+            called.add(word.message)
+        if not (word.is_thought and word.message in called):
+            seen.add(word)
     lost = [word for word in words if word not in seen]
+    of_schemas = [*_words_of_schema(tools)]
+    hidden = [(key, name) for key, name in of_schemas if not _is_in(name.strip(), text)]
+    for key, name in hidden:
+        if key == "properties" and len(hidden) < len(of_schemas):
+            lost.append(Word(OF_TOOLS, f"the property {name}", len(words)))
+        else:  # some templates name functions only
+            _say_hidden(key)
     for thought in AFTER_EMPTY.finditer(text):
         if mark := WORD.search(text, thought.end()):
             lost.append(words[int(mark[1])])
@@ -193,6 +233,13 @@ def _lost_words(
         if of_assistant and ends[word.message] in seen:
             lost[place] = word._replace(is_thought=True)
     return lost, None
+
+
+def mark_chat(quoted: Chat) -> tuple[Chat, list[Word]]:
+    """Mark every word of a chat by its number in the list of words."""
+    words: list[Word] = []
+    marked = [_mark_message(message, number, words) for number, message in enumerate(quoted)]
+    return marked, words
 
 
 def _mark_message(message: dict[str, Any], number: int, words: list[Word]) -> dict[str, Any]:
@@ -246,19 +293,37 @@ def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
-        name = _mark(tool["function"]["name"], words, OF_TOOLS, "tools")
+        name = _mark(tool["function"]["name"], words, OF_TOOLS, "a function's name")
         marked.append({**tool, "function": {**tool["function"], "name": name}})
     return marked
+
+
+def _is_in(name: str, text: str) -> bool:
+    return name in text or json.dumps(name)[1:-1] in text
+
+
+def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names of properties, choices and descriptions, each with the key that it is under."""
+    if isinstance(schema, Mapping):
+        for name, value in schema.items():
+            if key == "properties":
+                yield key, name
+            yield from _words_of_schema(value, "" if key == "properties" else name)
+    elif isinstance(schema, list | tuple):
+        for item in schema:
+            yield from _words_of_schema(item, key)
+    elif isinstance(schema, str) and key in ("description", "enum"):
+        yield key, schema
 
 
 def _explain(word: Word, chat: Chat, where: str) -> str:
     if word.message == OF_TOOLS:
         return (
-            f"{where}: tools: the chat template of the tokenizer does not show them to the model: "
-            "choose one that does by chat_template, or leave tools out"
+            f"{where}: tools: the chat template of the tokenizer does not show {word.field} to the "
+            "model: choose one that does by chat_template, or leave tools out"
         )
     message = chat[word.message]
-    text = show(message.get(word.field))
+    text = show(message.get(word.field, message["content"]))
     of_message = f"of message {word.message} ({message['role']})"
     if word.is_thought:
         return (
@@ -309,14 +374,6 @@ def _developer_as_system(chat: Chat) -> Chat:
     return renamed
 
 
-def _thoughts_in_content(chat: Chat) -> Chat:
-    return [_move_thoughts(message) for message in chat]
-
-
-def _thoughts_in_field(chat: Chat) -> Chat:
-    return [_move_thoughts(message, "reasoning_content") for message in chat]
-
-
 def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[str, Any]:
     """Return a message with its thoughts in a field, or in front of its content."""
     if message["role"] != "assistant":
@@ -339,12 +396,13 @@ def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[st
     return rest
 
 
-FORMS = (
-    _content_as_part,
-    _arguments_as_text,
-    _thoughts_in_content,
-    _thoughts_in_field,
-)
+# With nothing changed at the end, for what the others have mended.
+FORMS = (_content_as_part, _arguments_as_text, list)
+
+
+@lru_cache
+def _say_hidden(key: str) -> None:
+    logger.warning("the chat template does not show each %s in the schemas of tools", key)
 
 
 @lru_cache(maxsize=1)
@@ -370,6 +428,11 @@ def last_turn(
         raise ValueError(f"{where}: the chat template does not show the assistant's last message")
     if not chat.hides_last:
         return text, end
+    if not all(call["function"]["name"] in end for call in turn.get("tool_calls", ())):
+        raise ValueError(
+            f"{where}: the chat template shows the calls of the last message, but not the thoughts "
+            "before them: choose another by chat_template, or take the thoughts out"
+        )
     opening = render(tokenizer, before, where, True, tools)
     words = text_of(_move_thoughts(turn))
     if opening.rstrip().endswith(OPEN):
@@ -480,19 +543,24 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> SpecialTok
 
 
 def quote(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
-    """Copy messages with a `QUOTE` in place of every special token's name."""
+    """Copy messages with a `QUOTE` in place of every special token's name, but for those by which
+    the assistant marks its own thoughts and calls.
+    """
     try:
         return _quote(value, special_tokens(tokenizer))
     except Exception as error:
         raise ValueError(f"{where} cannot be read: {tell(error)}") from error
 
 
-def _quote(value: Any, special: SpecialTokens) -> Any:
+def _quote(value: Any, special: SpecialTokens, own: Collection[str] = ()) -> Any:
     if isinstance(value, list | tuple):
         return [_quote(item, special) for item in value]
     if isinstance(value, Mapping):
+        speaks = value.get("role") == "assistant"
         quoted = {
-            _quote(k, special): v if k == "role" and v in ROLES else _quote(v, special)
+            _quote(k, special): v
+            if k == "role" and v in ROLES
+            else _quote(v, special, OWN if speaks and k == "content" else ())
             for k, v in value.items()
         }
         return Arguments(quoted) if isinstance(value, Arguments) else quoted
@@ -500,6 +568,11 @@ def _quote(value: Any, special: SpecialTokens) -> Any:
         value = str(value)  # as a template would render it
     if isinstance(value, str):
         return special.found.sub(
-            lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
+            lambda match: (
+                match.group()
+                if match.group() in own
+                else f"\ue003{special.names.index(match.group())}\ue004"
+            ),
+            value,
         )
     return value

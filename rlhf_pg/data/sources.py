@@ -4,6 +4,7 @@ import glob
 import logging
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data import readers
-from rlhf_pg.data.messages import of_sharegpt
+from rlhf_pg.data.messages import of_sharegpt, read_tools
 from rlhf_pg.data.prompts import as_dataset, permutation, refuse_unread
 
 logger = logging.getLogger(__name__)
@@ -263,9 +264,13 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     """
     template = getattr(args, PRIVILEGED, None) or ""
     with about(what):
-        given = as_dataset(data)
+        given = _functions_as_tools(as_dataset(data))
         refuse_unread(given)
         made = with_prompts(given, args, of_texts)
+        if of_texts and {"prompt", "system"} <= {*made.column_names}:
+            for number, row in enumerate(made):
+                if isinstance(row["prompt"], str):
+                    refuse_columns_of_chats(row, args, number)
         has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):
             return made
@@ -276,6 +281,28 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
         hidden = with_prompts(given, args, of_texts and bool(template), PRIVILEGED)["prompt"]
         made = made.remove_columns(PRIVILEGED) if has_column else made
         return made.add_column(PRIVILEGED, hidden)
+
+
+def _functions_as_tools(data: Dataset) -> Dataset:
+    """Rename OpenAI's older column `functions`, if it has schemas, as `tools`."""
+    if "functions" not in data.column_names or "tools" in data.column_names:
+        return data
+    first = next(filter(None, data["functions"]), None)
+    with suppress(ValueError):  # it may be anything else, for rewards
+        if read_tools(first, "functions"):
+            return data.rename_column("functions", "tools")
+    return data
+
+
+def refuse_columns_of_chats(row: Mapping[str, Any], args: DataConfig, number: int) -> None:
+    """Refuse columns of a text that only a chat can obey (ValueError)."""
+    for column in ("system", "tools"):
+        is_in_prompt = f"{{{column}" in (args.prompt_template or "")
+        if row.get(column) and not is_in_prompt:
+            raise ValueError(
+                f"row {number} is text, but its column {column} is for chats: give messages, set "
+                "apply_chat_template, or take the column out"
+            )
 
 
 def system_of(row: Mapping[str, Any], args: DataConfig) -> str | None:

@@ -1,7 +1,8 @@
 """Encode complete chats, and mark the tokens to train on."""
 
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -14,8 +15,11 @@ from rlhf_pg.data.chat import spell, tokenize
 from rlhf_pg.data.messages import WEIGHTS, normalise, without_weights
 from rlhf_pg.data.rendering import (
     QUOTE,
+    WORD,
+    Chat,
     known_roles,
     last_turn,
+    mark_chat,
     prepare,
     render,
     special_tokens,
@@ -93,22 +97,16 @@ def encode_turns(
     template = template_of(tokenizer, tools)
     tagged = assistant_only and GENERATION.search(template) and not hides_learnt
     if tagged:
-        names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
-        _, [spans] = render_jinja_template(
-            [quoted],
-            tools=list(tools) or None,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **names,
-        )
+        _, spans = _render_blocks(quoted, tokenizer, tools)
     elif assistant_only:
         spans = [turn(n) for n in whole_turns]
     unlearnt = [n for n in range(read, len(chat)) if not learnt[n]]
-    if tagged and len(spans) == len(spoken):  # these turns need not be told apart
-        left_out = [spans[spoken.index(n)] for n in unlearnt if n in spoken]
+    left_out: list[Span] | None = None
+    if tagged and unlearnt:  # these turns need not be told apart
+        left_out = _blocks_of(unlearnt, quoted, spans, tokenizer, tools)
     elif assistant_only:
         left_out = []
-    else:
+    if left_out is None:
         left_out = [turn(n) for n in unlearnt]
     if assistant_only:
         spans = [*spans, *(turn(n) for n in asked if n not in spoken)]
@@ -121,6 +119,49 @@ def encode_turns(
     ids, places = _tokenize_turns(whole, openings, tokenizer, where)
     mask = [_overlaps(p, learnt_spans) and not _overlaps(p, left_out) for p in places]
     return _with_ends(ids, mask, tokenizer, assistant_only, append_eos and last in whole_turns)
+
+
+def _render_blocks(
+    quoted: Chat, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> tuple[str, list[Span]]:
+    """Render a chat, and return the spans of its {% generation %} blocks too."""
+    [text], [spans] = render_jinja_template(
+        [quoted],
+        tools=list(tools) or None,
+        chat_template=template_of(tokenizer, tools),
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **template_arguments(tokenizer)},
+    )
+    return text, spans
+
+
+def _blocks_of(
+    numbers: Collection[int],
+    quoted: Chat,
+    spans: Sequence[Span],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],
+) -> list[Span] | None:
+    """Return the blocks of messages with these numbers; None if a block cannot be attributed.
+
+    A block belongs to the messages of the marked words in it, or else beside it.
+    """
+    marked, words = mark_chat(quoted)
+    text, blocks = _render_blocks(marked, tokenizer, tools)
+    if len(blocks) != len(spans):
+        return None
+    found = [*WORD.finditer(text)]
+    places = [mark.start() for mark in found]
+    owners = [words[int(mark[1])].message for mark in found]
+    own = list[Span]()
+    for span, (first, end) in zip(spans, blocks, strict=True):
+        low, high = bisect_left(places, first), bisect_left(places, end)
+        inside = {*owners[low:high]} or {*owners[max(0, low - 1) : high + 1]}
+        spoken = {n for n in inside if quoted[n]["role"] == "assistant"}
+        if not spoken or (spoken & {*numbers} and spoken - {*numbers}):
+            return None
+        own += [span] if spoken <= {*numbers} else []
+    return own
 
 
 def is_learnt(message: Mapping[str, Any], where: str) -> bool:

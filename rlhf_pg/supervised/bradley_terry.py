@@ -31,13 +31,12 @@ from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import SHARE, system_of, with_system
+from rlhf_pg.data.sources import SHARE, refuse_columns_of_chats, system_of, with_system
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     left_over,
     load_all,
-    refuse_columns_of_chats,
     repeats,
     settle_data,
     split_repeated,
@@ -208,15 +207,17 @@ def _tokenize_pair(
             asked = [{"role": "user", "content": prompt}]
         if isinstance(text, list) and isinstance(asked, list):
             asked, text = split_repeated(asked, text, where)
+        if isinstance(text, str):
+            refuse_columns_of_chats(pair, args, row)
+        system = system_of(pair, args)
+        if isinstance(prompt, str) and isinstance(asked, list) and system is not None:
+            asked = with_system(asked, system, where)
         if has_prompt:
             ids = encode_whole(asked, text, tokenizer, row, args.append_eos, tools=tools)
             both.append(ids)
             continue
-        system = system_of(pair, args)
         if system is not None and isinstance(text, list):
             text = with_system(text, system, where)
-        if isinstance(text, str):
-            refuse_columns_of_chats(pair, args, row)
         ids = encode(text, tokenizer, row, key, open_turn=False, tools=tools)
         ends = args.append_eos and isinstance(text, str)
         both.append(with_eos(ids, tokenizer) if ends else ids)

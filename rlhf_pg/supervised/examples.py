@@ -16,7 +16,7 @@ from rlhf_pg.data.chat import encode
 from rlhf_pg.data.inputs import load_data, make_sets, with_date
 from rlhf_pg.data.messages import normalise, read_tools
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import make_prompts, system_of, with_system
+from rlhf_pg.data.sources import make_prompts, refuse_columns_of_chats, system_of, with_system
 from rlhf_pg.data.turns import encode_turns
 from rlhf_pg.models import about, max_positions, tokenizer_of
 
@@ -186,17 +186,6 @@ def split_repeated(prompt: Any, text: Any, where: str) -> tuple[list[Any], list[
     if system and text[1 : len(bare) + 1] == bare:
         return text[: len(bare) + 1], text[len(bare) + 1 :]
     return prompt, text[len(bare) :] if text[: len(bare)] == bare else text
-
-
-def refuse_columns_of_chats(row: Mapping[str, Any], args: SupervisedConfig, number: int) -> None:
-    """Refuse columns of a text that only a chat can obey (ValueError)."""
-    for column in ("system", "tools"):
-        is_in_prompt = f"{{{column}" in (args.prompt_template or "")
-        if row.get(column) and not is_in_prompt:
-            raise ValueError(
-                f"row {number} is text, but its column {column} is for chats: give messages, or "
-                "take the column out"
-            )
 
 
 def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> list[Made]:

@@ -211,6 +211,18 @@ def test_prompt_that_cannot_be_made_raises(rows, keys, message):
         made(rows, **keys)
 
 
+def test_columns_of_chats_are_read_or_refused() -> None:
+    user = [{"role": "user", "content": "a"}]
+    schema = {"name": "f", "parameters": {}}
+    data = make_prompts([{"prompt": user, "functions": [schema]}], GRPOConfig(), "train_dataset")
+    assert data["tools"] == [[schema]]
+    with pytest.raises(ValueError, match="row 0 is text, but its column system"):
+        make_prompts([{"prompt": "a", "system": "s"}], GRPOConfig(), "train_dataset")
+    for other in (["a", "b"], 3):  # for rewards
+        data = make_prompts([{"prompt": user, "functions": other}], GRPOConfig(), "train_dataset")
+        assert data["functions"] == [other]
+
+
 def test_prompts_of_a_teacher_are_made_like_the_policys() -> None:
     """By a template that wins over a column, in a chat around its last message, or of a column."""
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2?"}]

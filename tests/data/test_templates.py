@@ -6,7 +6,9 @@ from importlib.resources import files
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_pg.data import rendering
 from rlhf_pg.data.chat import encode, encode_answer
+from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.turns import encode_turns
 from tests.rollout.agents.test_history import bytes_tokenizer
 
@@ -93,6 +95,25 @@ def check_thoughts(tokenizer: PreTrainedTokenizerFast) -> None:
         assert last in tokenizer.added_tokens_decoder
 
 
+def test_schemas_of_tools_are_shown_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    unit = {"type": "string", "description": "which unit", "enum": ["kelvin"]}
+    schema = {"type": "object", "properties": {"unit": unit}}
+    tools = read_tools([{"name": "add", "input_schema": schema}], "tools")
+    gemma = tokenizer_with("gemma4")
+    assert "kelvin" in gemma.decode(encode([user("a")], gemma, tools=tools))
+
+    def showing(words: str) -> PreTrainedTokenizerFast:
+        of_tools = "{% for t in tools %}{{ t.function.name }}" + words + "{% endfor %}"
+        return bytes_tokenizer(of_tools + "{{ messages[0].content }}", "<end>")
+
+    values = "{{ t.function.parameters.properties.values()|map(attribute='enum')|list }}"
+    with pytest.raises(ValueError, match=r"tools: .* does not show the property unit"):
+        encode([user("a")], showing(values), tools=tools)
+    rendering._say_hidden.cache_clear()
+    encode([user("a")], showing(""), tools=tools)
+    assert "does not show each enum" in caplog.text
+
+
 def test_end_of_turn_is_not_doubled() -> None:
     tokenizer = tokenizer_with("gptoss")
     stop = tokenizer.convert_tokens_to_ids("<|return|>")
@@ -121,6 +142,32 @@ def test_weights_of_messages_are_obeyed() -> None:
         encode_turns([user("a") | {"weight": 2}], tokenizer, "row 0")
 
 
+# A block for the thought and one for the answer: as many as there are turns, if one calls a tool.
+TWO_BLOCKS = (
+    "{% for m in messages %}{{ m.role }} {% if m.role != 'assistant' %}{{ m.content }}"
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function|tojson }}{% else %}"
+    "{% generation %}<think>{{ m.reasoning_content }}</think>{% endgeneration %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["phi3_training", "diffusion_gemma_training", "two blocks"])
+def test_weights_are_obeyed_however_a_template_tags_turns(name: str) -> None:
+    two = name == "two blocks"
+    tokenizer = bytes_tokenizer(TWO_BLOCKS, "<|im_end|>") if two else tokenizer_with(name)
+    first = {"role": "assistant", "content": "first", "weight": 0}
+    second = {"role": "assistant", "content": "second"}
+    if two:
+        first, second = first | {"reasoning_content": "t"}, second | {"reasoning_content": "u"}
+    before = calls({"x": 1}) if two else [user("a")]
+    chat = [*before, first, user("b"), second]
+    ids, mask = encode_turns(chat, tokenizer, "row 0", assistant_only=True)
+    learnt = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    assert "second" in learnt
+    assert "first" not in learnt
+    assert ("</think>" in learnt) == two
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "gptoss"])
 def test_rules_of_a_developer_move_no_mask(name: str) -> None:
     """They may be joined to the system message before them: turns have other numbers then."""
@@ -134,6 +181,46 @@ def test_rules_of_a_developer_move_no_mask(name: str) -> None:
         assert "rules" in tokenizer_with(name).decode(ids)
     answer = encode_answer([user("next")], tokenizer_with(name), chat[:3], None)
     assert "rules" not in tokenizer_with(name).decode(answer)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gemma4_v5", "diffusion_gemma"])
+def test_old_thoughts_are_left_out_as_the_template_does(name: str) -> None:
+    first = {"role": "assistant", "content": "beta", "thinking": "tau"}
+    second = {"role": "assistant", "content": "delta", "reasoning": "rho", "thinking": "rho"}
+    chat = [user("alpha"), first, user("gamma"), second]
+    ids, _ = encode_turns(chat, tokenizer_with(name), "row 0", read=3)
+    text = tokenizer_with(name).decode(ids)
+    assert "<think>" not in text
+    assert text.index("beta") < text.index("gamma") < text.index("rho") < text.index("delta")
+    assert text.count("rho") == 1
+    prompt = tokenizer_with(name).decode(encode(chat[:3], tokenizer_with(name)))
+    assert "tau" not in prompt
+    with pytest.raises(ValueError, match=r"thoughts of message 1 \(assistant\)"):
+        encode_turns(chat, tokenizer_with(name), "row 0", read=1)
+    with pytest.raises(ValueError, match="reasoning and thinking differ"):
+        encode([*chat[:3], second | {"thinking": "phi"}], tokenizer_with(name))
+
+
+def test_thoughts_stay_before_calls() -> None:
+    chat = calls({"x": 1})
+    chat[1]["reasoning_content"] = "tau"
+    text = tokenizer_with("gemma4").decode(encode(chat, tokenizer_with("gemma4"), tools=TOOLS))
+    assert text.index("alpha") < text.index("tau") < text.index("call:add") < text.index("omega")
+    with pytest.raises(ValueError, match="thoughts before them"):  # which v2 does not read
+        encode_turns(chat[:2], tokenizer_with("gemma4_v2"), "row 0", read=1)
+
+
+def test_marks_of_thoughts_and_calls_may_be_special_tokens() -> None:
+    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer = bytes_tokenizer(tokenizer_with("qwen3").chat_template, "<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    said = '<think>\ntau\n</think>\n\n<tool_call>\n{"name": "f"}\n</tool_call>'
+    chat = [user("<think>"), {"role": "assistant", "content": said}]
+    ids, mask = encode_turns(chat, tokenizer, "row 0", assistant_only=True)
+    for name in names:  # the user's is only text
+        assert ids.count(tokenizer.convert_tokens_to_ids(name)) == 1
+    learnt = [i for i, on in zip(ids, mask, strict=True) if on]
+    assert tokenizer.decode(learnt) == f"{said}<|im_end|>"
 
 
 def test_thoughts_that_are_learnt_may_not_be_left_out() -> None:

@@ -451,3 +451,12 @@ def test_tools_of_pairs_are_shown_or_refused():
     tokenizer.chat_template = shows
     with pytest.raises(ValueError, match="row 0: tools"):
         tokenized(Dataset.from_list([row]), tokenizer)
+
+
+def test_columns_of_chats_are_obeyed_beside_a_prompt_or_refused():
+    [pair] = tokenized(Dataset.from_list([WHOLE | {"prompt": "ab", "system": "z"}]), chats())
+    assert pair == ([21, 28, 23, 3, 4, 3, 5], [21, 28, 23, 3, 4, 3, 6])
+    row = {"prompt": "ab", "chosen": "c", "rejected": "d"}
+    for column, said in {"system": "z", "tools": [{"name": "f"}]}.items():
+        with pytest.raises(ValueError, match=f"row 0 is text, but its column {column}"):
+            tokenized(Dataset.from_list([row | {column: said}]), chats())

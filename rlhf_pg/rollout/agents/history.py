@@ -160,7 +160,7 @@ class History:
         words = self._words(answer, wanted)
 
         def quoted(first: int) -> str:
-            return str(quote(decode(words[first:]), self.tokenizer, WHERE))
+            return self._quote(decode(words[first:]))
 
         places = range(len(words))
         first = bisect_left(places, True, key=lambda i: piece.endswith(quoted(i).lstrip(HALF)))
@@ -169,10 +169,14 @@ class History:
         own = quoted(first)
         before = piece.removesuffix(own)
         lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
-        rest = quote(wanted, self.tokenizer, WHERE).removesuffix(own)
+        rest = self._quote(wanted).removesuffix(own)
         lost = before[len(before) - common(before[::-1], rest[::-1]) :].strip()
         again = len(tokenize_chat(self.tokenizer, lost, WHERE))
         return lead == list(answer.prompt), lead + words[first:], again
+
+    def _quote(self, said: str) -> str:
+        message = {"role": "assistant", "content": said}
+        return str(quote(message, self.tokenizer, WHERE)["content"])
 
 
 def common(a: Iterable[Any], b: Iterable[Any]) -> int:

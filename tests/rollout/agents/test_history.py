@@ -70,10 +70,12 @@ def as_part(message: dict) -> dict:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def say(history: History, chat: list, words: str, whole: bool = True) -> Answer:
+def say(
+    history: History, chat: list, words: str, whole: bool = True, ids: list[int] | None = None
+) -> Answer:
     """Answer a call letter by letter, as the tokenizer itself would not."""
     tokenizer = history.tokenizer
-    ids = [i for letter in words for i in tokenizer(letter)["input_ids"]]
+    ids = ids or [i for letter in words for i in tokenizer(letter)["input_ids"]]
     tokens = [*ids, tokenizer.eos_token_id] if whole else ids
     number = (len(history.answers), 0)
     answer = Answer(
@@ -112,6 +114,20 @@ def test_what_was_said_keeps_its_ids(template: str, words: str) -> None:
     assert history.encoded_again == 0
     if words == WORDS[0]:
         assert branches(history.answers) == (2 if template in REWRITES else 0)
+
+
+def test_special_tokens_of_a_call_keep_their_ids() -> None:
+    tokenizer = tokenizer_with("qwen2_5")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    history = History(tokenizer, [tokenizer.eos_token_id], skip_special_tokens=False)
+    ask = {"role": "user", "content": "a"}
+    said = "Yes <tool_call>No</tool_call>"
+    parts = ("Y", "es ", "<tool_call>", "No", "</tool_call>")
+    ids = [i for part in parts for i in encode(part, tokenizer)]
+    say(history, [ask], said, ids=ids)
+    second = say(history, [ask, {"role": "assistant", "content": said}, ask], "No")
+    assert str(ids)[1:-1] in str(second.prompt)
+    assert history.encoded_again == 0
 
 
 def test_edited_histories_branch() -> None:
