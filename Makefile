@@ -50,7 +50,8 @@ demo: $(READY)  ## GRPO on the embedded task: a few minutes on a CPU, with what 
 real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten minutes on two cores
 	$(BIN)/pip install --quiet --no-compile vaderSentiment
 	$(BIN)/rlhf-pg fetch smollm2
-	OMP_NUM_THREADS=2 $(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml $(if $(shell grep -sm1 amx_bf16 /proc/cpuinfo),--dtype bfloat16)
+	OMP_NUM_THREADS=$$($(BIN)/python -m benchmarks.threads recipes/smollm2_happy.yaml) \
+		$(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml $(if $(shell grep -sm1 amx_bf16 /proc/cpuinfo),--dtype bfloat16)
 
 results-check: $(VENV)/.installed  ## the two shortest runs of docs/results.md again
 	$(BIN)/rlhf-pg fetch smollm2

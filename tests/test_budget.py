@@ -63,7 +63,7 @@ BUDGETS = {
 # - Rows that are trees take 140: their columns and sizes 50, layouts and attention 85, records 5.
 TODAY = {
     "advantages": 1815,
-    "config": 2721,
+    "config": 2720,
     "data": 2404,
     "models": 2756,
     "rollout": 4339,
@@ -71,7 +71,7 @@ TODAY = {
     "rewards": 1872,
     "trainers": 3835,
     "supervised": 1045,
-    "runtime": 1357,
+    "runtime": 1374,
     "checkpoint": 769,
     "tasks": 766,
     "boundary": 674,

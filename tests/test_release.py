@@ -19,9 +19,12 @@ INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
 BESIDE = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "SECURITY.md"}
 
 
-def tracked(*places: str) -> set[str]:
-    listed = subprocess.run(["git", "ls-files", *places], cwd=ROOT, capture_output=True, text=True)
-    return set(listed.stdout.split())
+def tracked() -> set[str]:
+    """The files of the package, and the recipes, which a checkout has beside it."""
+    command = ["git", "ls-files", "rlhf_pg", "recipes"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    inside = {f"rlhf_pg/{name}" for name in listed if name.startswith("recipes/")}
+    return inside | {name for name in listed if name.startswith("rlhf_pg/")} - {"rlhf_pg/recipes"}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +36,14 @@ def test_wheel_has_package_and_recipes_alone(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = {f"rlhf_pg-{__version__}.dist-info/{name}" for name in INFO}
     info.add(f"rlhf_pg-{__version__}.dist-info/licenses/rlhf_pg/report/page/uPlot-LICENSE")
-    recipes = {f"rlhf_pg/{name}" for name in tracked("recipes")}
-    assert names == tracked("rlhf_pg") | recipes | info
+    assert names == tracked() | info
 
 
 def test_sdist_has_sources_alone() -> None:
     with tarfile.open(ROOT / "dist" / f"rlhf_pg-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     own = {".gitignore", "pyproject.toml"}
-    assert names == tracked("rlhf_pg", "recipes") | BESIDE | own
+    assert names == tracked() | BESIDE | own
 
 
 def test_changelog_begins_with_version() -> None:

@@ -94,9 +94,8 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the path of one of our recipes: beside the package in a checkout, else inside it."""
-    inside, beside = (above / "recipes" / name for above in Path(__file__).parents[1:3])
-    return inside if inside.exists() else beside
+    """Return the path of one of our recipes."""
+    return Path(__file__).parents[1] / "recipes" / name
 
 
 def load(path: Path) -> dict[str, Any]:

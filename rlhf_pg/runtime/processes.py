@@ -28,6 +28,7 @@ from rlhf_pg.runtime.termination import Watch, waits
 
 MARGIN = 30  # extra timeout of the process group in seconds, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
+SMALL = 1_000_000  # a model with fewer parameters has too little to compute for several threads
 SHARED = "raised_together"  # attribute of errors that all processes raise at the same place
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Runtime:
 
     The timeout is in seconds; `cpu` uses no GPU. ValueError for an unsupported launcher's backend.
     """
+
+    threads: int | None = None  # of torch, before a small model took one
 
     def __init__(self, timeout: int = 1800, cpu: bool = False) -> None:
         self.timeout = timedelta(seconds=timeout + MARGIN)
@@ -96,9 +99,23 @@ class Runtime:
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
         """Return the backend to train a module; ValueError if the launcher's config is wrong."""
+        self._set_threads(sum(parameter.numel() for parameter in module.parameters()))
         trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
         return trained
+
+    def _set_threads(self, parameters: int) -> None:
+        """Compute a small model with one thread unless OMP_NUM_THREADS is set: several would wait
+        for one another, for many times as long where the cores are shared.
+        """
+        if self.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+            return
+        if parameters < SMALL and Runtime.threads is None:
+            Runtime.threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+        elif parameters >= SMALL and Runtime.threads is not None:
+            torch.set_num_threads(Runtime.threads)
+            Runtime.threads = None
 
     @waits
     def place(self, module: nn.Module) -> nn.Module:

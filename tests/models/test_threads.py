@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf_pg.models import ActorCritic, Critic, Policy
 from rlhf_pg.models.critic import ValueHead
+from rlhf_pg.runtime import Runtime
 from tests.models.test_packing import batch_of
 from tests.tiny import stir, tiny_model
 
@@ -36,3 +38,19 @@ def test_gradient_is_the_same_every_time(two_threads: None) -> None:
         found.append([grad for grad in grads if grad is not None])
     for other in found[1:]:
         assert all(a.equal(b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_small_model_takes_one_thread_unless_environment_says(two_threads, monkeypatch) -> None:
+    """A larger one that comes after it has them back."""
+    monkeypatch.setattr(Runtime, "threads", None)
+    small, large = nn.Linear(8, 8), nn.Linear(1000, 1000)
+    runtime = Runtime(cpu=True)
+    for given, expected in (("2", [2, 2]), (None, [1, 2])):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        taken = []
+        for module in (small, large):
+            runtime.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+            taken.append(torch.get_num_threads())
+        assert taken == expected
