@@ -2,9 +2,10 @@
 
 import logging
 import os
+import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -14,6 +15,7 @@ from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
 LOCK = "lock"
+EARLIER = "earlier-*"  # directories of runs that were set aside
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ def set_aside(directory: Path) -> str | None:
     there = [name for name in RUN_FILES if os.path.lexists(directory / name)]
     if not there:
         return None
-    numbers = [path.name.removeprefix("earlier-") for path in directory.glob("earlier-*")]
+    numbers = [path.name.removeprefix("earlier-") for path in directory.glob(EARLIER)]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     place = directory / f"earlier-{last + 1}"
     place.mkdir()
@@ -43,16 +45,53 @@ def set_aside(directory: Path) -> str | None:
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
     """Make the directory of a run, and hold its lock; the system releases it with the process.
 
+    A run that ends without a step leaves nothing: earlier runs that it set aside are put back.
     ValueError on all processes if another run uses the directory, or it cannot be written to.
     """
     lock = FileLock(directory / LOCK, fallback_to_soft=False)
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    before = {path.name for path in directory.glob("*")}
     try:
         with runtime.raise_together(ValueError):
             if runtime.is_main:
                 _acquire(lock, directory)
         yield
+    except BaseException:
+        if lock.is_locked and not _has_steps(directory):
+            with suppress(OSError):
+                _undo(directory, before, made)
+        raise
     finally:
         lock.release()
+
+
+def _has_steps(directory: Path) -> bool:
+    metrics = directory / RUN_FILES[-1]
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def _undo(directory: Path, before: Container[str], made: Sequence[Path]) -> None:
+    """Remove what a run has written to a directory that had the names `before`, put back what it
+    moved, and remove the directories that it made.
+    """
+    moved = [place for place in directory.glob(EARLIER) if place.name not in before]
+    returning = [path for place in moved for path in place.iterdir()]
+    for name in RUN_FILES:
+        path = directory / name
+        if name in before and name not in {path.name for path in returning}:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for path in returning:
+        path.rename(directory / path.name)
+    for place in moved:
+        place.rmdir()
+    if made:
+        (directory / LOCK).unlink()
+    for path in made:
+        path.rmdir()
 
 
 def _acquire(lock: FileLock, directory: Path) -> None:

@@ -47,12 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def quiet_libraries() -> None:
     """Keep libraries from printing into our lines."""
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # when loading and saving
-    if not torch.accelerator.is_available():  # else DeepSpeed would print a line
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextmanager

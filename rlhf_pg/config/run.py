@@ -88,7 +88,7 @@ class RunConfig:
         "Weighted sum of raw scores from which eval_pass@k counts a completion as correct.")
     save_best: bool = option(True, help="Keep the checkpoint of the highest eval_reward, in best/.")
     log_completions_steps: int = option(10, ge=0, help=
-        "Steps between saving (and printing some) completions; 0: none.")
+        "Steps between saving (and printing some) completions, beside the first and last; 0: none.")
     num_completions_to_print: int = option(2, ge=1, help="Prompts with a printed completion.")
     logging_steps: int = option(1, ge=1, help="Steps between lines sent to trackers.")
     push_to_hub: bool = option(False, help=

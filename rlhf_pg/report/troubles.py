@@ -56,7 +56,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
             "larger epsilon_high or a smaller learning rate.",
         ),
         Rule(
-            *("entropy", early, lambda x: x < max(1e-3, 0.05 * early[0][1]), "All alike"),
+            *("entropy", early, lambda x: x < max(1e-3, 0.05 * entropy[0][1]), "All alike"),
             "Completions of a prompt no longer differ, and the reward has not risen. Begin again "
             "with a smaller learning_rate; if they were so from the first step, raise temperature.",
             window=3,
@@ -126,7 +126,7 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     text = "`rlhf-pg replay RUN --step N` shows the completions of such a step."
     skipped = [step for step, count in values(lines, "skipped_updates") if count > 0]
     found += [Trouble("skipped_updates", n, None, "Updates skipped", text) for n in skipped[:1]]
-    return sorted(found, key=lambda trouble: (trouble.until is not None, trouble.step))
+    return sorted(found, key=lambda trouble: trouble.step)
 
 
 def _rewards(lines: Sequence[Line]) -> list[tuple[int, float, float]]:

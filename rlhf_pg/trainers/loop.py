@@ -241,7 +241,9 @@ class TrainingLoop(ABC):
         """Record a step that is not yet counted in `state`; collective."""
         assert self.journal is not None
         step, args = self.state.step + 1, self.args
-        shown = args.num_completions_to_print if due(step, args.log_completions_steps) else None
+        every = args.log_completions_steps
+        logged = due(step, every, self.total_steps) or (step == 1 and every > 0)
+        shown = args.num_completions_to_print if logged else None
         self.journal.record(self.recorder.record(step, batch, shown))
 
     # ------------------------------------------------------------------------- resume and leave

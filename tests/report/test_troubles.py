@@ -102,16 +102,26 @@ def test_of_runs_on_a_real_model_those_far_from_their_reference_have_a_trouble()
         assert [one.title for one in said] == ["KL explosion"] * (path.stem in far), path
 
 
-def test_trouble_that_is_over_says_so_and_stands_last() -> None:
+def test_troubles_come_in_order_and_say_when_they_are_over() -> None:
     truncated = [0.0] * 10 + [1.0] * 20 + [0.0] * 30
     equal = [0.0] * 40 + [1.0] * 20
     steps = [0.0] * 3 + [0.9] * 3 + [0.0] * 30 + [0.9] * 3 + [0.0] * 21
     curves = {"completions/clipped_ratio": truncated, "frac_reward_zero_std": equal}
     assert found(**curves, **{"approx_kl/after": steps}) == [
-        ("All groups equal", 41, None),
         ("Steps too large", 4, 7),
         ("Everything truncated", 11, 31),
+        ("All groups equal", 41, None),
     ]
+
+
+def test_first_step_without_numbers_is_no_collapse() -> None:
+    """The reward rises at once, and falls again; an entropy of 2 nats is not the end of it."""
+    rewards, entropies = [0.1, 0.6, 0.1, 0.1, 0.1], [None, 2.0, 2.0, 2.0, 2.0]
+    pairs = zip(rewards, entropies, strict=True)
+    lines = [
+        {"step": i, "reward": r, "reward_std": 0.1, "entropy": h} for i, (r, h) in enumerate(pairs)
+    ]
+    assert troubles(lines) == []
 
 
 def test_every_trouble_points_to_a_chart() -> None:

@@ -43,7 +43,8 @@ def test_run_directory_holds_expected_files(make, trainer_type, tmp_path) -> Non
     assert lines[2]["kl"] != 0
     assert (run / "final" / "critic").exists() == (trainer_type is PPOTrainer)
     completions = read(run / "completions.jsonl")
-    assert [c["step"] for c in completions] == [2] * 16  # every completion of the step
+    # Every completion of the first step, the second and the last.
+    assert [c["step"] for c in completions] == [1] * 16 + [2] * 16 + [3] * 16
     about = {"step", "prompt_index", "sample", "advantage", "truncated"}
     assert set(completions[0]) == about | {"prompt", "completion", "rewards/digits"}
     assert len(list((run / "tokens").iterdir())) == 3  # a record of every step
@@ -129,6 +130,40 @@ def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
         assert find_damage(run / place / "checkpoints" / f"step-{steps:08d}") is None
     assert (run / "earlier-1" / "final" / "config.json").exists()
     assert "had an earlier run or a model, which was moved to" in capsys.readouterr().out
+
+
+def test_run_without_step_leaves_nothing_and_moves_nothing(make, tmp_path) -> None:
+    """Not even the directory above its own; files that are not of a run stay."""
+
+    def fails(completions, **_):
+        raise RuntimeError("no server")
+
+    def contents(directory: Path) -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+    new = tmp_path / "above" / "new"
+    with pytest.raises(ValueError, match="no server"):
+        make(reward_funcs=fails, output_dir=str(new)).train()
+    assert not (tmp_path / "above").exists()
+
+    make(max_steps=1, save_steps=1).train()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match="no server"):
+        make(reward_funcs=fails).train()
+    assert contents(tmp_path / "run") == before
+
+    for name in ("metrics.jsonl", "lock"):  # a model that somebody has put there
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ValueError, match="no-such-checkpoint"):
+        make().train(resume_from_checkpoint=str(tmp_path / "no-such-checkpoint"))
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_first_and_last_step_log_completions(make, tmp_path) -> None:
+    make(max_steps=3, log_completions_steps=2).train()
+    lines = read(tmp_path / "run" / "completions.jsonl")
+    assert {line["step"] for line in lines} == {1, 2, 3}
 
 
 @pytest.mark.fault(31, "a run is not resumed with another one")
