@@ -216,12 +216,8 @@ def _lost_words(
         if not (word.is_thought and word.message in called):
             seen.add(word)
     lost = [word for word in words if word not in seen]
-    of_schemas = [*_words_of_schema(tools)]
-    hidden = [(key, name) for key, name in of_schemas if not _is_in(name.strip(), text)]
-    for key, name in hidden:
-        if key == "properties" and len(hidden) < len(of_schemas):
-            lost.append(Word(OF_TOOLS, f"the property {name}", len(words)))
-        else:  # some templates name functions only
+    for key, name in _words_of_schema(tools):  # some templates name functions only
+        if name.strip() not in text and json.dumps(name.strip())[1:-1] not in text:
             _say_hidden(key)
     for thought in AFTER_EMPTY.finditer(text):
         if mark := WORD.search(text, thought.end()):
@@ -293,13 +289,9 @@ def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
-        name = _mark(tool["function"]["name"], words, OF_TOOLS, "a function's name")
+        name = _mark(tool["function"]["name"], words, OF_TOOLS, "tools")
         marked.append({**tool, "function": {**tool["function"], "name": name}})
     return marked
-
-
-def _is_in(name: str, text: str) -> bool:
-    return name in text or json.dumps(name)[1:-1] in text
 
 
 def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -319,8 +311,8 @@ def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _explain(word: Word, chat: Chat, where: str) -> str:
     if word.message == OF_TOOLS:
         return (
-            f"{where}: tools: the chat template of the tokenizer does not show {word.field} to the "
-            "model: choose one that does by chat_template, or leave tools out"
+            f"{where}: tools: the chat template of the tokenizer does not show them to the model: "
+            "choose one that does by chat_template, or leave tools out"
         )
     message = chat[word.message]
     text = show(message.get(word.field, message["content"]))
@@ -402,7 +394,7 @@ FORMS = (_content_as_part, _arguments_as_text, list)
 
 @lru_cache
 def _say_hidden(key: str) -> None:
-    logger.warning("the chat template does not show each %s in the schemas of tools", key)
+    logger.warning("tools: the chat template does not show all that is under %r in schemas", key)
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data import readers
-from rlhf_pg.data.messages import of_sharegpt, read_tools
+from rlhf_pg.data.messages import read_tools, storable
 from rlhf_pg.data.prompts import as_dataset, permutation, refuse_unread
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def with_prompts(
     changes = args.system_prompt is not None or args.apply_chat_template
     if "prompt" in columns and not changes:
         first = next((prompt for prompt in data["prompt"] if isinstance(prompt, list)), None)
-        changes = "system" in columns or bool(first and "from" in first[0])
+        changes = "system" in columns or bool(first and first[0].get("from"))
     if template is None and not (changes and "prompt" in columns):
         return data
     prompts = [_prompt(row, number, names, args, key) for number, row in enumerate(data)]
@@ -232,9 +232,7 @@ def _prompt(
     prompt, template = row.get("prompt"), getattr(args, key)
     where = f"the prompt in row {number}"
     if isinstance(prompt, list):
-        prompt = [
-            of_sharegpt(message, where) if "from" in message else message for message in prompt
-        ]
+        prompt = storable(prompt, where)
     system = system_of(row, args) if "system" not in names else args.system_prompt
     if template is not None:
         for name in names:
@@ -317,7 +315,7 @@ def system_of(row: Mapping[str, Any], args: DataConfig) -> str | None:
 
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
     """Put a system message before a conversation; ValueError if it has one already."""
-    roles = [m.get("role", m.get("from")) for m in messages if isinstance(m, Mapping)]
+    roles = {m.get(key) for m in messages if isinstance(m, Mapping) for key in ("role", "from")}
     if "system" in roles:
         raise ValueError(
             f"system_prompt: {where} has a system message already: leave system_prompt out"

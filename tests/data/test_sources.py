@@ -215,7 +215,7 @@ def test_columns_of_chats_are_read_or_refused() -> None:
     user = [{"role": "user", "content": "a"}]
     schema = {"name": "f", "parameters": {}}
     data = make_prompts([{"prompt": user, "functions": [schema]}], GRPOConfig(), "train_dataset")
-    assert data["tools"] == [[schema]]
+    assert data["tools"] == [json.dumps([schema])]
     with pytest.raises(ValueError, match="row 0 is text, but its column system"):
         make_prompts([{"prompt": "a", "system": "s"}], GRPOConfig(), "train_dataset")
     for other in (["a", "b"], 3):  # for rewards

@@ -1,5 +1,7 @@
 """Which tokens of text and chats are learnt, and what is refused before anything is trained."""
 
+import json
+
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -296,6 +298,33 @@ def test_columns_of_chats_are_obeyed_or_refused(tokenizer):
         only([{"text": "ab", "system": "hi"}], tokenizer)
     with pytest.raises(ValueError, match=r"row 0: message 0: from .* got 'alien'"):
         only([{"messages": [{"from": "alien", "value": "a"}]}], tokenizer)
+
+
+def test_arguments_and_schemas_of_rows_are_learnt_as_they_are_written():
+    """A column of a table has one type, but the same argument may have another in each row."""
+    tokenizer = letters('abcdefghijklmnopqrstuvwxyz .|[]?{}":,125_/')
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function|tojson }}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function|tojson }}"
+        "{% endfor %}{{ m.content }}<eos>{% endfor %}"
+    )
+    said = [{"x": 1, "y": None}, {"y": [2.5], "x": "a"}]
+    rows = []
+    for arguments in said:
+        parts = [{"type": "text", "text": "a"}]
+        call = {"function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
+        schema = {"name": "f", "enum": [*arguments.values()]}
+        messages = [{"role": "user", "content": parts}, answer]
+        rows.append({"messages": messages, "tools": [schema]})
+    made = load_examples(rows, SFTConfig(), tokenizer, None, "rows")
+    texts = [learnt(row, tokenizer) for row in made]
+    for text, arguments in zip(texts, said, strict=True):
+        assert json.dumps(arguments) in text
+        assert f'"enum": {json.dumps([*arguments.values()])}' in text
+    image = [{"role": "user", "content": [{"type": "image"}]}, says("a")]
+    with pytest.raises(ValueError, match=r"messages in row 0: message 0 \(user\): a part"):
+        load_examples([{"messages": image}], SFTConfig(), tokenizer, None, "rows")
 
 
 def test_nulls_of_a_table_are_not_learnt_and_those_of_json_are(tokenizer):
