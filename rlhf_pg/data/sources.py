@@ -5,6 +5,7 @@ import logging
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data import readers
 from rlhf_pg.data.messages import read_tools, storable
-from rlhf_pg.data.prompts import as_dataset, permutation, refuse_unread
+from rlhf_pg.data.prompts import as_dataset, from_rows, permutation, refuse_unread
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +161,11 @@ def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -
     if len(parts) < 2:
         return parts[0] if parts else None
     try:
+        parts = _aligned(parts)
         if weights is None:
-            return datasets.concatenate_datasets(list(parts))
+            return datasets.concatenate_datasets(parts)
         return datasets.interleave_datasets(
-            list(parts),
+            parts,
             probabilities=[weight / sum(weights) for weight in weights],
             seed=seed,
             stopping_strategy="all_exhausted",
@@ -173,6 +175,30 @@ def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -
             f"the datasets of dataset_name cannot be mixed: {tell(error)}. Give their columns the "
             "same names and types"
         ) from error
+
+
+def _aligned(parts: Sequence[Dataset]) -> list[Dataset]:
+    """Return datasets whose columns have the same types, with numbers beside texts as texts; a
+    column `conversations` beside `messages` gets that name.
+    """
+    parts = list(parts)
+    if any("messages" in part.column_names for part in parts):
+        names = {"conversations": "messages"}
+        lacks = [{*part.column_names} & {*names, "messages"} == {*names} for part in parts]
+        parts = [p.rename_columns(names) if x else p for p, x in zip(parts, lacks, strict=True)]
+    with suppress(ValueError):
+        datasets.concatenate_datasets(parts)
+        return parts
+    whole = from_rows([row for part in parts for row in part], _as_texts)
+    ends = [*accumulate(map(len, parts), initial=0)]
+    return [whole.select(range(*place)) for place in pairwise(ends)]
+
+
+def _as_texts(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values} - {type(None)}
+    if str in kinds and kinds <= {str, int, float}:
+        return [None if value is None else str(value) for value in values]
+    return values
 
 
 def rename_columns(data: Dataset, args: DataConfig) -> Dataset:

@@ -199,6 +199,18 @@ def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> lis
     return kept
 
 
+def limit_of(args: SupervisedConfig, positions: int | None) -> int | None:
+    """Return how many tokens an example may have."""
+    return min((n for n in (args.max_length, positions) if n is not None), default=None)
+
+
+def ends_of(examples: Sequence[Example], args: SFTConfig, positions: int | None) -> list[int]:
+    """Return the last token that is learnt of each example, but for those that were cut."""
+    limit = limit_of(args, positions) if args.long_examples == "truncate" else None
+    learnt = [row["labels"] for row in examples if len(row["labels"]) != limit]
+    return [next(i for i in reversed(labels) if i != UNLABELLED) for labels in learnt]
+
+
 def settle_data(
     args: SupervisedConfig, train_dataset: Any, eval_dataset: Any
 ) -> tuple[Dataset, dict[str, Dataset]]:
@@ -223,8 +235,8 @@ def load_all(
     train, held_out = data
     tokenizer = tokenizer_of(args, model, processing_class, needs_eos)
     args = with_date(args, tokenizer, today)
-    limits = [n for n in (args.max_length, max_positions(model)) if n is not None]
-    make = partial(load, args=args, tokenizer=tokenizer, limit=min(limits, default=None))
+    limit = limit_of(args, max_positions(model))
+    make = partial(load, args=args, tokenizer=tokenizer, limit=limit)
     examples = make(train, name="train_dataset")
     sets = {name: make(own, name=f"eval_dataset {name}".rstrip()) for name, own in held_out.items()}
     return args, tokenizer, examples, sets

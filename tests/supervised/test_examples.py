@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.turns import encode_turns
-from rlhf_pg.supervised.examples import load_examples, settle_data
+from rlhf_pg.supervised.examples import ends_of, load_examples, settle_data
 from tests.rewards.test_reward_model import letters, says
 
 # ChatML, with the tags by which a template says what the assistant generates.
@@ -325,6 +325,14 @@ def test_arguments_and_schemas_of_rows_are_learnt_as_they_are_written():
     image = [{"role": "user", "content": [{"type": "image"}]}, says("a")]
     with pytest.raises(ValueError, match=r"messages in row 0: message 0 \(user\): a part"):
         load_examples([{"messages": image}], SFTConfig(), tokenizer, None, "rows")
+
+
+def test_ends_of_truncated_examples_are_not_learnt(tokenizer):
+    args = SFTConfig(long_examples="truncate")
+    rows = [{"prompt": "a", "completion": text} for text in ("bcdefghijk", "b")]
+    made = load_examples(rows, args, tokenizer, 5, "rows")
+    assert [len(row["labels"]) for row in made] == [5, 3]
+    assert ends_of(made, args, 5) == [tokenizer.eos_token_id]
 
 
 def test_nulls_of_a_table_are_not_learnt_and_those_of_json_are(tokenizer):
