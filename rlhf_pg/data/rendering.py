@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.messages import THOUGHTS, Arguments, normalise, without_weights
+from rlhf_pg.data.messages import THOUGHTS, WEIGHTS, Arguments, normalise, without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ OPEN, CLOSE = "<think>", "</think>"
 # Special tokens that the assistant writes itself around thoughts and calls.
 OWN = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
 AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
-# A call of the clock in a template.
-CLOCK = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
+# What `strftime` may be asked for.
+CODES = [f"%{flag}{code}" for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"]
 # The tokenizer's attributes that `set_template` sets.
 ARGUMENTS = "chat_template_kwargs"
 DATE = "chat_template_date"
@@ -72,7 +72,9 @@ def set_template(tokenizer: PreTrainedTokenizerBase, args: DataConfig) -> None:
     """
     name = args.chat_template
     known = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if name is not None and Path(name).is_file():
+    if name is not None and ("{%" in name or "{{" in name):
+        tokenizer.chat_template = name
+    elif name is not None and Path(name).is_file():
         tokenizer.chat_template = Path(name).read_text(encoding="utf-8-sig")
     elif name is not None and name in known:
         tokenizer.chat_template = known[name]
@@ -94,9 +96,11 @@ def set_template_arguments(
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
     """Return the chat template, which prints the run's date instead of today's."""
     text: str = tokenizer.get_chat_template(tools=list(tools) or None)
-    if day := getattr(tokenizer, DATE, None):
+    if (day := getattr(tokenizer, DATE, None)) and prints_date(tokenizer):
         moment = datetime.fromisoformat(day)
-        text = CLOCK.sub(lambda call: repr(moment.strftime(call[2])), text)
+        parts = "".join(f"|replace({code!r}, {moment.strftime(code)!r})" for code in CODES)
+        clock = f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n"
+        text = clock + text  # whose end of line is not printed
     return text
 
 
@@ -317,6 +321,8 @@ def _explain(word: Word, chat: Chat, where: str) -> str:
     message = chat[word.message]
     text = show(message.get(word.field, message["content"]))
     of_message = f"of message {word.message} ({message['role']})"
+    if word.field in WEIGHTS:
+        return f"{where}: {word.field} {of_message} is for what SFT learns: take it out here"
     if word.is_thought:
         return (
             f"{where}: the chat template leaves out the thoughts {of_message}, {text}, if more "

@@ -276,6 +276,8 @@ def _prompt(
                 "braces of plain text"
             ) from error
     if isinstance(prompt, str) and (args.apply_chat_template or args.system_prompt is not None):
+        if not prompt.strip():
+            raise ValueError(f"{where} is empty: drop the row")
         prompt = [{"role": "user", "content": prompt}]
     if system is None or not isinstance(prompt, list):
         return prompt

@@ -283,8 +283,9 @@ def test_bos_stands_in_front_once():
 def test_prompt_that_every_completion_repeats_is_learnt_once(tokenizer):
     rows = [{"prompt": "ab", "completion": "abc"}, {"prompt": "d", "completion": "de"}]
     assert [learnt(x, tokenizer) for x in examples(rows, tokenizer)] == ["__c<eos>", "_e<eos>"]
-    rows[1]["completion"] = "e"  # then it is no habit of the data
-    assert learnt(examples(rows, tokenizer)[0], tokenizer) == "__abc<eos>"
+    for said in ("e", "d"):  # then it is no habit of the data
+        rows[1]["completion"] = said
+        assert learnt(examples(rows, tokenizer)[0], tokenizer) == "__abc<eos>"
     tokenizer.chat_template = UNTAGGED
     whole = [{"prompt": CHAT[:1], "completion": CHAT[:2]}]
     assert only(whole, tokenizer) == "_" * 10 + "cd<eos>_"
