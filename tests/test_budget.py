@@ -56,7 +56,8 @@ BUDGETS = {
 # - One way from messages to tokens (every word reaches the model) takes 950: the normal form 160,
 #   the check that a template shows every word 330, readers of files 100, supervised 90.
 # - Blocks of {% generation %} by their messages take 45 in data, thoughts in the fields that
-#   templates read 45, words of schemas 40.
+#   templates read 45, words of schemas 30, rows as a table keeps them 40,
+#   files of other types in a mixture 30; repeated prompts and their names in supervised 40.
 # - Adapters refused before training, and scores that stay finite, take 60 in models and rewards.
 # - `rlhf-pg preview` takes 290 in cli.
 # - Files that a run writes (`boundary/output_files.py`) take 60: no link is followed.

@@ -63,6 +63,7 @@ class Preview(NamedTuple):
     data: Dataset
     columns: Mapping[str, str]  # what each column is for
     rows: Sequence[Shown]
+    ends: Sequence[int] = ()  # the last token that is learnt of each row that is not cut
 
 
 def preview(flags: Sequence[str]) -> None:
@@ -80,8 +81,9 @@ def preview(flags: Sequence[str]) -> None:
         tokenizer = tokenizer_without_weights(args, task)
         args = with_date(args, tokenizer, date.today().isoformat())
         stops = stops_without_weights(args, tokenizer)
+        positions = positions_without_weights(args)
         of_algorithm = {"sft": of_examples, "reward_model": of_pairs}
-        made = of_algorithm.get(args.algorithm, of_prompts)(args, task, tokenizer)
+        made = of_algorithm.get(args.algorithm, of_prompts)(args, task, tokenizer, positions)
         warn(made, args, tokenizer, stops)
     finally:
         package.removeHandler(handler)
@@ -127,10 +129,28 @@ def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list
     return models.stop_token_ids(model, tokenizer)
 
 
-def of_prompts(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
+def positions_without_weights(args: Any) -> int | None:
+    path, remote = args.model_name_or_path, args.trust_remote_code
+    if path is None or models.is_adapter(path):
+        return None
+    model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(path, trust_remote_code=remote))
+    return models.max_positions(model)
+
+
+def of_prompts(
+    args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> Preview:
     _, data, _ = settle_data(args)
     tools = [get_json_schema(tool) for tool in task.tools] if task is not None else []
-    prompts = load_prompts(data, tokenizer, args.max_prompt_length, args.long_prompts, tools=tools)
+    prompts = load_prompts(
+        data,
+        tokenizer,
+        args.max_prompt_length,
+        args.long_prompts,
+        tools=tools,
+        max_completion_length=args.max_completion_length,
+        positions=None if args.agent_program else positions,
+    )
     rewards, _, _ = settle_rewards((), args, None if task is None else task.reward)
     check_arguments(rewards, {"train_dataset": prompts.rows})
     functions = [reward for reward in rewards if callable(reward)]
@@ -142,10 +162,13 @@ def of_prompts(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Prev
     return Preview(prompts.rows, columns, rows)
 
 
-def of_examples(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
+def of_examples(
+    args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> Preview:
+    limit = examples.limit_of(args, positions)
     if task is None:
         data, _ = examples.settle_data(args, None, None)
-        made = examples.load_examples(data, args, tokenizer, args.max_length, "train_dataset")
+        made = examples.load_examples(data, args, tokenizer, limit, "train_dataset")
     else:
         data = task.train_dataset
         tools = [get_json_schema(tool) for tool in task.tools]
@@ -158,13 +181,18 @@ def of_examples(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Pre
     for number, example in enumerate(made):
         learnt = [label != examples.UNLABELLED for label in example["labels"]]
         rows.append(Shown(f"example {number}", list(example["input_ids"]), learnt))
-    return Preview(data, columns_of(data, used, args), rows)
+    return Preview(
+        data, columns_of(data, used, args), rows, examples.ends_of(made, args, positions)
+    )
 
 
-def of_pairs(args: Any, task: Any, tokenizer: PreTrainedTokenizerBase) -> Preview:
+def of_pairs(
+    args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> Preview:
     data, _ = examples.settle_data(args, None, None) if task is None else task.pairs()
     rows = []
-    pairs = load_pairs(data, args, tokenizer, args.max_length, "train_dataset")
+    limit = examples.limit_of(args, positions)
+    pairs = load_pairs(data, args, tokenizer, limit, "train_dataset")
     for number, pair in enumerate(pairs):
         rows.append(read_only(f"pair {number}, chosen", pair.chosen))
         rows.append(read_only(f"pair {number}, rejected", pair.rejected))
@@ -200,12 +228,11 @@ def warn(made: Preview, args: Any, tokenizer: PreTrainedTokenizerBase, stops: li
         logger.warning("of %d texts only %d are different", len(made.rows), different)
     if args.algorithm == "sft":
         special = special_tokens(tokenizer).ids
-        ends = [row.ids[row.learnt[::-1].index(True) * -1 - 1] for row in made.rows]
-        endless = sum(end not in special for end in ends)
+        endless = sum(end not in special for end in made.ends)
         if endless:
             text = "%d of %d examples end without a special token: no end is learnt there"
-            logger.warning(text, endless, len(ends))
-        for end in {*ends} & special - {*stops}:
+            logger.warning(text, endless, len(made.ends))
+        for end in {*made.ends} & special - {*stops}:
             text = "%r ends what is learnt: training makes it a stop token of final/"
             logger.warning(text, tokenizer.decode([end]))
     elif args.algorithm != "reward_model":

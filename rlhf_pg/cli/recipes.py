@@ -24,6 +24,8 @@ def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
     They are given first or as `--config`; a preset given first wins over the `--config` beside it.
     """
     first = flags[0] if flags and not flags[0].startswith("-") else None
+    if first in CONFIGS and first not in recipes():  # an algorithm, for the --config beside it
+        return split_recipe([*flags[1:], "--algorithm", first])
     given, keys = read_flags(flags[first is not None :]), list[str]()
     named = list(map(str, as_list(given.pop("config", ()))))
     for key, value in given.items():

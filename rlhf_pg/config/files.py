@@ -28,7 +28,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
         if value and (of_model or key in ("ptx_dataset_name", "chat_template")):
             keys[key] = absolute(value, beside)
         elif value and key in PLACES:
-            keys[key] = os.path.expanduser(value)
+            keys[key] = os.path.expandvars(os.path.expanduser(value))
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
         elif key in PROGRAMS and names_function(value or ""):

@@ -85,7 +85,7 @@ class DataConfig:
     system_prompt: Text | None = option(None, help="System message at the start of every prompt.")
     apply_chat_template: bool = option(False, help="Turn a text prompt into a chat of one message.")
     chat_template: Text | None = option(None, help=
-        "Chat template: a file, or the name of one of the tokenizer's. None: the tokenizer's own.")
+        "Chat template: a file, its text, or the name of one of the tokenizer's. None: its own.")
     chat_template_kwargs: Mapping[Any] = option({}, help=
         'Arguments of the chat template, such as {"enable_thinking": false}.')
     chat_template_date: Day | None = option(None, help=

@@ -76,6 +76,8 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> l
         return ids
     # The last token may be of the text, or one that the tokenizer puts behind every text.
     bare = tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"]
+    if not bare:
+        return ids[: ids[0] == tokenizer.bos_token_id]
     ends = (end for end in range(len(ids), 0, -1) if ids[:end][-len(bare) :] == bare)
     return ids[: next(ends, None)]
 

@@ -48,6 +48,23 @@ def normalise(messages: Any, where: str) -> list[dict[str, Any]]:
     return [_normal(message, number, where) for number, message in enumerate(messages)]
 
 
+def storable(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Return messages in normal form, with arguments as JSON text: a table, whose columns have one
+    type, would change their types, nulls and order.
+    """
+    return _with_json(normalise(_with_json(messages), where))  # type: ignore[no-any-return]
+
+
+def _with_json(value: Any, key: str = "") -> Any:
+    if key == "arguments" and isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return [_with_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _with_json(item, name) for name, item in value.items()}
+    return value
+
+
 def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     """Return the schemas of functions, from a list or its JSON text; ValueError for another."""
     if isinstance(tools, str):

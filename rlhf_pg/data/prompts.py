@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import continues, encode
-from rlhf_pg.data.messages import read_tools
+from rlhf_pg.data.messages import read_tools, storable
 
 logger = logging.getLogger(__name__)
 
@@ -193,16 +193,35 @@ def from_rows(
     """
     columns = []
     for name in dict.fromkeys(name for row in rows for name in row):
-        values = convert([row.get(name) for row in rows])
+        values = convert([_storable(name, row.get(name)) for row in rows])
         try:
             columns.append(Dataset.from_dict({name: values}))
         except Exception as error:
             row = bisect_left(range(len(values)), True, key=partial(_misfits, name, values))
+            for number in range(row + 1):
+                if _is_chat(values[number]):  # which may say what is wrong with a message
+                    storable(values[number], f"{name} in {place(number)}")
             raise ValueError(
                 f"{place(row)} does not fit in column {name!r}: {tell(error)}. All rows of a "
                 "column need one type, such as text, in whole characters"
             ) from error
     return concatenate_datasets(columns, axis=1)
+
+
+def _storable(name: str, value: Any) -> Any:
+    """Return chats in normal form, and schemas of tools as JSON text: see `storable`."""
+    if _is_chat(value):
+        with suppress(ValueError, TypeError):  # it may be something else, for rewards
+            return storable(value, name)
+    is_list = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+    if name in ("tools", "functions") and is_list:
+        return json.dumps(value, ensure_ascii=False, default=str) if value else None
+    return value
+
+
+def _is_chat(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and isinstance(value[0], Mapping) and not {"role", "from"}.isdisjoint(value[0])
 
 
 def _misfits(name: str, values: list[Any], row: int) -> bool:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,8 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.data.prompts import from_rows
+
+logger = logging.getLogger(__name__)
 
 KINDS = {"json", "csv", "text"}
 
@@ -50,7 +53,11 @@ def rows_of(file: str, kind: str, separator: str) -> list[Any]:
             return rows_of_json(lines.read())
         if kind == "csv":
             return rows_of_csv(lines, separator)
-        return [line.rstrip("\r\n") for line in lines]
+        texts = [line.rstrip("\r\n") for line in lines]
+    kept = [text for text in texts if text.strip()]
+    if len(kept) < len(texts):
+        logger.warning("%s: left out %d blank lines", file, len(texts) - len(kept))
+    return kept
 
 
 def rows_of_json(text: str) -> list[Any]:
@@ -74,7 +81,13 @@ def rows_of_csv(lines: TextIO, separator: str) -> list[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)  # a cell may be a long text
     table = csv.DictReader(lines, delimiter=separator, strict=True)
     without_repeats([(name, None) for name in table.fieldnames or ()])
-    rows = list(table)
+    try:
+        rows = list(table)
+    except csv.Error as error:
+        raise ValueError(
+            f"line {table.line_num + 1}: {error}. If a cell begins with a quote, double the quotes "
+            "in it and put one in front and one behind"
+        ) from error
     for number, row in enumerate(rows):
         if None in row or None in row.values():  # a marker of `DictReader`
             raise ValueError(f"row {number} has more or fewer cells than the header")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.messages import THOUGHTS, Arguments, normalise, without_weights
+from rlhf_pg.data.messages import THOUGHTS, WEIGHTS, Arguments, normalise, without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ OPEN, CLOSE = "<think>", "</think>"
 # Special tokens that the assistant writes itself around thoughts and calls.
 OWN = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
 AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
-# A call of the clock in a template.
-CLOCK = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
+# What `strftime` may be asked for.
+CODES = [f"%{flag}{code}" for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"]
 # The tokenizer's attributes that `set_template` sets.
 ARGUMENTS = "chat_template_kwargs"
 DATE = "chat_template_date"
@@ -72,7 +72,9 @@ def set_template(tokenizer: PreTrainedTokenizerBase, args: DataConfig) -> None:
     """
     name = args.chat_template
     known = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if name is not None and Path(name).is_file():
+    if name is not None and ("{%" in name or "{{" in name):
+        tokenizer.chat_template = name
+    elif name is not None and Path(name).is_file():
         tokenizer.chat_template = Path(name).read_text(encoding="utf-8-sig")
     elif name is not None and name in known:
         tokenizer.chat_template = known[name]
@@ -94,9 +96,11 @@ def set_template_arguments(
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
     """Return the chat template, which prints the run's date instead of today's."""
     text: str = tokenizer.get_chat_template(tools=list(tools) or None)
-    if day := getattr(tokenizer, DATE, None):
+    if (day := getattr(tokenizer, DATE, None)) and prints_date(tokenizer):
         moment = datetime.fromisoformat(day)
-        text = CLOCK.sub(lambda call: repr(moment.strftime(call[2])), text)
+        parts = "".join(f"|replace({code!r}, {moment.strftime(code)!r})" for code in CODES)
+        clock = f"{{% macro strftime_now(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}\n"
+        text = clock + text  # whose end of line is not printed
     return text
 
 
@@ -216,12 +220,8 @@ def _lost_words(
         if not (word.is_thought and word.message in called):
             seen.add(word)
     lost = [word for word in words if word not in seen]
-    of_schemas = [*_words_of_schema(tools)]
-    hidden = [(key, name) for key, name in of_schemas if not _is_in(name.strip(), text)]
-    for key, name in hidden:
-        if key == "properties" and len(hidden) < len(of_schemas):
-            lost.append(Word(OF_TOOLS, f"the property {name}", len(words)))
-        else:  # some templates name functions only
+    for key, name in _words_of_schema(tools):  # some templates name functions only
+        if name.strip() not in text and json.dumps(name.strip())[1:-1] not in text:
             _say_hidden(key)
     for thought in AFTER_EMPTY.finditer(text):
         if mark := WORD.search(text, thought.end()):
@@ -293,13 +293,9 @@ def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
-        name = _mark(tool["function"]["name"], words, OF_TOOLS, "a function's name")
+        name = _mark(tool["function"]["name"], words, OF_TOOLS, "tools")
         marked.append({**tool, "function": {**tool["function"], "name": name}})
     return marked
-
-
-def _is_in(name: str, text: str) -> bool:
-    return name in text or json.dumps(name)[1:-1] in text
 
 
 def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -319,12 +315,14 @@ def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _explain(word: Word, chat: Chat, where: str) -> str:
     if word.message == OF_TOOLS:
         return (
-            f"{where}: tools: the chat template of the tokenizer does not show {word.field} to the "
-            "model: choose one that does by chat_template, or leave tools out"
+            f"{where}: tools: the chat template of the tokenizer does not show them to the model: "
+            "choose one that does by chat_template, or leave tools out"
         )
     message = chat[word.message]
     text = show(message.get(word.field, message["content"]))
     of_message = f"of message {word.message} ({message['role']})"
+    if word.field in WEIGHTS:
+        return f"{where}: {word.field} {of_message} is for what SFT learns: take it out here"
     if word.is_thought:
         return (
             f"{where}: the chat template leaves out the thoughts {of_message}, {text}, if more "
@@ -402,7 +400,7 @@ FORMS = (_content_as_part, _arguments_as_text, list)
 
 @lru_cache
 def _say_hidden(key: str) -> None:
-    logger.warning("the chat template does not show each %s in the schemas of tools", key)
+    logger.warning("tools: the chat template does not show all that is under %r in schemas", key)
 
 
 @lru_cache(maxsize=1)

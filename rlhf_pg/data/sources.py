@@ -5,6 +5,7 @@ import logging
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from rlhf_pg.boundary.quoted import about, tell
 from rlhf_pg.config.files import names_function
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data import readers
-from rlhf_pg.data.messages import of_sharegpt, read_tools
-from rlhf_pg.data.prompts import as_dataset, permutation, refuse_unread
+from rlhf_pg.data.messages import read_tools, storable
+from rlhf_pg.data.prompts import as_dataset, from_rows, permutation, refuse_unread
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +161,11 @@ def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -
     if len(parts) < 2:
         return parts[0] if parts else None
     try:
+        parts = _aligned(parts)
         if weights is None:
-            return datasets.concatenate_datasets(list(parts))
+            return datasets.concatenate_datasets(parts)
         return datasets.interleave_datasets(
-            list(parts),
+            parts,
             probabilities=[weight / sum(weights) for weight in weights],
             seed=seed,
             stopping_strategy="all_exhausted",
@@ -173,6 +175,30 @@ def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -
             f"the datasets of dataset_name cannot be mixed: {tell(error)}. Give their columns the "
             "same names and types"
         ) from error
+
+
+def _aligned(parts: Sequence[Dataset]) -> list[Dataset]:
+    """Return datasets whose columns have the same types, with numbers beside texts as texts; a
+    column `conversations` beside `messages` gets that name.
+    """
+    parts = list(parts)
+    if any("messages" in part.column_names for part in parts):
+        names = {"conversations": "messages"}
+        lacks = [{*part.column_names} & {*names, "messages"} == {*names} for part in parts]
+        parts = [p.rename_columns(names) if x else p for p, x in zip(parts, lacks, strict=True)]
+    with suppress(ValueError):
+        datasets.concatenate_datasets(parts)
+        return parts
+    whole = from_rows([row for part in parts for row in part], _as_texts)
+    ends = [*accumulate(map(len, parts), initial=0)]
+    return [whole.select(range(*place)) for place in pairwise(ends)]
+
+
+def _as_texts(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values} - {type(None)}
+    if str in kinds and kinds <= {str, int, float}:
+        return [None if value is None else str(value) for value in values]
+    return values
 
 
 def rename_columns(data: Dataset, args: DataConfig) -> Dataset:
@@ -216,7 +242,7 @@ def with_prompts(
     changes = args.system_prompt is not None or args.apply_chat_template
     if "prompt" in columns and not changes:
         first = next((prompt for prompt in data["prompt"] if isinstance(prompt, list)), None)
-        changes = "system" in columns or bool(first and "from" in first[0])
+        changes = "system" in columns or bool(first and first[0].get("from"))
     if template is None and not (changes and "prompt" in columns):
         return data
     prompts = [_prompt(row, number, names, args, key) for number, row in enumerate(data)]
@@ -232,9 +258,7 @@ def _prompt(
     prompt, template = row.get("prompt"), getattr(args, key)
     where = f"the prompt in row {number}"
     if isinstance(prompt, list):
-        prompt = [
-            of_sharegpt(message, where) if "from" in message else message for message in prompt
-        ]
+        prompt = storable(prompt, where)
     system = system_of(row, args) if "system" not in names else args.system_prompt
     if template is not None:
         for name in names:
@@ -252,6 +276,8 @@ def _prompt(
                 "braces of plain text"
             ) from error
     if isinstance(prompt, str) and (args.apply_chat_template or args.system_prompt is not None):
+        if not prompt.strip():
+            raise ValueError(f"{where} is empty: drop the row")
         prompt = [{"role": "user", "content": prompt}]
     if system is None or not isinstance(prompt, list):
         return prompt
@@ -317,7 +343,7 @@ def system_of(row: Mapping[str, Any], args: DataConfig) -> str | None:
 
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
     """Put a system message before a conversation; ValueError if it has one already."""
-    roles = [m.get("role", m.get("from")) for m in messages if isinstance(m, Mapping)]
+    roles = {m.get(key) for m in messages if isinstance(m, Mapping) for key in ("role", "from")}
     if "system" in roles:
         raise ValueError(
             f"system_prompt: {where} has a system message already: leave system_prompt out"

@@ -37,9 +37,10 @@ from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     left_over,
     load_all,
-    repeats,
+    repeat_prompts,
     settle_data,
     split_repeated,
+    without_prompt,
 )
 from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
 
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 # Names of a classifier's head, whose weights `transformers` adds.
 HEADS = ("score", "classifier")
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
+
+
+READ = {"chosen", "rejected", "margin", "system", "tools"}  # columns beside the prompt
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -173,9 +177,17 @@ def load_pairs(
                 f"the dataset has no column {min(missing)!r} (it has "
                 f"{', '.join(dataset.column_names)}): rename one by dataset_columns"
             )
+        has_prompt = "prompt" in dataset.column_names
+        repeated = has_prompt and repeat_prompts(dataset, "chosen", "rejected")
+        others = {*dataset.column_names} - READ
+        if not has_prompt and others and isinstance(dataset[0]["chosen"], str):
+            logger.warning(
+                "there is no column prompt, so chosen and rejected are whole texts: %s goes unread",
+                ", ".join(sorted(others)),
+            )
         pairs: list[Pair | None] = []
         for row, texts in enumerate(dataset):
-            pair = _tokenize_pair(texts, args, tokenizer, row)
+            pair = _tokenize_pair(texts, args, tokenizer, row, repeated)
             size = max(len(pair.chosen), len(pair.rejected))
             fits = limit is None or size <= limit
             pairs.append(pair if fits else None)
@@ -188,25 +200,26 @@ def load_pairs(
 
 
 def _tokenize_pair(
-    pair: Mapping[str, Any], args: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, row: int
+    pair: Mapping[str, Any],
+    args: RewardModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    repeated: bool,
 ) -> Pair:
     has_prompt = "prompt" in pair
     prompt = pair.get("prompt")
     tools = read_tools(pair.get("tools"), f"tools in row {row}")
-    repeated = repeats(prompt, pair["chosen"]) and repeats(prompt, pair["rejected"])
     both = []
     for key in ("chosen", "rejected"):
         where = f"{key} in row {row}"
-        text = pair[key]
+        text = without_prompt(prompt, pair[key]) if repeated else pair[key]
         asked = prompt
-        if isinstance(text, str) and repeated:
-            text = text.removeprefix(str(prompt))
         if isinstance(text, str) and isinstance(prompt, list):
             text = [{"role": "assistant", "content": text}]
         if isinstance(text, list) and isinstance(prompt, str):
             asked = [{"role": "user", "content": prompt}]
         if isinstance(text, list) and isinstance(asked, list):
-            asked, text = split_repeated(asked, text, where)
+            asked, text = split_repeated(asked, text, row, key)
         if isinstance(text, str):
             refuse_columns_of_chats(pair, args, row)
         system = system_of(pair, args)

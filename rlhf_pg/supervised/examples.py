@@ -1,5 +1,6 @@
 """Make token ids and labels from completions of prompts, conversations or plain text."""
 
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data.chat import encode
+from rlhf_pg.data.chat import continues, encode, last_text
 from rlhf_pg.data.inputs import load_data, make_sets, with_date
 from rlhf_pg.data.messages import normalise, read_tools
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import make_prompts, refuse_columns_of_chats, system_of, with_system
 from rlhf_pg.data.turns import encode_turns
 from rlhf_pg.models import about, max_positions, tokenizer_of
+
+logger = logging.getLogger(__name__)
 
 UNLABELLED = -100  # the label that losses of transformers ignore
 
@@ -86,10 +89,10 @@ class ExampleMaker:
         prompt = row["prompt"]
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
+        if self.repeats_prompt:
+            completion = without_prompt(prompt, completion)
         if isinstance(prompt, str) and isinstance(completion, str):
             refuse_columns_of_chats(row, self.args, number)
-            if self.repeats_prompt:
-                completion = completion.removeprefix(prompt)
             return self._text(prompt, completion, number)
         if isinstance(prompt, list) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -100,7 +103,7 @@ class ExampleMaker:
                 f"{show(completion)}"
             )
         where = f"prompt in row {number}"
-        prompt, completion = split_repeated(prompt, completion, where)
+        prompt, completion = split_repeated(prompt, completion, number, str(self.completion))
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat(row, [*prompt, *completion], read, where)
 
@@ -152,8 +155,7 @@ def load_examples(
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
         if maker.completion is not None:
-            pairs = zip(data["prompt"], data[maker.completion], strict=True)
-            maker = replace(maker, repeats_prompt=all(repeats(*pair) for pair in pairs))
+            maker = replace(maker, repeats_prompt=repeat_prompts(data, maker.completion))
         has_prompts = maker.completion is not None
         if not has_prompts and not {"messages", "text"} & set(columns):
             raise ValueError(
@@ -169,18 +171,39 @@ def load_examples(
     return left_over(made, name)
 
 
-def repeats(prompt: Any, text: Any) -> bool:
-    """Return whether a text begins with its prompt."""
-    is_text = isinstance(prompt, str) and isinstance(text, str)
-    return is_text and bool(prompt) and text.startswith(prompt)
+def repeat_prompts(data: Dataset, *columns: str) -> bool:
+    """Return whether every text of these columns begins with its prompt, and say so."""
+
+    def repeats(prompt: Any, text: Any) -> bool:
+        asked = last_text(prompt)
+        return isinstance(text, str) and bool(asked) and text != asked and text.startswith(asked)
+
+    pairs = [pair for name in columns for pair in zip(data["prompt"], data[name], strict=True)]
+    found = bool(pairs) and all(repeats(*pair) for pair in pairs)
+    if found:
+        logger.warning("every %s begins with its prompt, which is read once", " and ".join(columns))
+    return found
 
 
-def split_repeated(prompt: Any, text: Any, where: str) -> tuple[list[Any], list[Any]]:
+def without_prompt(prompt: Any, text: str) -> str:
+    """Return the rest of a text that begins with its prompt; an answer in a chat has no space
+    before it.
+    """
+    rest = text.removeprefix(last_text(prompt))
+    return rest if isinstance(prompt, str) else rest.lstrip()
+
+
+def split_repeated(prompt: Any, text: Any, row: int, column: str) -> tuple[list[Any], list[Any]]:
     """Return the messages of a prompt and those that follow it, which may be a whole conversation
     that begins with the prompt, as in many public datasets.
     """
-    prompt = normalise(prompt, where)
-    text = normalise(text, where)
+    prompt = normalise(prompt, f"prompt in row {row}")
+    text = normalise(text, f"{column} in row {row}")
+    if continues(prompt) and text[0]["role"] == "assistant":
+        raise ValueError(
+            f"the prompt in row {row} ends with words of the assistant, which {column} continues: "
+            "move them there, or put a message of the user between"
+        )
     bare = [message for message in prompt if message["role"] != "system"]
     system = [message for message in text[:1] if message["role"] == "system"]
     if system and text[1 : len(bare) + 1] == bare:
@@ -197,6 +220,18 @@ def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> lis
     if len(kept) < len(made):
         print(f"{name}: {len(made) - len(kept)} of {len(made)} {what} are too long: left out")
     return kept
+
+
+def limit_of(args: SupervisedConfig, positions: int | None) -> int | None:
+    """Return how many tokens an example may have."""
+    return min((n for n in (args.max_length, positions) if n is not None), default=None)
+
+
+def ends_of(examples: Sequence[Example], args: SFTConfig, positions: int | None) -> list[int]:
+    """Return the last token that is learnt of each example, but for those that were cut."""
+    limit = limit_of(args, positions) if args.long_examples == "truncate" else None
+    learnt = [row["labels"] for row in examples if len(row["labels"]) != limit]
+    return [next(i for i in reversed(labels) if i != UNLABELLED) for labels in learnt]
 
 
 def settle_data(
@@ -223,8 +258,8 @@ def load_all(
     train, held_out = data
     tokenizer = tokenizer_of(args, model, processing_class, needs_eos)
     args = with_date(args, tokenizer, today)
-    limits = [n for n in (args.max_length, max_positions(model)) if n is not None]
-    make = partial(load, args=args, tokenizer=tokenizer, limit=min(limits, default=None))
+    limit = limit_of(args, max_positions(model))
+    make = partial(load, args=args, tokenizer=tokenizer, limit=limit)
     examples = make(train, name="train_dataset")
     sets = {name: make(own, name=f"eval_dataset {name}".rstrip()) for name, own in held_out.items()}
     return args, tokenizer, examples, sets

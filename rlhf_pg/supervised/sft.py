@@ -25,6 +25,7 @@ from rlhf_pg.supervised.examples import (
     UNLABELLED,
     Example,
     Rows,
+    ends_of,
     load_all,
     load_examples,
     settle_data,
@@ -75,7 +76,7 @@ def train_sft(
     args, tokenizer, examples, held_out = load_all(
         load_examples, args, policy, processing_class, data, runtime.today()
     )
-    ends = learn_stops(policy, tokenizer, examples)
+    ends = learn_stops(policy, tokenizer, ends_of(examples, args, models.max_positions(policy)))
     if ends and runtime.is_main:
         names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
         print(f"{names} ends what is learnt: from now on it ends completions of this model too")
@@ -83,15 +84,12 @@ def train_sft(
 
 
 def learn_stops(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lasts: Sequence[int]
 ) -> list[int]:
     """Make the special tokens with which examples end stop tokens of the model, as it is saved too;
     return those that were not, for the tokenizer either.
     """
-    special = special_tokens(tokenizer).ids
-    learnt = [np.asarray(example["labels"]) for example in examples]
-    lasts = {int(labels[labels != UNLABELLED][-1]) for labels in learnt}
-    ends = sorted(lasts & special)
+    ends = sorted({*lasts} & special_tokens(tokenizer).ids)
     known = models.stop_token_ids(model, tokenizer)
     models.add_stop_tokens(model, ends)
     return [end for end in ends if end not in known]

@@ -46,6 +46,7 @@ def test_conversations_show_what_is_learnt(tmp_path, model, capsys) -> None:
 def test_prompts_say_what_goes_to_the_rewards(tmp_path, model, capsys) -> None:
     rows = [{"question": f"{n}+1", "answer": str(n + 1), "source": "s"} for n in range(9)]
     keys = {"algorithm": "grpo", "prompt_template": "{question}=", "reward_funcs": "exact"}
+    keys["max_completion_length"] = 8
     page = tmp_path / "page.html"
     out = shown(capsys, recipe(tmp_path, model, rows, **keys), "--out", str(page))
     assert "0+1=" in out
@@ -64,6 +65,19 @@ def test_pairs_and_tasks_are_shown(tmp_path, model, capsys) -> None:
     assert "1+1=3<eos>" in out
     assert "<tools>calculate<user>" in shown(capsys, "grpo_calculator")
     assert "«0<eos>»" in shown(capsys, "sft_arithmetic")
+
+
+def test_rows_are_held_to_the_positions_of_the_model(tmp_path, model, capsys) -> None:
+    """As in training; an algorithm may be named before a recipe without one."""
+    rows = [{"prompt": "1+1=", "completion": "2" * 3000}]
+    file = recipe(tmp_path, model, rows)
+    assert "grpo --config" in refused(capsys, "preview", file)
+    assert "row 0 has 300" in refused(capsys, "preview", "sft", "--config", file)
+    out = shown(capsys, "sft", "--config", file, "--long_examples", "truncate")
+    assert "no end is learnt" not in out
+    rows = [{"prompt": "1" * 3000}]
+    args = ("grpo", "--config", recipe(tmp_path, model, rows, reward_funcs="length"))
+    assert "max_position_embeddings" in refused(capsys, "preview", *args)
 
 
 def test_faulty_row_is_an_error_as_in_a_run(tmp_path, model, capsys) -> None:

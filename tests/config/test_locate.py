@@ -64,5 +64,11 @@ def test_config_of_python_is_located_in_the_working_directory(recipe, monkeypatc
     assert args == other
 
 
+def test_directories_of_a_run_may_name_the_users(recipe, monkeypatch):
+    monkeypatch.setenv("HOME", str(recipe))
+    for name in ("~/runs", "$HOME/runs", "${HOME}/runs"):
+        assert PPOConfig(output_dir=name).locate().output_dir == f"{recipe}/runs"
+
+
 def test_no_name_is_no_folder(recipe):
     assert absolute("", recipe) == ""

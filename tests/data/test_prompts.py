@@ -311,14 +311,16 @@ def test_nulls_that_a_table_adds_to_tool_calls_are_not_rendered():
     assert [encode(one, tokenizer) for one in united] == [encode(one, tokenizer) for one in chats]
 
 
-@pytest.mark.parametrize(("text", "ids"), [("ab", [4, 5]), ("ab<eos>", [4, 5, 1]), ("a b", None)])
+@pytest.mark.parametrize(
+    ("text", "ids"), [("ab", [4, 5]), ("ab<eos>", [4, 5, 1]), ("a b", None), ("", None)]
+)
 def test_eos_that_a_tokenizer_appends_is_not_in_a_prompt(text, ids):
     tokenizer = plain()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <eos>", special_tokens=[("<eos>", 1)]
     )
     if ids is None:
-        with pytest.raises(ValueError, match="prompt in row 0 cannot be tokenized"):
+        with pytest.raises(ValueError, match=r"prompt in row 0 (cannot be tokenized|is empty)"):
             encode(text, tokenizer)
     else:
         assert encode(text, tokenizer) == ids

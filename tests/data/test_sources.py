@@ -126,6 +126,7 @@ def test_wrong_key_raises(tmp_path, keys, message):
         ("data.xlsx", "x", "an unknown file type: use one of .jsonl"),
         ("empty.jsonl", "", "no rows"),
         ("broken.jsonl", '{"prompt": \n', "cannot be loaded"),
+        ("a.tsv", 'a\tb\n1\t2\n"x y\t3\n4\t5\n', r"line 3: .* double the quotes"),
     ],
 )
 def test_unreadable_file_raises(tmp_path, name, text, message):
@@ -143,6 +144,7 @@ def test_unreadable_file_raises(tmp_path, name, text, message):
         ("a.csv", "a,b\n007,x\nNone,x\n,x\n", ["007", "None", None]),
         ("a.tsv", "\ufeffa\tb\n0.5\tx\n0.25\tx\n", [0.5, 0.25]),
         ("a.csv", "a\n4\n4.5\n", ["4", "4.5"]),
+        ("a.txt", "x\n\n y\n", ["x", " y"]),
     ],
 )
 @pytest.mark.parametrize("place", ["run[1]", "run*"])
@@ -150,8 +152,9 @@ def test_values_and_names_stay_as_written(tmp_path, name, text, values, place):
     for folder in ("run1", place):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(text if folder == place else text[:3] + "z\n")
-    assert loaded(tmp_path / place / name).train["a"][:] == values
-    assert loaded(tmp_path / place).train["a"][:] == values
+    column = "text" if name == "a.txt" else "a"
+    assert loaded(tmp_path / place / name).train[column][:] == values
+    assert loaded(tmp_path / place).train[column][:] == values
 
 
 def test_half_a_surrogate_pair_is_named_by_its_row(tmp_path):
@@ -204,6 +207,7 @@ def test_lines_of_text_are_prompts(tmp_path):
             {"system_prompt": "y"},
             "row 0 has a system message already",
         ),
+        ([{"prompt": " "}], {"apply_chat_template": True}, "the prompt in row 0 is empty"),
     ],
 )
 def test_prompt_that_cannot_be_made_raises(rows, keys, message):
@@ -215,7 +219,10 @@ def test_columns_of_chats_are_read_or_refused() -> None:
     user = [{"role": "user", "content": "a"}]
     schema = {"name": "f", "parameters": {}}
     data = make_prompts([{"prompt": user, "functions": [schema]}], GRPOConfig(), "train_dataset")
-    assert data["tools"] == [[schema]]
+    assert data["tools"] == [json.dumps([schema])]
+    speakers = [{"from": None, "value": None, **user[0]}, {"from": "gpt", "value": "b"}]
+    [prompt] = make_prompts([{"prompt": speakers, "system": "s"}], GRPOConfig(), "x")["prompt"]
+    assert [message["role"] for message in prompt] == ["system", "user", "assistant"]
     with pytest.raises(ValueError, match="row 0 is text, but its column system"):
         make_prompts([{"prompt": "a", "system": "s"}], GRPOConfig(), "train_dataset")
     for other in (["a", "b"], 3):  # for rewards

@@ -434,9 +434,25 @@ def test_prompt_that_texts_repeat_is_read_once():
     whole = [{"prompt": "ab", "chosen": "abc", "rejected": "abd"}]
     [pair] = tokenized(Dataset.from_list(whole), letters())
     assert [text(ids) for ids in pair] == ["abc<eos>", "abd<eos>"]
-    apart = [{"prompt": "ab", "chosen": "abc", "rejected": "d"}]  # only one begins like it
-    [pair] = tokenized(Dataset.from_list(apart), letters())
+    asked = [{**whole[0], "prompt": [says("ab")]}]
+    [pair] = tokenized(Dataset.from_list(asked), chats())
+    assert pair == tokenized(Dataset.from_list([WHOLE]), chats())[0]
+    apart = [*whole, {"prompt": "ab", "chosen": "abc", "rejected": "d"}]  # one does not
+    _, pair = tokenized(Dataset.from_list(apart), letters())
     assert [text(ids) for ids in pair] == ["ababc<eos>", "abd<eos>"]
+
+
+def test_pairs_that_say_something_unread_are_refused_or_named(caplog):
+    tokenized(Dataset.from_list([{"question": "a", "chosen": "c", "rejected": "d"}]), letters())
+    assert "no column prompt" in caplog.text
+    assert "question" in caplog.text
+    weighed = WHOLE | {"chosen": [says("ab"), says("c", "assistant") | {"weight": 1}]}
+    with pytest.raises(ValueError, match=r"chosen in row 0: weight of message 1 .* SFT"):
+        tokenized(Dataset.from_list([weighed]), chats())
+    begun = {"prompt": [says("a"), says("b", "assistant")]}
+    begun |= {key: [says(key[0], "assistant")] for key in ("chosen", "rejected")}
+    with pytest.raises(ValueError, match="prompt in row 0 ends with words of the assistant"):
+        tokenized(Dataset.from_list([begun]), chats())
 
 
 def test_tools_of_pairs_are_shown_or_refused():

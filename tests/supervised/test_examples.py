@@ -1,5 +1,7 @@
 """Which tokens of text and chats are learnt, and what is refused before anything is trained."""
 
+import json
+
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -8,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.turns import encode_turns
-from rlhf_pg.supervised.examples import load_examples, settle_data
+from rlhf_pg.supervised.examples import ends_of, load_examples, settle_data
 from tests.rewards.test_reward_model import letters, says
 
 # ChatML, with the tags by which a template says what the assistant generates.
@@ -281,8 +283,9 @@ def test_bos_stands_in_front_once():
 def test_prompt_that_every_completion_repeats_is_learnt_once(tokenizer):
     rows = [{"prompt": "ab", "completion": "abc"}, {"prompt": "d", "completion": "de"}]
     assert [learnt(x, tokenizer) for x in examples(rows, tokenizer)] == ["__c<eos>", "_e<eos>"]
-    rows[1]["completion"] = "e"  # then it is no habit of the data
-    assert learnt(examples(rows, tokenizer)[0], tokenizer) == "__abc<eos>"
+    for said in ("e", "d"):  # then it is no habit of the data
+        rows[1]["completion"] = said
+        assert learnt(examples(rows, tokenizer)[0], tokenizer) == "__abc<eos>"
     tokenizer.chat_template = UNTAGGED
     whole = [{"prompt": CHAT[:1], "completion": CHAT[:2]}]
     assert only(whole, tokenizer) == "_" * 10 + "cd<eos>_"
@@ -296,6 +299,41 @@ def test_columns_of_chats_are_obeyed_or_refused(tokenizer):
         only([{"text": "ab", "system": "hi"}], tokenizer)
     with pytest.raises(ValueError, match=r"row 0: message 0: from .* got 'alien'"):
         only([{"messages": [{"from": "alien", "value": "a"}]}], tokenizer)
+
+
+def test_arguments_and_schemas_of_rows_are_learnt_as_they_are_written():
+    """A column of a table has one type, but the same argument may have another in each row."""
+    tokenizer = letters('abcdefghijklmnopqrstuvwxyz .|[]?{}":,125_/')
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function|tojson }}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function|tojson }}"
+        "{% endfor %}{{ m.content }}<eos>{% endfor %}"
+    )
+    said = [{"x": 1, "y": None}, {"y": [2.5], "x": "a"}]
+    rows = []
+    for arguments in said:
+        parts = [{"type": "text", "text": "a"}]
+        call = {"function": {"name": "f", "arguments": arguments}}
+        answer = {"role": "assistant", "content": "b", "tool_calls": [call]}
+        schema = {"name": "f", "enum": [*arguments.values()]}
+        messages = [{"role": "user", "content": parts}, answer]
+        rows.append({"messages": messages, "tools": [schema]})
+    made = load_examples(rows, SFTConfig(), tokenizer, None, "rows")
+    texts = [learnt(row, tokenizer) for row in made]
+    for text, arguments in zip(texts, said, strict=True):
+        assert json.dumps(arguments) in text
+        assert f'"enum": {json.dumps([*arguments.values()])}' in text
+    image = [{"role": "user", "content": [{"type": "image"}]}, says("a")]
+    with pytest.raises(ValueError, match=r"messages in row 0: message 0 \(user\): a part"):
+        load_examples([{"messages": image}], SFTConfig(), tokenizer, None, "rows")
+
+
+def test_ends_of_truncated_examples_are_not_learnt(tokenizer):
+    args = SFTConfig(long_examples="truncate")
+    rows = [{"prompt": "a", "completion": text} for text in ("bcdefghijk", "b")]
+    made = load_examples(rows, args, tokenizer, 5, "rows")
+    assert [len(row["labels"]) for row in made] == [5, 3]
+    assert ends_of(made, args, 5) == [tokenizer.eos_token_id]
 
 
 def test_nulls_of_a_table_are_not_learnt_and_those_of_json_are(tokenizer):

@@ -120,6 +120,9 @@ def test_chat_template_is_a_file_or_a_name(tmp_path) -> None:
     trainer = grpo(model, tmp_path / "a", [{"prompt": CHAT}], chat_template=str(file))
     decode = trainer.processing_class.decode
     assert decode(trainer.train_prompts.tokens[0]) == "12-"
+    as_text = file.read_text() + "{#" + "x" * 5000 + "#}"
+    trainer = grpo(model, tmp_path / "c", [{"prompt": CHAT}], chat_template=as_text)
+    assert decode(trainer.train_prompts.tokens[0]) == "12-"
     with pytest.raises(ValueError, match="chat_template 'other' is neither a file nor one"):
         grpo(model, tmp_path / "b", [{"prompt": CHAT}], chat_template="other")
 
@@ -130,7 +133,10 @@ class Tomorrow(datetime.date):
         return datetime.date(2031, 2, 3)
 
 
-@pytest.mark.parametrize("clock", ['strftime_now("%d")', "strftime_now('%d')"])
+CLOCKS = ['strftime_now("%d")', "strftime_now( format='%-d' )", "(strftime_now or 0)('%Y')"]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
 def test_date_of_a_template_is_that_of_the_first_start(tmp_path, monkeypatch, caplog, clock):
     """A resumed run, and one by its config.yaml, have the tokens of the day of the first start."""
 
