@@ -43,8 +43,9 @@ BUDGETS = {
 #   checksum, and other kinds of files, 40.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes and agents are counted in it too.
-# - agents (docs/agents.md): the endpoint, ids of histories and programs take 960, trees of tokens
-#   140 in data and models, credit by line and keys 60.
+# - agents (docs/agents.md): the endpoint, ids of histories and programs take 990, its connections,
+#   whose number and time are limited, 70; trees of tokens 140 in data and models, credit by line
+#   and keys 60.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 # - A teacher (docs/distillation.md) takes 470 in all: divergences and their gradients 26, its head
@@ -64,8 +65,9 @@ TODAY = {
     "config": 2717,
     "data": 2254,
     "models": 2743,
-    "rollout": 4329,
+    "rollout": 4433,
     "rollout/multi_turn": 989,
+    "rollout/agents": 1099,
     "rewards": 1869,
     "trainers": 3795,
     "supervised": 1055,
