@@ -43,8 +43,9 @@ BUDGETS = {
 #   checksum, and other kinds of files, 40.
 # - models: the head in chunks, packed rows and their attention on CPU and GPU take 920.
 # - rollout: two engines of vLLM take 750, and episodes and agents are counted in it too.
-# - agents (docs/agents.md): the endpoint, ids of histories and programs take 960, trees of tokens
-#   140 in data and models, credit by line and keys 60.
+# - agents (docs/agents.md): the endpoint, ids of histories and programs take 990, its connections,
+#   whose number and time are limited, 70; trees of tokens 140 in data and models, credit by line
+#   and keys 60.
 # - trainers: how many tokens fit, which plan/ stands on, takes 280; evaluation, the record of a
 #   step and the check of sampler against policy 600.
 # - A teacher (docs/distillation.md) takes 470 in all: divergences and their gradients 26, its head
@@ -64,14 +65,15 @@ BUDGETS = {
 # - Rows that are trees take 140: their columns and sizes 50, layouts and attention 85, records 5.
 TODAY = {
     "advantages": 1815,
-    "config": 2717,
-    "data": 2404,
+    "config": 2746,
+    "data": 2479,
     "models": 2756,
-    "rollout": 4339,
+    "rollout": 4443,
     "rollout/multi_turn": 975,
+    "rollout/agents": 1103,
     "rewards": 1872,
     "trainers": 3837,
-    "supervised": 1045,
+    "supervised": 1091,
     "runtime": 1376,
     "checkpoint": 808,
     "tasks": 766,

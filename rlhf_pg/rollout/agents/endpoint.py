@@ -11,12 +11,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import uvicorn
@@ -31,14 +31,19 @@ from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
+from rlhf_pg.rollout.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
 from rlhf_pg.rollout.agents.history import Answer, History, common
 from rlhf_pg.rollout.engine import Completion, Request
 from rlhf_pg.rollout.multi_turn.tools import Toolbox
 from rlhf_pg.rollout.token_sampling import request_seed
 
+T = TypeVar("T")
+
 MOST_BYTES = 2**23  # of a body
+# A body that is longer than its tokens can be is refused before it is read as JSON.
+BYTES_PER_TOKEN = 32
+BYTES_BESIDE = 2**16
 MOST_CHOICES = 16
-MOST_CONNECTIONS = 4096
 ENDED = "no running episode has this key"
 
 
@@ -96,6 +101,13 @@ class Agent:
     responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages, by id
     lines: "dict[str, Line]" = field(default_factory=dict)  # by key
     waiting: "set[Call]" = field(default_factory=set)
+    connections: set[Connection] = field(default_factory=set)
+
+    def full(self) -> Refused:
+        """Return the answer to a call for which there is no room."""
+        self.truncated = True
+        told = "no tokens of the context length are left"  # words that clients look for
+        return Refused(told, code="context_length_exceeded")
 
 
 @dataclass(eq=False)
@@ -130,9 +142,7 @@ class Line:
         if agent.longest is not None:
             room = min(room, agent.longest - len(prompt))
         if room < 1:
-            agent.truncated = True
-            told = "no tokens of the context length are left"  # words that clients look for
-            raise Refused(told, code="context_length_exceeded")
+            raise agent.full()
         return room
 
     def new(self, prompt: Sequence[int]) -> int:
@@ -214,12 +224,17 @@ class Server:
             Route("/v1/completions", partial(self._answer, self._text), methods=["POST"]),
             Route("/v1/responses", partial(self._answer, self._response), methods=["POST"]),
         ]
+        # One encodes at a time, since a tokenizer has a state, and beside the loop, which answers.
+        self.encoder = ThreadPoolExecutor(1, "encoder")
+        raise_file_limit()
         listening = socket.create_server((host, 0), backlog=1024)
         config = uvicorn.Config(
             Starlette(routes=routes),
             log_level="critical",
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=600,
+            http=Connection,
+            ws="none",
+            backlog=256,
+            timeout_keep_alive=KEEP_ALIVE,
             lifespan="off",
         )
         for name in ("NO_PROXY", "no_proxy"):  # whom a proxy could not reach
@@ -245,6 +260,8 @@ class Server:
             self.lines.pop(key, None)
         for call in list(agent.waiting):
             call.done.cancel()
+        for one in list(agent.connections):
+            one.loop.call_soon_threadsafe(one.end_soon)
 
     # ------------------------------------------------------------------------------ the calls
 
@@ -256,11 +273,15 @@ class Server:
         """Answer a request, or say what is wrong with it."""
         try:
             line = self._line(request)
-            body = bytearray()
+            request.state.connection.agent = line.agent
+            line.agent.connections.add(request.state.connection)
+            body, longest = bytearray(), line.agent.longest
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MOST_BYTES:
                     raise Refused(f"the body has more than {MOST_BYTES} bytes", 413)
+                if longest is not None and len(body) > BYTES_BESIDE + BYTES_PER_TOKEN * longest:
+                    raise line.agent.full()
             return await answer(request, line, CallOptions.model_validate_json(bytes(body)))
         except ValidationError as invalid:
             first = invalid.errors()[0]
@@ -289,6 +310,7 @@ class Server:
         box: Toolbox | None = None,
     ) -> list[Answer]:
         """Wait for the answers to a call, and keep them unless the client has left."""
+        self._line(request)  # the episode may have ended while the call was read
         agent, count, stops = line.agent, options.n or 1, tuple(options.stops)
         room = max(1, line.room(prompt) // count)
         most, number = min(room, options.limit or room), line.next()
@@ -348,16 +370,29 @@ class Server:
             chat=chat,
         )
 
+    async def _beside(self, encode: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.encoder, encode, *arguments)
+
     def _encode(
-        self, line: Line, options: CallOptions, messages: Any
-    ) -> tuple[list[int], Toolbox | None]:
-        """Return the ids of messages, and what reads calls of the tools that they may use."""
-        history = line.agent.history
+        self, line: Line, options: CallOptions, sent: Any
+    ) -> tuple[list[dict[str, Any]], list[int], Toolbox | None]:
+        """Return messages in plain form, their ids, and what reads calls of their tools."""
+        history, messages = line.agent.history, formats.plain(sent)
         schemas = read_tools(options.tools, "tools")
         if options.tool_choice == "none" or not schemas:
-            return history.encode_chat(messages), None
+            return messages, history.encode_chat(messages), None
         box = Toolbox(schemas=schemas, tokenizer=history.tokenizer)
-        return history.encode_chat(messages, schemas), box
+        return messages, history.encode_chat(messages, schemas), box
+
+    def _encode_text(self, history: History, prompt: str | list[int]) -> tuple[list[int], str]:
+        """Return the ids and the text of a prompt that is either."""
+        if isinstance(prompt, str):
+            return history.encode_text(prompt), prompt
+        size = len(history.tokenizer)
+        if not all(0 <= i < size for i in prompt):
+            raise Refused("prompt: an id is not in the vocabulary")
+        return prompt, history.tokenizer.decode(prompt)
 
     # ------------------------------------------------------------------------- the three interfaces
 
@@ -366,8 +401,8 @@ class Server:
         return as_json({"object": "list", "data": models})
 
     async def _chat(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        messages = formats.plain(options.messages)
-        prompt, box = self._encode(line, options, messages)
+        encoding = self._beside(self._encode, line, options, options.messages)
+        messages, prompt, box = await encoding
         answers = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_chat(answers, bool(options.logprobs), line.agent.history.tokenizer)
         usage = bool((options.stream_options or {}).get("include_usage"))
@@ -379,10 +414,7 @@ class Server:
             prompt = prompt[0]
         if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
             raise Refused("prompt: one text, or a list of token ids, is needed")
-        ids: Any = history.encode_text(prompt) if isinstance(prompt, str) else prompt
-        if not all(0 <= i < len(history.tokenizer) for i in ids):
-            raise Refused("prompt: an id is not in the vocabulary")
-        text = prompt if isinstance(prompt, str) else history.tokenizer.decode(ids)
+        ids, text = await self._beside(self._encode_text, history, prompt)
         answers = await self._sample(request, line, options, ids, text)
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         return events([body, None]) if options.stream else as_json(body)
@@ -394,8 +426,7 @@ class Server:
         rule = options.instructions
         first = [{"role": "system", "content": rule}] if rule else []
         sent = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
-        messages = formats.plain(sent)
-        prompt, box = self._encode(line, options, messages)
+        messages, prompt, box = await self._beside(self._encode, line, options, sent)
         options.n = 1
         (answer,) = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_response(answer)
