@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from typing_extensions import TypedDict
 
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.config.foreign_keys import KEYS, unknown
+from rlhf_pg.config.foreign_keys import KEYS, VALUE_REASONS, unknown
 
 C = TypeVar("C")
 V = TypeVar("V")
@@ -118,7 +118,9 @@ def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is required"
         else:
             said = dict.fromkeys(SAID.sub("", one["msg"]) for one in ones)
-            yield key, f"{key} must be {' or '.join(said)}, got {show(ones[0]['input'])}"
+            reason = VALUE_REASONS.get((key, str(ones[0]["input"])))
+            hint = "" if reason is None else f": {reason}"
+            yield key, f"{key} must be {' or '.join(said)}, got {show(ones[0]['input'])}{hint}"
 
 
 def is_set(config: Any, key: str) -> bool:

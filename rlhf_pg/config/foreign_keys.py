@@ -40,7 +40,8 @@ HINTS = _by_key({
     "max_completion_length": "max_new_tokens response_length", "learning_rate": "lr",
     "max_prompt_length and max_completion_length": "max_length max_seq_length",
     "num_generations": "n_samples_per_prompt rloo_k", "num_iterations": "num_ppo_epochs ppo_epochs",
-    "aggregation (token_mean, sequence_mean, constant) and policy_loss": "loss_type loss_agg_mode",
+    "aggregation (token_mean as in DAPO, sequence_mean as in GRPO, constant), policy_loss, and for "
+        "dr_grpo the preset of that name": "loss_type loss_agg_mode",
     "epsilon": "cliprange clip_range clip_eps clip_ratio eps_clip", "delta": "clip_ratio_c",
     "epsilon_high": "clip_ratio_high", "cliprange_value": "value_clip", "lam": "lambda lambd",
     "beta": "kl_coef kl_coeff init_kl_coef init_kl_coeff kl_loss_coef",
@@ -80,10 +81,23 @@ REASONS = _by_key({
     "set HF_TOKEN in the environment, since config.yaml would keep a token": "hub_token",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml": "deepspeed fsdp fsdp_config",
     "a run with rewards never computes padding": "packing",
+    "a run takes the GPU if there is one, and CUDA_VISIBLE_DEVICES= in the environment hides it":
+        "use_cpu no_cuda device use_mps_device",
+    "a callback ends a run by trainer.stop(), see examples/early_stopping.py":
+        "early_stopping_patience early_stopping_threshold",
+    "models read and write text only": "image_column image_key images_column video_column",
     "every column reaches the reward functions, and none the model": "remove_unused_columns",
     "the loss already computes logits in chunks": "use_liger_kernel",
 })
 # fmt: on
+# Values of other libraries' keys of the same name.
+VALUE_REASONS = dict.fromkeys(
+    [("dtype", name) for name in ("float16", "fp16", "half")],
+    "gradients in float16 underflow, and nothing here scales them: set bfloat16",
+)
+# Sections of verl's config: mappings, where ours has none.
+VERL = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data")
+VERL += ("reward_model", "trainer")
 KEYS = dict[str, set[str]]()  # of each algorithm, as its config is declared
 FOREIGN_ARGUMENTS = {
     "tokenizer": "is processing_class here",
@@ -100,8 +114,18 @@ def algorithms_with(key: str) -> list[str]:
     return [algorithm for algorithm, keys in KEYS.items() if key in keys]
 
 
+def of_verl(keys: Iterable[str]) -> str | None:
+    """Return the error for sections of verl's config, or keys of them such as data.train_files."""
+    section = next((key for key in keys if key.partition(".")[0] in VERL), None)
+    if section is None:
+        return None
+    return f"{section} is of verl's config: docs/from-verl.md has our name for each of its keys"
+
+
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the error for an unknown key, with its replacement or the nearest known key."""
+    if "." in key and (message := of_verl([key])):
+        return message
     hints = HINTS | SUPERVISED_HINTS if "batch_size" in known else HINTS
     if hint := hints.get(key):
         ours = re.split(r"\W", hint)[0]

@@ -17,7 +17,7 @@ import yaml
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config.fields import ConfigError, as_list, config
-from rlhf_pg.config.foreign_keys import algorithms_with
+from rlhf_pg.config.foreign_keys import algorithms_with, of_verl
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             values = found[name.replace("-", "_")] = [value] if equals else []
+        elif "=" in word and "." in word.partition("=")[0] and (message := of_verl([word])):
+            fail(message)
         elif found:
             values.append(word)
         else:
@@ -108,6 +110,9 @@ def load(path: Path) -> dict[str, Any]:
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+    sections = [str(key) for key, value in recipe.items() if isinstance(value, dict)]
+    if message := of_verl(sections):
+        fail(f"{path}: {message}")
     return recipe
 
 

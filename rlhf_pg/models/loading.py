@@ -17,6 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
 from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -328,12 +329,28 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        final = f"{quote(f'{path}/final')}, " * os.path.isdir(f"{path}/final")
+        cause = tell(error)
         raise ValueError(
-            f"the {what} {show(str(path))} cannot be loaded ({tell(error)}): give {final}a "
-            "directory as save_pretrained leaves it, with its config.json, weights and tokenizer "
-            "files, a GGUF file (pip install gguf), or the id of one on the Hub"
+            f"the {what} {show(str(path))} cannot be loaded ({cause}): {_remedy(error, path)}"
         ) from error
+
+
+def _remedy(error: Exception, path: str | PathLike[str]) -> str:
+    """Return what to do about an error in reading a model's files."""
+    if isinstance(error, ImportError):
+        return (
+            "install the package that it names, or leave out the key that asks for it, such as "
+            "load_in_4bit or attn_implementation"
+        )
+    if "trust_remote_code" in str(error):
+        return "it comes with code of its own: if you trust that, set trust_remote_code: true"
+    if isinstance(error, SafetensorError):
+        return "a file of its weights is incomplete or damaged: download or copy it again"
+    final = f"{quote(f'{path}/final')}, " if os.path.isdir(f"{path}/final") else ""
+    return (
+        f"give {final}a directory as save_pretrained leaves it, with its config.json, weights and "
+        "tokenizer files, a GGUF file (pip install gguf), or the id of one on the Hub"
+    )
 
 
 def init_options(args: ModelConfig) -> dict[str, Any]:

@@ -133,7 +133,16 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     except CallFailed:
         raise
     except (Exception, SystemExit) as error:
-        raise CallFailed(f"raised {tell(error)}{frames(error)}") from error
+        raise _failed(error, arguments) from error
+
+
+def _failed(error: BaseException, arguments: Mapping[str, Any]) -> CallFailed:
+    """Describe an error of a function, which may have taken chats for text."""
+    hint = ""
+    chats = [x for x in arguments.get("completions", ()) if isinstance(x, list)]
+    if chats and isinstance(error, AttributeError | TypeError):
+        hint = "; completions are chats here, lists of messages: read completion[0]['content']"
+    return CallFailed(f"raised {tell(error)}{hint}{frames(error)}")
 
 
 async def call_async(
@@ -148,7 +157,7 @@ async def call_async(
         raise
     except (Exception, asyncio.CancelledError, SystemExit) as error:
         late = CallFailed.late(timeout) if limit.expired() else None
-        raise late or CallFailed(f"raised {tell(error)}{frames(error)}") from error
+        raise late or _failed(error, arguments) from error
 
 
 def read_scores(returned: Any, count: int) -> list[Any]:

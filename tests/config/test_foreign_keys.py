@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg.cli import main
 from rlhf_pg.config import (
     GRPOConfig,
     PPOConfig,
@@ -95,3 +97,45 @@ def test_foreign_arguments_say_what_to_use() -> None:
         assert f"{name!r} {FOREIGN_ARGUMENTS[name]}" in str(caught.value)
     with pytest.raises(TypeError, match="unknown_argument"):
         GRPOTrainer(unknown_argument=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("--dtype=float16", "bfloat16"),
+        ("--loss_type=dr_grpo", "dr_grpo the preset"),
+        ("--early_stopping_patience=3", "examples/early_stopping.py"),
+        ("--use_cpu=true", "CUDA_VISIBLE_DEVICES"),
+        ("--image_column=image", "text only"),
+        ("--algorithm.adv_estimator=gae", "docs/from-verl.md"),
+        ("data.train_files=a.parquet", "docs/from-verl.md"),
+    ],
+)
+def test_usual_keys_of_others_have_their_answer(capsys, given, answer) -> None:
+    with pytest.raises(SystemExit):
+        parse(GRPOConfig, [given])
+    assert answer in capsys.readouterr().err
+
+
+def test_config_of_verl_has_one_answer(capsys, tmp_path) -> None:
+    """Also where its section has the name of a key of ours."""
+    file = tmp_path / "ppo.yaml"
+    for text in ("trainer: {total_epochs: 1}", "algorithm: {adv_estimator: gae}\nlr: 1"):
+        file.write_text(text)
+        for read in (
+            lambda: parse(GRPOConfig, ["--config", str(file)]),
+            lambda: main(["train", str(file)]),
+        ):
+            with pytest.raises(SystemExit):
+                read()
+            (line,) = capsys.readouterr().err.splitlines()
+            assert "docs/from-verl.md" in line
+
+
+def test_page_on_verl_names_keys() -> None:
+    page = Path(__file__).parents[2] / "docs" / "from-verl.md"
+    rows = re.findall(r"^\| (`.*`.*) \| (.*) \|$", page.read_text(), re.M)
+    assert len(rows) >= 40
+    for theirs, here in rows:
+        named = re.match(r"`(\w+)[`:]", here)
+        assert named is None or named[1] in OURS | {"algorithm"}, theirs
