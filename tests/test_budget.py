@@ -34,7 +34,8 @@ BUDGETS = {
 #   config.yaml names them; twelve commands take 810; answers to each key of TRL's PPO take 18.
 # - tasks: four tasks that are learnt on a CPU, and reasoning-gym's, with tokenizers and a model.
 # - episodes: tools, templates that parse calls themselves, three libraries' environments.
-# - rewards: nine ready-made rewards and the sandbox of `code` take 600.
+# - rewards: nine ready-made rewards and the sandbox of `code`, with its filter of system calls
+#   and its end from outside, take 680.
 # - boundary: killable workers, for rewards and rollouts, take 170; users' modules with tracebacks
 #   of their own, one HTTP client for two users, which bounds what it unpacks (30).
 # - runtime: DeepSpeed's buffers, processes that fail or hang, launchers that start one process,

@@ -1,23 +1,30 @@
 """A reward for programs that pass tests; each test runs in its own bubblewrap sandbox."""
 
+import ctypes
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
+import signal
+import struct
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from subprocess import PIPE, run
-from typing import Any
+from subprocess import PIPE, Popen, TimeoutExpired
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.rewards.verifiers.texts import Seconds, Unreadable
 
-# A block that is not closed extends to the end.
-BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*(\w*)")
 # Prints a token after the tests, since a program that exits before them has exit status 0 too.
 REACHED = "\n\nimport os, sys\nsys.stdout.flush()\nos.write(1, b{token!r})\n"
 
@@ -26,6 +33,24 @@ LONGEST = 100_000  # bytes of a program
 LIMITS = f"--as={1 << 30} --fsize={1 << 20} --nofile=64 --core=0"
 CLEAN = "env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/tmp PYTHONHASHSEED=0 OMP_NUM_THREADS=1"
 SYSTEM = "/usr /bin /lib /lib32 /lib64 /sbin /etc/alternatives /etc/ld.so.cache /etc/localtime"
+GRACE = 3.0  # seconds after which a sandbox is ended from outside
+# System calls that fail, by their numbers on each of `PROCESSORS`: those that control a process or
+# reach far into the kernel.
+BLOCKED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+}
+PROCESSORS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # numbers for them in the kernel
 # The first process cannot be killed from inside; when it ends, all others do.
 ISOLATED = f"""--unshare-all --unshare-user --disable-userns --cap-drop ALL --uid 65534 --gid 65534
     --hostname sandbox --die-with-parent --new-session --as-pid-1 --proc /proc --dev /dev
@@ -89,8 +114,26 @@ def cases_in(truth: Any) -> list[str | tuple[str, str]]:
 def program_in(answer: str) -> str:
     """Return the last fenced block of Python in an answer, or all of it if it has no block."""
     python = ("python", "py", "python3", "")
-    blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in python]
-    return blocks[-1] if blocks else answer if "```" not in answer else ""
+    blocks = [text for language, text in fenced_blocks(answer) if language.lower() in python]
+    return blocks[-1] if blocks else answer if FENCE not in answer else ""
+
+
+def fenced_blocks(answer: str) -> list[tuple[str, str]]:
+    """Return language and text of each fenced block; one that is not closed extends to the end."""
+    blocks: list[tuple[str, list[str]]] = []
+    is_open = False
+    for line in re.findall(r"[^\n]*\n|[^\n]+", answer):
+        if is_open:
+            start = line.lstrip(" \t")
+            if not start.startswith(FENCE):
+                blocks[-1][1].append(line)
+                continue
+            line = start.removeprefix(FENCE)
+        _, fence, rest = line.partition(FENCE)
+        is_open = bool(fence) and line.endswith("\n")
+        if is_open:
+            blocks.append((LANGUAGE.findall(rest)[0], []))
+    return [(language, "".join(lines)) for language, lines in blocks]
 
 
 def passes(program: str, case: str | tuple[str, str], timeout: float) -> bool:
@@ -110,14 +153,64 @@ def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tupl
     source = program.encode(errors="replace")
     if b"\0" in source or len(source) > LONGEST or timeout <= 0:
         return 1, ""
-    command = [*sandbox_command(timeout), sys.executable, "-P", "-s", "-c", source.decode()]
-    with tempfile.TemporaryFile() as output:  # its size is limited, unlike a pipe's
-        sent = given.encode(errors="replace")
-        ended = run(command, input=sent, stdout=output, stderr=PIPE, cwd="/")
-        if ended.stderr:
-            raise no_sandbox(ended.stderr.decode(errors="replace").strip())
+    python = [sys.executable, "-P", "-s", "-c", source.decode()]
+    # A keyring belongs to a thread, and to the processes that it starts.
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_run, python, given.encode(errors="replace"), timeout).result()
+
+
+def _run(python: Sequence[str], given: bytes, timeout: float) -> tuple[int, str]:
+    join_new_keyring()
+    # The size of a file is limited, unlike a pipe's.
+    with TemporaryFile() as output, TemporaryFile() as blocked, TemporaryFile() as info:
+        blocked.write(seccomp_filter())
+        blocked.seek(0)
+        files = blocked.fileno(), info.fileno()
+        command = [*sandbox_command(timeout, *files), *python]
+        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": output, "stderr": PIPE}
+        with Popen(command, cwd="/", pass_fds=files, start_new_session=True, **pipes) as process:
+            try:
+                _, failure = process.communicate(given, timeout + GRACE)
+            except TimeoutExpired:  # the program has stopped what watches its time
+                kill(process, info)
+                return 137, ""
+        if failure:
+            raise no_sandbox(failure.decode(errors="replace").strip())
         output.seek(0)
-        return ended.returncode, output.read().decode(errors="replace")
+        return process.returncode, output.read().decode(errors="replace")
+
+
+def kill(process: Popen[bytes], info: IO[bytes]) -> None:
+    """End a sandbox: its first process, with which all others end, and what started it."""
+    info.seek(0)
+    with suppress(ValueError, ProcessLookupError):  # it had not started
+        os.kill(json.loads(info.read())["child-pid"], signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def seccomp_filter() -> bytes:
+    """Return a program for the kernel by which the calls in `BLOCKED` fail with EPERM."""
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    kills, fails, allows = 1 << 31, 0x50001, 0x7FFF0000
+    # A call's number is at 0, its processor at 4; a test has how many steps to leave out.
+    steps = [(load, 0, 0, 4), (equal, 1, 0, PROCESSORS[platform.machine()]), (answer, 0, 0, kills)]
+    steps += [(load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (answer, 0, 0, fails)]  # other numbers
+    for name in BLOCKED:
+        steps += [(equal, 0, 1, call(name)), (answer, 0, 0, fails)]
+    return b"".join(struct.pack("HBBI", *step) for step in [*steps, (answer, 0, 0, allows)])
+
+
+def join_new_keyring() -> None:
+    """Leave the trainer's keys. Where that is not allowed, `BLOCKED` still keeps them."""
+    ctypes.CDLL(None).syscall(call("keyctl"), 1, None)
+
+
+def call(name: str) -> int:
+    """Return the number of a system call here."""
+    if platform.machine() not in PROCESSORS:
+        raise no_sandbox(f"the system calls of {platform.machine()} are not known")
+    return BLOCKED[name][list(PROCESSORS).index(platform.machine())]
 
 
 @cache
@@ -135,12 +228,13 @@ def no_sandbox(why: str) -> ValueError:
     )
 
 
-def sandbox_command(timeout: float) -> list[str]:
+def sandbox_command(timeout: float, blocked: int, info: int) -> list[str]:
     """Return the command that runs another in a sandbox, where only /tmp and /dev/shm are writable.
 
     It shows the system's programs, and Python with its packages. The kernel does not count root's
     processes, so root becomes nobody first, inside another bubblewrap, where nobody may reach
-    root's files, such as a Python below /root.
+    root's files, such as a Python below /root. `blocked` and `info` are open files: the filter of
+    system calls, and where bubblewrap writes which process is the first.
     """
     if (bwrap := shutil.which("bwrap")) is None:
         raise no_sandbox("there is no `bwrap`")
@@ -152,9 +246,10 @@ def sandbox_command(timeout: float) -> list[str]:
     watched = f"timeout --signal=KILL {timeout} prlimit {LIMITS}"
     if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14):
         watched += " --nproc=18"  # older kernels count all of the user's
-    # Keep the program's stderr apart from that of a sandbox that does not start.
+    # Nothing inside can write what is taken for an error of bubblewrap.
     quiet = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
-    inside = [bwrap, *ISOLATED.split(), *visible, *SEALED.split(), *watched.split(), *quiet]
+    files = f"--seccomp {blocked} --info-fd {info} {SEALED}"
+    inside = [bwrap, *ISOLATED.split(), *visible, *files.split(), *quiet, *watched.split()]
     if os.geteuid() == 0:
         inside = [bwrap, *FOR_ROOT.split(), *visible, *NOBODY.split(), *inside]
     return [*CLEAN.split(), *inside]

@@ -50,7 +50,10 @@ class Answer:
         """The text that the agent gets, and names and arguments of calls of tools."""
         if not self.tools:
             return self.content, []
-        text = TAGGED.sub("", self.content).strip() if TAGGED.search(self.content) else ""
+        # After the last closing tag, the regex would search from each opening tag to the end.
+        closed, tag, rest = self.content.rpartition("</tool_call>")
+        said, calls = TAGGED.subn("", closed + tag)
+        text = (said + rest).strip() if calls else ""
         return text or None, [(tool.name, tool.arguments) for tool in self.tools]
 
     @property

@@ -4,6 +4,7 @@ What needs bubblewrap is skipped where there is none; that it is not done withou
 everywhere.
 """
 
+import ctypes
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,9 +55,16 @@ def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize("complaint", ["Unknown option --disable-userns", ""])
 def test_refuses_where_no_sandbox_can_be_made(monkeypatch, complaint) -> None:
     failing = ["sh", "-c", f"printf '{complaint}' >&2; exit 1"]
-    monkeypatch.setattr(programs, "sandbox_command", lambda seconds: failing)
+    monkeypatch.setattr(programs, "sandbox_command", lambda *_: failing)
     programs.check_sandbox.cache_clear()
     with pytest.raises(ValueError, match=f"reward code: .*here .{complaint or 'bwrap failed'}"):
+        make_verifier("code", {})
+
+
+def test_refuses_a_processor_whose_calls_it_does_not_know(monkeypatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    programs.check_sandbox.cache_clear()
+    with pytest.raises(ValueError, match="system calls of riscv64 are not known"):
         make_verifier("code", {})
 
 
@@ -67,7 +76,9 @@ def test_refuses_where_no_sandbox_can_be_made(monkeypatch, complaint) -> None:
         ("```python\nx = '```'\n```", "x = '```'\n"),
         ("```python\nx = 1\n```\nwhich prints\n```text\n1\n```", "x = 1\n"),
         ("```bash\nls\n```", ""),
+        ("```py\nx = 1\n  ``````\nx = 2", "x = 2"),
         ("", ""),
+        ("```" * 300_000, ""),  # what is searched from each of them to the end takes many minutes
     ],
 )
 def test_program_in_answer(answer, program) -> None:
@@ -265,6 +276,61 @@ def test_program_does_not_outlive_what_watches_it() -> None:
     """
     assert not right(program)
     assert not _running(mark)
+
+
+@needs_bwrap
+def test_time_is_watched_from_outside(monkeypatch) -> None:
+    """What watches the time inside is as good as stopped."""
+    mark, command = f"76543.{os.getpid()}", programs.sandbox_command
+    monkeypatch.setattr(programs, "GRACE", 0.5)
+    monkeypatch.setattr(programs, "sandbox_command", lambda _, *files: command(600.0, *files))
+    program = f'import os; os.execvp("sleep", ["sleep", "{mark}"])'
+    assert run_in_sandbox(program, timeout=0.5) == (137, "")
+    assert _within(10, lambda: not _running(mark))
+
+
+@needs_bwrap
+def test_program_cannot_make_calls_of_the_filter() -> None:
+    program = f"""
+        import ctypes, errno
+        kernel = ctypes.CDLL(None, use_errno=True)
+        numbers = {[programs.call(name) for name in programs.BLOCKED]}
+        if {os.uname().machine == "x86_64"}:
+            numbers.append(39 + (1 << 30))  # getpid, by its other number
+        answers = [(kernel.syscall(n, 0, 0, 0, 0, 0), ctypes.get_errno()) for n in numbers]
+        print("yes" if {{*answers}} == {{(-1, errno.EPERM)}} else answers)
+    """
+    assert says_yes(program)
+
+
+@needs_bwrap
+def test_program_cannot_say_that_there_is_no_sandbox() -> None:
+    program = """
+        for n in (1, 2):
+            try:
+                open(f"/proc/{n}/fd/2", "w").write("x")
+            except OSError:
+                pass
+        print("yes")
+    """
+    assert says_yes(program)
+
+
+def test_sandbox_has_a_keyring_of_its_own() -> None:
+    kernel, number = ctypes.CDLL(None), programs.call("keyctl")
+
+    def session() -> int:
+        return kernel.syscall(number, 0, -3, 1)
+
+    def other() -> int:
+        programs.join_new_keyring()
+        return session()
+
+    if (before := session()) < 0:
+        pytest.skip("keyrings are not allowed here")
+    with ThreadPoolExecutor(1) as alone:
+        assert alone.submit(other).result() not in (before, -1)
+    assert session() == before
 
 
 @needs_bwrap
