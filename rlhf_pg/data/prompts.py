@@ -220,8 +220,8 @@ def _storable(name: str, value: Any) -> Any:
 
 
 def _is_chat(value: Any) -> bool:
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    return is_list and isinstance(value[0], Mapping) and not {"role", "from"}.isdisjoint(value[0])
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, Mapping) and ("role" in first or "from" in first)
 
 
 def _misfits(name: str, values: list[Any], row: int) -> bool:

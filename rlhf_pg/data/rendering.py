@@ -304,7 +304,7 @@ def _words_of_schema(schema: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, value in schema.items():
             if key == "properties":
                 yield key, name
-            yield from _words_of_schema(value, "" if key == "properties" else name)
+            yield from _words_of_schema(value, name)
     elif isinstance(schema, list | tuple):
         for item in schema:
             yield from _words_of_schema(item, key)

@@ -178,17 +178,10 @@ def _mix(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -
 
 
 def _aligned(parts: Sequence[Dataset]) -> list[Dataset]:
-    """Return datasets whose columns have the same types, with numbers beside texts as texts; a
-    column `conversations` beside `messages` gets that name.
-    """
-    parts = list(parts)
-    if any("messages" in part.column_names for part in parts):
-        names = {"conversations": "messages"}
-        lacks = [{*part.column_names} & {*names, "messages"} == {*names} for part in parts]
-        parts = [p.rename_columns(names) if x else p for p, x in zip(parts, lacks, strict=True)]
+    """Return datasets whose columns have the same types, with numbers beside texts as texts."""
     with suppress(ValueError):
-        datasets.concatenate_datasets(parts)
-        return parts
+        datasets.concatenate_datasets(list(parts))
+        return list(parts)
     whole = from_rows([row for part in parts for row in part], _as_texts)
     ends = [*accumulate(map(len, parts), initial=0)]
     return [whole.select(range(*place)) for place in pairwise(ends)]

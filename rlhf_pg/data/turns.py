@@ -157,10 +157,10 @@ def _blocks_of(
     for span, (first, end) in zip(spans, blocks, strict=True):
         low, high = bisect_left(places, first), bisect_left(places, end)
         inside = {*owners[low:high]} or {*owners[max(0, low - 1) : high + 1]}
-        spoken = {n for n in inside if quoted[n]["role"] == "assistant"}
-        if not spoken or (spoken & {*numbers} and spoken - {*numbers}):
+        kinds = {n in numbers for n in inside if quoted[n]["role"] == "assistant"}
+        if len(kinds) != 1:
             return None
-        own += [span] if spoken <= {*numbers} else []
+        own += [span] if True in kinds else []
     return own
 
 

@@ -23,6 +23,7 @@ from rlhf_pg.models import about, max_positions, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
+CHATS = {"messages", "conversations"}  # columns with whole chats: OpenAI's name, and ShareGPT's
 UNLABELLED = -100  # the label that losses of transformers ignore
 
 Made = TypeVar("Made")
@@ -40,7 +41,8 @@ class Example(TypedDict):
 
 def completion_column(columns: Sequence[str]) -> str | None:
     """Return the column with completions of prompts; None if conversations or texts are whole."""
-    if ("messages" in columns and "completion" not in columns) or "prompt" not in columns:
+    is_chat = not CHATS.isdisjoint(columns)
+    if (is_chat and "completion" not in columns) or "prompt" not in columns:
         return None
     return next((name for name in ("completion", "answer") if name in columns), None)
 
@@ -63,8 +65,9 @@ class ExampleMaker:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None:
             ids, mask = self._complete(row, row[self.completion], number)
-        elif "messages" in self.columns:
-            ids, mask = self._chat(row, row["messages"], 0, f"messages in row {number}")
+        elif not CHATS.isdisjoint(self.columns):
+            messages = row.get("messages") or row.get("conversations")
+            ids, mask = self._chat(row, messages, 0, f"messages in row {number}")
         else:
             refuse_columns_of_chats(row, self.args, number)
             ids, mask = self._text("", row["text"], number)
@@ -150,14 +153,12 @@ def load_examples(
     """
     with about(name):
         data = as_dataset(data)
-        if "conversations" in data.column_names and "messages" not in data.column_names:
-            data = data.rename_column("conversations", "messages")  # ShareGPT's name
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
         if maker.completion is not None:
             maker = replace(maker, repeats_prompt=repeat_prompts(data, maker.completion))
         has_prompts = maker.completion is not None
-        if not has_prompts and not {"messages", "text"} & set(columns):
+        if not has_prompts and not {*CHATS, "text"} & set(columns):
             raise ValueError(
                 "the dataset has no columns prompt and completion (or answer), messages, or text: "
                 f"it has {', '.join(columns)}. Rename columns by dataset_columns"

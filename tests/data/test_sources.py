@@ -174,6 +174,26 @@ def made(rows, **keys):
     return with_prompts(Dataset.from_list(rows), DataConfig(**keys))["prompt"]
 
 
+def test_files_with_other_types_and_chats_are_mixed(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    others = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    parts = {
+        "a.csv": "answer\n007\n",
+        "b.csv": "answer\n8\n",
+        "c.jsonl": json.dumps({"messages": turns, "answer": 1.5}),
+        "d.jsonl": json.dumps({"conversations": others, "answer": None}),
+    }
+    for name, text in parts.items():
+        (tmp_path / name).write_text(text)
+    names = [str(tmp_path / name) for name in parts]
+    mixed = load_datasets(DataConfig(dataset_name=names), 0).train
+    assert mixed["answer"][:] == ["007", "8", "1.5", None]
+    assert mixed["messages"][:] == [None, None, turns, None]
+    assert mixed["conversations"][:] == [None, None, None, turns]
+    weighted = DataConfig(dataset_name=names[1:], dataset_weights=[1, 1, 1])
+    assert {*load_datasets(weighted, 0).train["answer"]} == {8.0, 1.5, None}
+
+
 def test_template_system_prompt_and_chat_make_prompts():
     user = {"role": "user", "content": "Say 0+1="}
     system = {"role": "system", "content": "Be brief."}

@@ -295,6 +295,11 @@ def test_columns_of_chats_are_obeyed_or_refused(tokenizer):
     tokenizer.chat_template = UNTAGGED
     rows = [{"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "c"}]}]
     assert only([rows[0] | {"system": "hi"}], tokenizer).startswith("[s|hi<eos> [u|ab<eos>")
+    both = [
+        rows[0] | {"messages": None},
+        {"messages": [says("x"), says("y", "assistant")], "conversations": None},
+    ]
+    assert "u|x<eos>" in learnt(examples(both, tokenizer)[1], tokenizer)
     with pytest.raises(ValueError, match="row 0 is text, but its column system"):
         only([{"text": "ab", "system": "hi"}], tokenizer)
     with pytest.raises(ValueError, match=r"row 0: message 0: from .* got 'alien'"):
