@@ -21,14 +21,16 @@ from rlhf_pg.boundary.quoted import frames, quote, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
+FACTORY = "function or class"
 
 
 def load(name: str, what: str = "function") -> Any:
     """Import a function (or class): `file.py:name`, `package.module:name`, `package.module.name`.
 
-    A module is installed, in the working directory, or in the directory before its name
-    (`directory/package.module:name`). ValueError if there is no such file or module, its import
-    fails (the message has its traceback), or it has no function of that name.
+    `what` is "function", "class", or `FACTORY` for either. A module is installed, in the working
+    directory, or in the directory before its name (`directory/package.module:name`). ValueError if
+    there is no such file or module, its import fails (the message has its traceback), or it has no
+    function of that name.
     """
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if name.endswith(".py") or not place:
@@ -47,7 +49,8 @@ def load(name: str, what: str = "function") -> Any:
         problem = f"{quote(name)} cannot be imported from {quote(str(where))}"
         raise ValueError(f"{problem}:{frames(error)}\n{said}") from error
     found = getattr(module, attribute, None)
-    if inspect.isclass(found) != (what == "class") or not callable(found):
+    fits = what == FACTORY or inspect.isclass(found) == (what == "class")
+    if not fits or not callable(found):
         of_kind = inspect.isclass if what == "class" else inspect.isfunction
         public = [key for key, _ in inspect.getmembers(module, of_kind) if not key.startswith("_")]
         raise ValueError(

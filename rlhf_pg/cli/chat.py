@@ -11,7 +11,7 @@ from rlhf_pg import models
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import model_of_run
-from rlhf_pg.config.parse import fail
+from rlhf_pg.config.parse import fail, load
 from rlhf_pg.data.chat import encode
 
 AGAIN = "/new"
@@ -25,10 +25,14 @@ def chat(flags: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     trust = {"trust_remote_code": options.trust_remote_code}
+    path, recipe = model_of_run(options.model)
     with models.about("model"):
-        loaded = models.load_model(model_of_run(options.model)[0], dtype, **trust)
+        loaded = models.load_model(path, dtype, **trust)
         tokenizer = models.tokenizer_from_pretrained(loaded.name_or_path, **trust)
-    if not tokenizer.chat_template and options.system_prompt is not None:
+    system_prompt = options.system_prompt
+    if system_prompt is None and recipe is not None and tokenizer.chat_template:
+        system_prompt = load(recipe).get("system_prompt")  # the run's own
+    if not tokenizer.chat_template and system_prompt is not None:
         fail("system_prompt is for a chat, but this tokenizer has no chat template")
     stops = models.stop_token_ids(loaded, tokenizer)
     # The base model includes the adapter; peft's `generate` would change the generation config.
@@ -45,8 +49,10 @@ def chat(flags: Sequence[str]) -> None:
     if options.temperature > 0:
         keys = ("temperature", "top_p", "top_k")
         generation.update(do_sample=True, **{key: getattr(options, key) for key in keys})
-    system = {"role": "system", "content": options.system_prompt}
-    began = messages = [system] * (options.system_prompt is not None)
+    began = []
+    if system_prompt is not None:
+        began = [{"role": "system", "content": system_prompt}]
+    messages = began
     if prompt := "> " if sys.stdin.isatty() else "":
         print(f"({AGAIN} begins anew; Ctrl-D ends)", file=sys.stderr)
     while True:

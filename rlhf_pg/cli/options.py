@@ -55,8 +55,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("--temperature", type=real, metavar="T", help="0 is greedy (default: both)")
         case "chat":
             add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
-            add("--system_prompt", metavar="TEXT", help="system message before the chat")
-            add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
+            add("--system_prompt", metavar="TEXT", help="default: that of the run, if it has one")
+            add("--temperature", type=real, default=0.0, help="default: 0, which is greedy")
             add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
             add("--max_completion_length", type=count, default=512, help="default: 512 tokens")

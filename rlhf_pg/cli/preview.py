@@ -32,6 +32,7 @@ from rlhf_pg.data.inputs import load_task, settle_data, with_date
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.rendering import special_tokens, warn_of_turn_end
 from rlhf_pg.rewards.named import check_arguments, settle_rewards
+from rlhf_pg.rollout.factory import load_tools
 from rlhf_pg.supervised import examples
 from rlhf_pg.supervised.bradley_terry import load_pairs
 from rlhf_pg.tasks import warm_start
@@ -141,7 +142,10 @@ def of_prompts(
     args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
 ) -> Preview:
     _, data, _ = settle_data(args)
-    tools = [get_json_schema(tool) for tool in task.tools] if task is not None else []
+    named, _ = load_tools(args)
+    if named is None and task is not None:
+        named = task.tools
+    tools = [get_json_schema(tool) for tool in named or ()]
     prompts = load_prompts(
         data,
         tokenizer,

@@ -4,7 +4,7 @@ import math
 from typing import ClassVar, Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import Text, config, option, parameters
+from rlhf_pg.config.fields import FunctionName, Text, config, option, parameters
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
@@ -122,7 +122,7 @@ class RLOOConfig(PolicyGradientConfig):
     algorithm: Literal["rloo"] = option("rloo")
     output_dir: Text = option("runs/rloo")
     num_generations: int = option(4, ge=2)
-    advantage_estimator: str = option("leave_one_out", names=ESTIMATORS)
+    advantage_estimator: FunctionName = option("leave_one_out", names=ESTIMATORS)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
     beta: float = option(0.05, ge=0)
     kl_placement: Literal["reward", "loss"] = option("reward")
@@ -137,10 +137,10 @@ class ReinforceConfig(PolicyGradientConfig):
     output_dir: Text = option("runs/reinforce")
     num_generations: int = option(1, ge=1)
     gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
-    advantage_estimator: str = option("returns_minus_others", names=ESTIMATORS, help=
+    advantage_estimator: FunctionName = option("returns_minus_others", names=ESTIMATORS, help=
         "Advantage estimator: returns has no baseline, returns_minus_others the mean of the other "
         "completions, returns_minus_mean the batch's (docs/algorithms.md).")
-    policy_loss: str = option("vanilla", names=LOSSES)
+    policy_loss: FunctionName = option("vanilla", names=LOSSES)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
     beta: float = option(0.05, ge=0)
     kl_placement: Literal["reward", "loss"] = option("reward")
@@ -160,7 +160,7 @@ class PPOConfig(PolicyGradientConfig):
     beta: float = option(0.05, ge=0)
     kl_placement: Literal["reward", "loss"] = option("reward")
     kl_estimator: KLEstimator = option("k1")
-    advantage_estimator: Text = option("gae", names=ESTIMATORS, help=
+    advantage_estimator: FunctionName = option("gae", names=ESTIMATORS, help=
         "Advantage estimator with a critic: gae, n_step or returns_minus_values.")
     gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
     lam: float = option(0.95, ge=0, le=1, help="Lambda of GAE: 0 trusts the critic, 1 the rewards.")

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import date
@@ -21,7 +22,14 @@ from typing import (
 )
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 from typing_extensions import TypedDict
 
 from rlhf_pg.boundary.quoted import show
@@ -173,7 +181,26 @@ def _day(value: Any) -> Any:
         raise ValueError("a day such as 2026-11-29") from None
 
 
+def _registered(value: Any, info: ValidationInfo) -> Any:
+    """Register a function that is given in Python, and return its name, MODULE:NAME or, where no
+    import finds it again, python:NAME.
+    """
+    if not callable(value):
+        return value
+    from rlhf_pg.config.rules import registry  # it imports this module
+
+    functions, module = registry(str(info.field_name)), value.__module__
+    label = getattr(value, "__name__", type(value).__name__)
+    found = getattr(sys.modules.get(module), label, None) is value and module != "__main__"
+    name = f"{module if found else 'python'}:{label}"
+    while functions.setdefault(name, value) is not value:  # another of the same name
+        name += "_"
+    return name
+
+
 Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)]
+FunctionName = Annotated[Text, BeforeValidator(_registered)]
+"""Type of a key that selects a function by its name, or takes one in Python."""
 Names = Annotated[tuple[Text, ...], BeforeValidator(as_list)]
 """Type of a key that takes one name or several."""
 Day = Annotated[str, BeforeValidator(_day)]

@@ -11,7 +11,7 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.config.rules import registry
 
 PLACES = ("output_dir", "resume_from_checkpoint", "vllm_sync_directory")  # may be new
-PROGRAMS = ("trainer", "privileged_prompt", "agent_program")
+FUNCTIONS = ("trainer", "privileged_prompt", "agent_program", "environment_factory")
 
 
 def absolute(name: str, beside: Path | None) -> str:
@@ -31,13 +31,19 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = os.path.expandvars(os.path.expanduser(value))
         elif key in ("dataset_name", "eval_dataset_name"):
             keys[key] = [absolute(name, beside) for name in value]
-        elif key in PROGRAMS and names_function(value or ""):
+        elif value and key in FUNCTIONS and (key == "environment_factory" or names_function(value)):
             keys[key] = locate_reward(value, beside)
-        elif key == "reward_funcs":
+        elif key in ("reward_funcs", "tools"):
             keys[key] = [locate_reward(name, beside) for name in value]
         elif key in ("advantage_estimator", "policy_loss") and ":" in value:
             keys[key] = locate_reward(value, beside)
-            function = registry(key)[keys[key]] = user_modules.load(keys[key])
+            if value in registry(key):  # given in Python
+                keys[key] = value
+            elif value.startswith("python:"):
+                raise ValueError(f"{key} {value}: this run was given a function in Python: give it")
+            else:
+                registry(key)[keys[key]] = user_modules.load(keys[key])
+            function = registry(key)[keys[key]]
             call = "inputs" if key != "policy_loss" else "logprobs, old_logprobs, advantages, mask"
             try:
                 inspect.signature(function).bind_partial(*call.split(", "))

@@ -96,8 +96,8 @@ VALUE_REASONS = dict.fromkeys(
     "gradients in float16 underflow, and nothing here scales them: set bfloat16",
 )
 # Sections of verl's config: mappings, where ours has none.
-VERL = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data")
-VERL += ("reward_model", "trainer")
+VERL = {"actor_rollout_ref", "algorithm", "critic", "data", "reward_model", "trainer"}
+VERL |= {"custom_reward_function"}
 KEYS = dict[str, set[str]]()  # of each algorithm, as its config is declared
 FOREIGN_ARGUMENTS = {
     "tokenizer": "is processing_class here",

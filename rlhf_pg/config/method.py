@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlhf_pg.config.fields import Names, Numbers, Text, config, option
+from rlhf_pg.config.fields import FunctionName, Names, Numbers, Text, config, option
 
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 Correction = Literal[
@@ -51,6 +51,10 @@ class SamplingConfig:
     max_turns: int | None = option(None, ge=1, help=
         "Most turns in an episode, or calls of agent_program. None: as many as "
         "max_completion_length allows.")
+    tools: Names = option((), help=
+        "Functions that the policy may call: FILE.py:FUNCTION or package.module:FUNCTION.")
+    environment_factory: Text | None = option(None, help=
+        "Class or function that makes an environment: FILE.py:NAME or package.module:NAME.")
     environment_timeout: float = option(60.0, gt=0, help="Seconds for an answer of an environment.")
     agent_program: Text | None = option(None, help=
         "Program of an agent, which asks the policy over HTTP: FILE.py:FUNCTION, or a command.")
@@ -109,11 +113,11 @@ class MethodConfig:
         "Tokens before the length limit over which overlong_penalty grows (DAPO). None: off.")
     overlong_penalty: float = option(1.0, gt=0, help="Penalty at the end of overlong_buffer.")
 
-    advantage_estimator: Text = option("group_normalized", names=ESTIMATORS, help=
+    advantage_estimator: FunctionName = option("group_normalized", names=ESTIMATORS, help=
         "Advantage estimator (docs/algorithms.md), or your own as FILE.py:FUNCTION.")
     normalize_advantages: bool = option(False, help="Whiten advantages: mean 0, variance 1.")
 
-    policy_loss: Text = option("clipped_surrogate", names=LOSSES, help=
+    policy_loss: FunctionName = option("clipped_surrogate", names=LOSSES, help=
         "Policy loss (docs/algorithms.md), or your own as FILE.py:FUNCTION.")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("token_mean", help=
         "Weight of a token: 1 / all tokens, 1 / (rows * row's tokens), or 1 / (rows * longest).")

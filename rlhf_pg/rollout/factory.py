@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner
@@ -149,6 +150,19 @@ def new_engine(
 
         return WorkerEngine(*common, args.rollout_workers, args.rollout_cache_tokens)
     return NativeEngine(*common, args.rollout_cache_tokens)
+
+
+def load_tools(args: PolicyGradientConfig, tools: Any = None, environment: Any = None) -> Any:
+    """Return the tools and the environment's factory, given in Python or else named in the config;
+    ValueError if both have them.
+    """
+    if (args.tools and tools) or (args.environment_factory and environment):
+        raise ValueError("tools or environment_factory are given twice, as arguments and in args")
+    if args.tools:
+        tools = [user_modules.load(name) for name in args.tools]
+    if args.environment_factory:
+        environment = user_modules.load(args.environment_factory, user_modules.FACTORY)
+    return tools, environment
 
 
 def new_episode_runner(

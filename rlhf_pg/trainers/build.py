@@ -67,8 +67,9 @@ def build(trainer: Any, given: Any) -> None:
         kept = tuple(name for name in args.given_in_python if name in names)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
     again = refuse_given_twice(args, {name: getattr(given, name) for name in names})
+    tools, environment_factory = factory.load_tools(args, given.tools, given.environment_factory)
     task, train_dataset, eval_datasets = settle_data(
-        args, given.train_dataset, given.eval_dataset, given.environment_factory, trainer.trains
+        args, given.train_dataset, given.eval_dataset, environment_factory, trainer.trains
     )
     rewards, trainer.described, recorded = settle_rewards(
         given.reward_funcs, args, None if task is None else task.reward
@@ -78,17 +79,18 @@ def build(trainer: Any, given: Any) -> None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
         trainer.privileged_prompt = user_modules.load(hidden)
-    code = [key for key in ("trainer", "agent_program") if getattr(args, key)]
+    named = ("trainer", "agent_program", "tools", "environment_factory")
+    code = [key for key in named if getattr(args, key)]
     code += [key for key in ("advantage_estimator", "policy_loss") if ":" in getattr(args, key)]
     code += ["privileged_prompt"] * names_function(hidden)
-    trainer.described += [f"{key}: runs {quote(str(getattr(args, key)))}" for key in code]
+    trainer.described += [f"{key}: runs {quote(_listed(getattr(args, key)))}" for key in code]
     if args.agent_program is not None and given.agent_program is not None:
         raise ValueError("agent_program is given twice, as an argument and in args")
     agent_program = args.agent_program if given.agent_program is None else given.agent_program
     if trainer.privileged_prompt is not None:
         functions = [trainer.privileged_prompt]
         check_arguments(functions, {"train_dataset": train_dataset}, "rewards")
-    alone = given.environment_factory is None and agent_program is None
+    alone = environment_factory is None and agent_program is None
     if not rewards and args.teacher_model_name_or_path and alone:
         rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
@@ -99,7 +101,6 @@ def build(trainer: Any, given: Any) -> None:
     if trainer.trains and args.eval_steps and not eval_datasets:
         raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
     model = given.model or args.model_name_or_path
-    tools, environment_factory = given.tools, given.environment_factory
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -310,6 +311,10 @@ def build(trainer: Any, given: Any) -> None:
         trainer.shaping.names,
         parameters=lambda: trainer.checkpointer.parameters,
     )
+
+
+def _listed(value: Any) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
 
 
 def refuse_given_twice(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:

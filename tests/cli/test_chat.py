@@ -1,6 +1,8 @@
 """`rlhf-pg chat`: turns from lines, adapters, and nothing of a model's text that is obeyed."""
 
+import importlib
 import io
+import shutil
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from rlhf_pg.tasks import TASKS, arithmetic
 from tests.cli.conftest import refused
 from tests.tiny import adapter, stir
 
-GREEDY = ["--temperature", "0", "--max_completion_length", "6"]
+chat = importlib.import_module("rlhf_pg.cli.chat")
+GREEDY = ["--max_completion_length", "6"]  # the default
 
 
 def talked(monkeypatch, lines: str, *flags: str) -> None:
@@ -75,10 +78,20 @@ def test_chat_remembers_turns_until_told(chat_model, monkeypatch, capsys) -> Non
         return kept(self, messages, **options)
 
     monkeypatch.setattr(type(plain), "apply_chat_template", watched)
-    flags = [*GREEDY[:2], "--max_completion_length", "4"]
+    flags = ["--max_completion_length", "4"]
     talked(monkeypatch, "1+2=\n3+4=\n/new\n5=\n", chat_model, *flags)
     one = ["user"]
     assert seen[::2] == [one, ["user", "assistant", "user"], one]  # each is checked first
+
+
+def test_chat_with_a_run_has_its_system_prompt(chat_model, monkeypatch, capsys, tmp_path) -> None:
+    seen = []
+    shutil.copytree(chat_model, tmp_path / "final")
+    (tmp_path / "config.yaml").write_text("algorithm: grpo\nsystem_prompt: Be brief.\n")
+    monkeypatch.setattr(chat, "encode", lambda chat, _: seen.append(chat[0]["content"]) or [5])
+    for flags in ((), ("--system_prompt", "Be long.")):
+        talked(monkeypatch, "1+2=\n", str(tmp_path), *GREEDY, *flags)
+    assert seen == ["Be brief.", "Be long."]
 
 
 def test_chat_beyond_the_context_says_so(chat_model, monkeypatch, capsys) -> None:

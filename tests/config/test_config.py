@@ -180,8 +180,9 @@ def test_off_policy_sampler_is_corrected_by_default(options, correction):
 def test_names_are_those_of_registries():
     """The config has them without torch."""
     fields = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-    assert set(fields["advantage_estimator"].metadata["names"]) == set(ADVANTAGES)
-    assert set(fields["policy_loss"].metadata["names"]) == set(POLICY_LOSSES)
+    for key, registry in (("advantage_estimator", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+        ours = {name for name in registry if ":" not in name}  # other tests have their own
+        assert set(fields[key].metadata["names"]) == ours
 
 
 def test_registered_estimator_is_selectable_by_name(monkeypatch, recipe):

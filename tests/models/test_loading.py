@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -15,6 +16,7 @@ from transformers import (
 )
 
 from rlhf_pg.models import disable_dropout, load_model, load_tokenizer, load_weights, stop_token_ids
+from rlhf_pg.models.loading import opening
 from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
@@ -118,6 +120,20 @@ def test_incomplete_model_directory_is_one_error(saved, name):
         load_model(saved, torch.float32)
     assert saved in str(caught.value)
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("the package flash_attn seems to be not installed"), "install the package"),
+        (ValueError("set the option `trust_remote_code=True`"), "trust_remote_code: true"),
+        (SafetensorError("incomplete metadata"), "download or copy it again"),
+        (OSError("no file named config.json"), "as save_pretrained leaves it"),
+    ],
+)
+def test_error_in_reading_has_remedy_of_its_cause(error, remedy):
+    with pytest.raises(ValueError, match=remedy), opening("model", "there"):
+        raise error
 
 
 def test_unreadable_tokenizer_is_one_error(saved):

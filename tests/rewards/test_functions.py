@@ -351,6 +351,15 @@ def test_exception_names_function_and_keeps_cause():
         call(says(torch.ones(3, device="meta")))
 
 
+def test_function_for_text_that_gets_chats_is_told_so():
+    def strips(completions):
+        return [float(len(completion.strip())) for completion in completions]
+
+    chats = [[{"role": "assistant", "content": "4"}]] * 3
+    with pytest.raises(ValueError, match=r"completion\[0\]\['content'\]"):
+        Rewards([strips])(chats, chats, IDS, {}, None)
+
+
 def test_logged_columns_may_be_arrays_and_tensors():
     def logs(completions, log_extra):
         log_extra("array", np.arange(3))

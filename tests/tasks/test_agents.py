@@ -17,6 +17,15 @@ ANSWER = '<tool_call>{"name": "final_answer", "arguments": {"answer": "%d"}}</to
 MULTIPLY = '<tool_call>{"name": "multiply", "arguments": {"a": %d, "b": %d}}</tool_call>'
 
 
+def test_agent_calls_tool_of_mcp_server(trainer_of) -> None:
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+    says = [(call, "It is 425"), ("424",)]
+    trainer = trainer_of("mcp_tools.py", {"prompt": "What is 17 * 25?", "answer": "425"}, says)
+    trainer.train()
+    expected = [([float(i == 0)], "".join(said), 0) for i, said in enumerate(says)]
+    assert outcomes(trainer, trainer.played) == expected
+
+
 def test_agent_of_smolagents_calls_its_tool(trainer_of) -> None:
     says = [(MULTIPLY % (17, 25), ANSWER % 425), (ANSWER % 42,), ("No.", ANSWER % 425)]
     trainer = trainer_of("smol.py", {"prompt": "What is 17 * 25?", "answer": "425"}, says)

@@ -160,6 +160,23 @@ def test_run_without_step_leaves_nothing_and_moves_nothing(make, tmp_path) -> No
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
+def test_loss_given_in_python_is_the_loss(make) -> None:
+    """Also one of the same name; a config with its name alone asks for it."""
+
+    def times(factor: float):
+        def own_loss(logprobs, old_logprobs, advantages, mask):
+            return -factor * logprobs * advantages, {}
+
+        return own_loss
+
+    runs = [make(policy_loss=times(factor), max_steps=1).train() for factor in (1, 3)]
+    one, three = (run.metrics["policy_loss"] for run in runs)
+    assert three == pytest.approx(3 * one)
+    assert one != 0
+    with pytest.raises(ValueError, match="policy_loss python:gone"):
+        make(policy_loss="python:gone")
+
+
 def test_first_and_last_step_log_completions(make, tmp_path) -> None:
     make(max_steps=3, log_completions_steps=2).train()
     lines = read(tmp_path / "run" / "completions.jsonl")
