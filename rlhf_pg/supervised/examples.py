@@ -105,7 +105,7 @@ class ExampleMaker:
                 f"{self.completion} too, or text after messages; got {show(prompt)} and "
                 f"{show(completion)}"
             )
-        where = f"prompt in row {number}"
+        where = f"prompt and {self.completion} in row {number}"
         prompt, completion = split_repeated(prompt, completion, number, str(self.completion))
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat(row, [*prompt, *completion], read, where)

@@ -117,7 +117,7 @@ def test_what_was_said_keeps_its_ids(template: str, words: str) -> None:
 
 
 def test_special_tokens_of_a_call_keep_their_ids() -> None:
-    tokenizer = tokenizer_with("qwen2_5")
+    tokenizer = bytes_tokenizer(tokenizer_with("qwen2_5").chat_template, "<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     history = History(tokenizer, [tokenizer.eos_token_id], skip_special_tokens=False)
     ask = {"role": "user", "content": "a"}
