@@ -181,14 +181,19 @@ def _day(value: Any) -> Any:
         raise ValueError("a day such as 2026-11-29") from None
 
 
+def registry(key: str) -> dict[str, Any]:
+    """Return the functions that a key selects by name, including registered ones of users."""
+    from rlhf_pg import advantages, losses  # they need torch, which takes seconds
+
+    return advantages.ADVANTAGES if key == "advantage_estimator" else losses.POLICY_LOSSES
+
+
 def _registered(value: Any, info: ValidationInfo) -> Any:
     """Register a function that is given in Python, and return its name, MODULE:NAME or, where no
     import finds it again, python:NAME.
     """
     if not callable(value):
         return value
-    from rlhf_pg.config.rules import registry  # it imports this module
-
     functions, module = registry(str(info.field_name)), value.__module__
     label = getattr(value, "__name__", type(value).__name__)
     found = getattr(sys.modules.get(module), label, None) is value and module != "__main__"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.config.rules import registry
+from rlhf_pg.config.fields import registry
 
 PLACES = ("output_dir", "resume_from_checkpoint", "vllm_sync_directory")  # may be new
 FUNCTIONS = ("trainer", "privileged_prompt", "agent_program", "environment_factory")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quote
-from rlhf_pg.config.fields import ConfigError, is_set, parameters
+from rlhf_pg.config.fields import ConfigError, is_set, parameters, registry
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.run import SCHEDULES
 
@@ -37,13 +37,6 @@ def refuse(messages: Iterable[str]) -> None:
     """Raise ConfigError if there are messages; each begins with a key."""
     if pairs := [(message.partition(" ")[0], message) for message in messages]:
         raise ConfigError(pairs)
-
-
-def registry(key: str) -> dict[str, Any]:
-    """Return the functions that a key selects by name, including registered ones of users."""
-    from rlhf_pg import advantages, losses  # they need torch, which takes seconds
-
-    return advantages.ADVANTAGES if key == "advantage_estimator" else losses.POLICY_LOSSES
 
 
 def of_inputs(args: Any) -> Iterator[str]:

@@ -74,8 +74,8 @@ def test_environment_of_a_recipe_is_played(tmp_path) -> None:
 
 def test_preview_shows_tools_of_recipe(tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "2*3"}]}\n' * 2)
-    text = "tools: [my_tools.py:multiply]\ndataset_name: rows.jsonl\nreward_funcs: [my_tools.py:none]\n"
-    args = recipe(tmp_path, text + "max_turns: 2\n")
+    text = "tools: [my_tools.py:multiply]\nmax_turns: 2\ndataset_name: rows.jsonl\n"
+    args = recipe(tmp_path, text + "reward_funcs: [my_tools.py:none]\n")
     _, tokenizer = calculator().new_model()
     seen = of_prompts(args, None, tokenizer, None)
     assert "<tools>multiply" in tokenizer.decode(seen.rows[0].ids)
