@@ -4,7 +4,7 @@ import math
 from typing import ClassVar, Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import FunctionName, Text, config, option, parameters
+from rlhf_pg.config.fields import FunctionName, Text, config, option, parameters, registry
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
@@ -89,7 +89,7 @@ class PolicyGradientConfig(
     @property
     def loss_options(self) -> set[str]:
         """The names of the policy loss's parameters."""
-        return parameters(rules.registry("policy_loss")[self.policy_loss])
+        return parameters(registry("policy_loss")[self.policy_loss])
 
     @property
     def policy_frozen_until(self) -> int:
