@@ -23,5 +23,8 @@ def plan(flags: Sequence[str]) -> None:
     elif name is None:
         kind, name = "cpu", "CPU"
         room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for said in verdict(args, options.sharding, options.num_processes, here, kind, room, name):
-        Console().print(said)
+    console = Console()
+    place = (here, kind, room, name)
+    with console.status("measuring an update on tensors without data: some seconds each"):
+        for said in verdict(args, options.sharding, options.num_processes, *place):
+            console.print(said)

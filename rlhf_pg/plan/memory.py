@@ -25,6 +25,7 @@ from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import make_prompts
 from rlhf_pg.models import Critic, Policy, adapter_of, assemble
 from rlhf_pg.models.attention import attention_support
+from rlhf_pg.plan.duration import hours
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.trainers.token_budget import (
     SHARDINGS,
@@ -45,7 +46,8 @@ CPU_CACHE = 4 * 2**30  # bytes of the native engine's cache on a CPU
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 # Keys that save memory, by what they cost; each is tried together with those before it.
 SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "gradient_checkpointing": True}
-SAVINGS |= {"dtype": "bfloat16", "use_peft": True}
+SAVINGS |= {"dtype": "bfloat16", "optim": "adamw_8bit", "beta": 0.0, "use_peft": True}
+OF_ADAPTER = 10  # times the learning rate of all weights
 GIB = 2**30
 
 
@@ -250,6 +252,8 @@ def verdict(
         f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
         "completions sampled at a time by the native engine."
     )
+    if estimated := hours(meta, processes, name):
+        yield Text(estimated)
     if spare >= 0:
         yield Text(f"It fits on {where}, with {_short(spare)} GiB to spare: {sizes}.")
         return
@@ -260,8 +264,11 @@ def verdict(
     for key, value in SAVINGS.items():
         if not fits and getattr(args, key) not in (value, "offload"):
             with suppress(ValueError):  # the recipe has a key that forbids this one
-                tried = build(**changes, **{key: value})
-                changes[key] = value
+                more = {key: value}
+                if key == "use_peft":
+                    more["learning_rate"] = OF_ADAPTER * args.learning_rate
+                tried = build(**changes, **more)
+                changes |= more
                 fits = estimate(tried, sharding, processes).peak <= room
     four = tried._replace(args=dataclasses.replace(tried.args, load_in_4bit=True))
     if not fits and sharding == "ddp" and estimate(four, sharding, processes).peak <= room:

@@ -8,10 +8,12 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOConfig, PPOConfig, PPOTrainer
 from rlhf_pg.cli import main
+from rlhf_pg.plan.duration import hours
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers.token_budget import SHARDINGS
@@ -48,6 +50,7 @@ def test_plan_shows_parts_and_verdict(capsys, model_path) -> None:
     [
         (["--micro_batch_tokens", "4096"], "0.06", r"micro_batch_tokens.*\n  --num_processes"),
         (["--use_peft", "--dtype=bfloat16", "--prompts_per_step=1"], "0.0025", "load_in_4bit"),
+        (["--beta=0.1", "--dtype=bfloat16", "--prompts_per_step=1"], "0.0065", "adamw_8bit"),
     ],
 )
 def test_plan_names_what_would_make_it_fit(capsys, given, room, expected) -> None:
@@ -135,6 +138,20 @@ def test_optimizer_bytes_follow_options(optim, moments_and_masters) -> None:
     memory = predict_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     count = sum(p.numel() for p in own.policy.parameters())
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
+
+
+def test_hours_are_those_of_published_throughputs(drawn) -> None:
+    """By hand, for a GPU that is in the table, and not for another."""
+    size, model = 8e8 / 8.03e9, nn.Linear(8000, 10**5, bias=False, device="meta")
+    args = dataclasses.replace(drawn.args, max_steps=7200, beta=0.0)
+    width, rows = args.max_completion_length, args.prompts_per_step * args.num_generations
+    tokens = args.prompts_per_step * drawn.prompt + rows * width
+    seconds = size * (width * 6.5e-3 + tokens * (args.num_iterations + 1 / 3) / 5605)
+    meta = drawn._replace(args=args, policy=model)
+    said = hours(meta, 1, "NVIDIA H100 80GB HBM3")
+    assert f"About {2 * seconds:.1f} hours for 7200 steps" in said
+    assert "nothing was measured" in said
+    assert hours(meta, 1, "CPU") is hours(drawn, 1, "H100") is None
 
 
 @pytest.fixture(scope="module")
