@@ -90,7 +90,7 @@ SUPERVISED_TITLES = {
 UNLISTED = {"algorithm"}  # the same word as the class, and no setting
 
 INTRODUCTION = """\
-# The algorithms, function by function
+# Algorithms: function by function
 
 Made by `make docs` from the docstrings of the code and the tests that prove them. All are pure
 functions on tensors, (B,T), rows by completion tokens, unless said otherwise.

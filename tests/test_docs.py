@@ -70,6 +70,26 @@ def test_usage_explains_every_key_of_metrics_line() -> None:
     assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
+def test_readme_and_usage_have_the_numbers_of_results() -> None:
+    """Of the demo by all its runs, and of each algorithm by its five."""
+    results = (ROOT / "docs/results.md").read_text()
+    demo = re.findall(r"^\| .* \| \d+ \| (0\.\d+) \| (0\.\d+) \| \d+ \|$", results, re.M)
+    before, after = ([float(x) for x in column] for column in zip(*demo, strict=True))
+    low, high = f"{min(after):.2f}", f"{max(after):.2f}"
+    readme, usage = ((ROOT / name).read_text() for name in ("README.md", "docs/usage.md"))
+    begins = re.search(r"rises from (0\.\d+) to \[(0\.\d+) to (0\.\d+)", readme)
+    assert begins is not None
+    assert begins.groups() == (f"{sum(before) / len(before):.2f}", low, high)
+    assert f"between {low} and {high}" in usage
+    shown = re.search(r"before: held-out reward (\S+) .*\nafter:  held-out reward (\S+) ", usage)
+    assert shown is not None
+    assert shown.groups() in demo
+    row = r"^\| arithmetic \| (\w+)[^|]*\| 5 \| 0.42 \| \*\*(0\.\d+)\*\*.*\| (\S+) \.\. (\S+) \| "
+    for method, *numbers in re.findall(row, results, re.M):
+        line = next(x for x in readme.splitlines() if x.startswith(f"| [**{method}**]"))
+        assert line.endswith("| {} ({} to {}) |".format(*numbers)), method
+
+
 @pytest.mark.parametrize("name", MOST_WORDS)
 def test_page_is_within_word_limit(name: str) -> None:
     by_hand = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "", (ROOT / name).read_text(), flags=re.S)

@@ -14,8 +14,8 @@ from rlhf_pg.data.chat import last_text
 from rlhf_pg.report.evaluation import intervals
 from rlhf_pg.trainers import PolicyGradientTrainer, trainer_type
 
-# The recipe has 500 steps; the learning rate decays over the actual number.
-BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
+# The recipe has 500 steps, and half of this rate, which decays over the actual number.
+BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300", "--learning_rate", "8e-4")
 
 
 def demo(flags: Sequence[str]) -> None:
