@@ -12,6 +12,7 @@ import torch
 
 from rlhf_pg.cli.recipes import config_of
 from rlhf_pg.models import adapter_of, assemble, policy_of
+from rlhf_pg.models.lm_head import CHUNK_SIZE
 from rlhf_pg.trainers.token_budget import footprint, probe
 
 PROMPT = 32  # tokens
@@ -29,7 +30,7 @@ def main(recipe: str) -> None:
     device = torch.device("cpu")
     model = policy_of(args.model_name_or_path, args, device, adapter_of(args, None))
     batch = probe(1, args.num_generations, PROMPT, args.max_completion_length)
-    _, module = assemble(model, args, None, 1024)
+    _, module = assemble(model, args, None, 1024, CHUNK_SIZE)
     footprint(module, batch)
     times = {n: min(seconds(n, module, batch) for _ in range(2)) for n in (1, 2)}
     print(min(times, key=times.__getitem__))

@@ -54,6 +54,9 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 MAY_DIFFER |= {"auto_mapping"}  # of an adapter without task_type, once it is saved
 
+if not torch.accelerator.is_available():  # else DeepSpeed would warn that there is none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 logger = logging.getLogger(__name__)
 
 

@@ -44,8 +44,6 @@ class Runtime:
 
     def __init__(self, timeout: int = 1800, cpu: bool = False) -> None:
         self.timeout = timedelta(seconds=timeout + MARGIN)
-        if not torch.accelerator.is_available():  # else DeepSpeed would warn that there is none
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # The config, not the launcher, decides on precision and accumulation. Without CUDA
         # everything runs on the CPU, since Apple's GPUs lack float64 (for sampling and metrics).
         self._accelerator = Accelerator(
