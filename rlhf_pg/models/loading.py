@@ -34,7 +34,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import about as about
-from rlhf_pg.boundary.quoted import quote, show, tell
+from rlhf_pg.boundary.quoted import quote, show, tell, texts
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
@@ -395,23 +395,12 @@ def check_code(
     places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
     with opening("model", path), suppress(OSError):  # of no such file, which loading will say
         config, _ = PreTrainedConfig.get_config_dict(path, **places)
-        if kernel := next(_kernels([config, dict(options)]), None):
-            raise ValueError(
-                f"{show(kernel)} is a kernel of the Hub, which is code that trust_remote_code "
-                "allows; or take it out of config.json"
-            )
-
-
-def _kernels(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the kernels of the Hub that a config names, for attention or experts."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _kernels(inner, f"{key}{name}")
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _kernels(inner, key)
-    elif isinstance(value, str) and "_implementation" in key and "/" in value:
-        yield value
+        for keys, kernel in texts([config, options]):
+            if "_implementation" in "".join(keys) and "/" in kernel:
+                raise ValueError(
+                    f"{show(kernel)} is a kernel of the Hub, which is code that trust_remote_code "
+                    "allows; or take it out of config.json"
+                )
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
