@@ -14,6 +14,12 @@ def without_launcher() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not VARIABLES.fullmatch(key)}
 
 
+def is_first_process() -> bool:
+    """Return whether this process speaks for all."""
+    # A process with RANK but without WORLD_SIZE has no launcher.
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+
+
 def check_precision(dtype: str) -> None:
     """Refuse a launcher's mixed precision that is not the config's dtype (ValueError).
 

@@ -2,14 +2,21 @@
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LONGEST = 1000  # characters
 LIBRARIES = (f"{Path(__file__).parents[1]}/", f"{Path(traceback.__file__).parent}/", "<")
 
-_USER = re.compile(r"(?<=://)[^\s/?#@]+@")
+# Names of keys whose values are secrets.
+SECRET = re.compile(
+    r"token|auth|cookie|pwd|.*((api|auth|access|bearer|client|hf|private|secret)[-_]?(key|token)"
+    r"|passw(or)?d|passphrase|secret|authorization|credential)s?",
+    re.IGNORECASE,
+)
+USER = re.compile(r"(?<=://)[^\s/?#@]+@")
 _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
 
 
@@ -20,7 +27,7 @@ def quote(text: str) -> str:
     """
     more = f" ... ({len(text)} characters)" if len(text) > LONGEST else ""
     # Searching this far is enough: a secret cut off here is beyond the shown text.
-    text = _QUERY.sub(r"\1***", _USER.sub("***@", text[: 4 * LONGEST]))
+    text = _QUERY.sub(r"\1***", USER.sub("***@", text[: 4 * LONGEST]))
     return visible(text[:LONGEST]).replace("\n", r"\n") + more
 
 
@@ -29,6 +36,18 @@ def visible(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def texts(value: Any, *keys: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the texts in nested mappings and lists, each with its keys."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from texts(inner, *keys, str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts(inner, *keys)
+    elif isinstance(value, str):
+        yield keys, value
 
 
 def show(value: object) -> str:

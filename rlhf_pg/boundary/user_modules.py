@@ -3,6 +3,9 @@
 A file becomes a module with a unique name, `rlhf_pg_user_<stem>_<hash of its path>`, so that two
 files called `my_rewards.py` do not collide. Its directory is appended to `sys.path`, for imports of
 files beside it.
+
+Code is named before it runs (`admit`). A config that a command finds in a directory, which nobody
+has read, brings no code along (`distrust`).
 """
 
 import hashlib
@@ -12,16 +15,66 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_pg.boundary.launcher import is_first_process
 from rlhf_pg.boundary.quoted import frames, quote, visible
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
 FACTORY = "function or class"
+INSTALLED = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib"))
+
+_named: set[str] = set()  # code that this command has named
+_found: list[tuple[Path, Collection[str]]] = []  # configs that are not trusted
+
+
+def distrust(config: Path, given: Collection[str]) -> None:
+    """Refuse the code of a config that was found, unless the user has `given` its name."""
+    _found.append((config, given))
+
+
+def forget() -> None:
+    """Forget what was named and distrusted: a command has ended."""
+    _named.clear()
+    _found.clear()
+
+
+def admit(name: str, places: Sequence[Path] | None = None, refused: Sequence[Path] = ()) -> None:
+    """Name code before it runs, once; ValueError if it comes with a config that is not trusted.
+
+    Args:
+        places: its files or folders; None for what the config itself contains.
+        refused: directories besides the config's that a config which was found must not use.
+    """
+    for config, given in _found:
+        own = [directory.resolve() for directory in (config.parent, *refused)]
+        names = None if places is None else [place.resolve() for place in places]
+        if name not in given and (
+            names is None or any(file.is_relative_to(place) for file in names for place in own)
+        ):
+            raise ValueError(
+                f"{quote(str(config))} would run {quote(name)}: this config was found, and not "
+                "named as a recipe. Read it, and if you trust it, add --trust_run"
+            )
+    if name not in _named and is_first_process():
+        print(f"runs {quote(name)}", flush=True)
+    _named.add(name)
+
+
+def places_of(module: str) -> list[Path]:
+    """Return the folders or the file of a module's package, which is not imported."""
+    found = importlib.util.find_spec(module.partition(".")[0] or "-")
+    if found is None:
+        return []
+    if found.submodule_search_locations or found.has_location:
+        return [Path(name) for name in found.submodule_search_locations or [found.origin or ""]]
+    return [Path(os.__file__)]  # it is built in
 
 
 def load(name: str, what: str = "function") -> Any:
@@ -40,9 +93,12 @@ def load(name: str, what: str = "function") -> Any:
     directory, _, dotted = place.rpartition("/")
     file = find_file(place, name) if place.endswith(".py") else None
     where = file or Path(directory).absolute()
+    if file is None:
+        _search(where)
+    # A function of an installed package may be any, with arguments of the config.
+    refused = () if dotted.startswith("rlhf_pg.") else INSTALLED
+    admit(name, places_of(dotted) if file is None else [file], refused)
     try:
-        if file is None:
-            _search(where)
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
         said = visible("".join(traceback.format_exception_only(error)).rstrip())

@@ -13,7 +13,14 @@ from rlhf_pg import models
 from rlhf_pg.boundary.output_files import is_replaceable, write_file
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import WITH_REWARDS, config_of, find_recipe, is_recipe, model_of_run
+from rlhf_pg.cli.recipes import (
+    WITH_REWARDS,
+    check_found,
+    config_of,
+    find_recipe,
+    is_recipe,
+    model_of_run,
+)
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.parse import fail, load, parse, read_flags
 from rlhf_pg.report.evaluation import intervals, tables
@@ -84,6 +91,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
         # The keys of supervised training have no sampling settings.
         if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
             recipe = of_run
+            check_found(of_run, keys, options.trust_run)
     elif recipe is None and "model_name_or_path" not in given:
         fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
     if recipe is None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import rlhf_pg
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import frames, tell
 from rlhf_pg.cli.options import USAGE, parser_of
 from rlhf_pg.config.parse import fail, help_on_keys, load
@@ -42,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command not in LIGHT:
             quiet_libraries()
         module = importlib.import_module(f"rlhf_pg.cli.{FILES.get(command, command)}")
-        getattr(module, "evaluate" if command == "eval" else command)(flags)
+        try:
+            getattr(module, "evaluate" if command == "eval" else command)(flags)
+        finally:
+            user_modules.forget()
 
 
 def quiet_libraries() -> None:

@@ -89,6 +89,20 @@ def config_of(recipes: Sequence[Path], keys: Sequence[str], command: str) -> Any
     return parse(config_type_of(recipes, keys), flags, f"rlhf-pg {command}")
 
 
+def check_found(recipe: Path, keys: Sequence[str], trusts: bool) -> None:
+    """Let a config that was found in a directory run no code of its own, unless the user `trusts`
+    it, or has named the code in the keys.
+    """
+    if trusts:
+        return
+    given = read_flags(keys)
+    names = {str(one) for value in given.values() for one in as_list(value)}
+    # Where the user is: a file of this name beside the config is not meant.
+    user_modules.distrust(recipe, names | {locate_reward(name, None) for name in names})
+    if load(recipe).get("trust_remote_code") and "trust_remote_code" not in given:
+        user_modules.admit("the code of its models (trust_remote_code)")
+
+
 def model_of_run(name: str) -> tuple[str, Path | None]:
     """Return a path or Hub id and its run's `config.yaml`; for a run directory, its `final/`."""
     if Path(name, "state.json").is_file():  # final/, best/ or checkpoints/step-N of a run

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf_pg.cli.options import parser_of
+from rlhf_pg.cli.recipes import check_found
 from rlhf_pg.config.parse import fail
 from rlhf_pg.replay.replay import Replay, rebuild
 from rlhf_pg.replay.tables import show_step, show_what_if
@@ -16,6 +17,8 @@ def replay(flags: Sequence[str]) -> None:
     run = run_of(options.run)
     if keys and options.resample:
         fail("--resample is for an unchanged step: leave it out, or the other keys")
+    if run.config:
+        check_found(run.directory / "config.yaml", keys, options.trust_run)
     again = Replay(rebuild(run), run)
     if keys:
         show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
+from rlhf_pg.boundary.launcher import is_first_process
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config.fields import ConfigError, as_list, config
@@ -130,8 +130,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def fail(message: str) -> NoReturn:
     """Print an error, once for all processes, and exit with status 2."""
-    # A process with RANK but without WORLD_SIZE has no launcher.
-    if os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ:
+    if is_first_process():
         for line in message.splitlines():
             print("error: " * (line[:1] != " ") + visible(line), file=sys.stderr)  # " ": a frame
     raise SystemExit(2)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quote
+from rlhf_pg.boundary.quoted import SECRET, USER, quote, texts
 from rlhf_pg.config.fields import ConfigError, is_set, parameters, registry
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.run import SCHEDULES
@@ -42,6 +42,14 @@ def refuse(messages: Iterable[str]) -> None:
 def of_inputs(args: Any) -> Iterator[str]:
     for key in args.model_init_kwargs.keys() & OWN_KEYS:
         yield f"model_init_kwargs must not have {key!r}: {OWN_KEYS[key]}"
+    for keys, text in texts(vars(args)):
+        is_secret = text[:1] not in ("", "$") and any(map(SECRET.fullmatch, keys))
+        if is_secret or USER.search(text):
+            yield (  # without its value
+                f"{keys[0]} has a secret in {quote('.'.join(keys))}, which config.yaml and the "
+                "published model card would keep: read it from an environment variable (servers "
+                "and judges by api_key_env)"
+            )
     if "/" in (args.attn_implementation or "") and not args.trust_remote_code:
         yield "trust_remote_code must be true for kernels of the Hub, which are code"
     if args.lora_dropout and args.disable_dropout:

@@ -18,6 +18,7 @@ from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
 from rlhf_pg.models.lm_head import evaluating as evaluating
 from rlhf_pg.models.loading import about as about
 from rlhf_pg.models.loading import add_stop_tokens as add_stop_tokens
+from rlhf_pg.models.loading import check_code as check_code
 from rlhf_pg.models.loading import check_directory as check_directory
 from rlhf_pg.models.loading import check_options as check_options
 from rlhf_pg.models.loading import from_pretrained as from_pretrained

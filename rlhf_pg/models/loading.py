@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
@@ -25,14 +25,16 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import about as about
-from rlhf_pg.boundary.quoted import quote, show, tell
+from rlhf_pg.boundary.quoted import quote, show, tell, texts
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
@@ -260,6 +262,7 @@ def from_pretrained(
     """
     model: PreTrainedModel
     where = place(path)
+    check_code(path, trust_remote_code, options)
     if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # or it always dequantizes
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with opening("model", path):
@@ -364,6 +367,7 @@ def init_options(args: ModelConfig) -> dict[str, Any]:
 
 def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Refuse what is neither an argument of `from_pretrained` nor a config field (ValueError)."""
+    check_code(path, trust_remote_code, options)
     fields = options.keys() - PLACES - READING - {ATTENTION}
     if not fields:
         return
@@ -378,6 +382,28 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
             f"model_init_kwargs: {show(key)} is neither an argument of from_pretrained nor a "
             f"field of {type(config).__name__}{nearest(key, known)}"
         )
+
+
+def check_code(
+    path: str | PathLike[str], trust_remote_code: bool, options: Mapping[str, Any] | None = None
+) -> None:
+    """Name the code that may come with a model. Without trust transformers refuses that, but for
+    kernels of the Hub, which its config or the options name: ValueError.
+    """
+    if trust_remote_code:
+        user_modules.admit(f"the code of {path}, if it has any (trust_remote_code)", [])
+    if trust_remote_code or is_gguf(path):  # a GGUF file has no code
+        return
+    options = options or {}
+    places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
+    with opening("model", path), suppress(OSError):  # of no such file, which loading will say
+        config, _ = PreTrainedConfig.get_config_dict(path, **places)
+        for keys, kernel in texts([config, options]):
+            if "_implementation" in "".join(keys) and "/" in kernel:
+                raise ValueError(
+                    f"{show(kernel)} is a kernel of the Hub, which is code that trust_remote_code "
+                    "allows; or take it out of config.json"
+                )
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
@@ -474,6 +500,7 @@ def tokenizer_from_pretrained(
     path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved at a path or Hub id; ValueError if that fails."""
+    check_code(path, trust_remote_code)
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"

@@ -137,6 +137,7 @@ def _without_data(
     models.check_directory(path)
     with META, models.opening("model", path):
         if not models.is_adapter(path):
+            models.check_code(path, remote)
             config = AutoConfig.from_pretrained(**models.place(path), trust_remote_code=remote)
             model: PreTrainedModel = auto_class.from_config(
                 config, dtype=dtype, trust_remote_code=remote

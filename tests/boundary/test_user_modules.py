@@ -23,6 +23,7 @@ def forget(monkeypatch):
     own = [path for path in sys.path if "pytest-of" not in path]  # nor the directories of others
     monkeypatch.setattr(sys, "path", own)
     yield
+    user_modules.forget()
     for name in sys.modules.keys() - modules.keys():
         del sys.modules[name]
 
@@ -129,3 +130,27 @@ def test_missing_function_error_names_nearest_and_all(tmp_path):
 @pytest.mark.parametrize("name", ["https://evil.example/rewards.py:f", "mine.py", "mine.py:f()"])
 def test_malformed_name_is_refused(tmp_path, name):
     assert name in failure(name, tmp_path)
+
+
+def test_code_is_named_before_it_is_imported(tmp_path, capsys):
+    write(tmp_path, mine="print('imported')\n" + REWARD)
+    load("mine.py:accuracy", tmp_path)
+    load("mine.py:accuracy", tmp_path)
+    assert capsys.readouterr().out == f"runs {tmp_path}/mine.py:accuracy\nimported\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["mine.py:accuracy", "mine:accuracy", "{out}/link.py:accuracy", "os:system"]
+)
+def test_config_that_was_found_brings_no_code(tmp_path, monkeypatch, name):
+    """Its directory may be the working directory, and its files reached by a link."""
+    run = write(tmp_path / "run", mine=f"open({str(tmp_path / 'ran')!r}, 'w')\n" + REWARD)
+    own = write(tmp_path / "own", mine=REWARD)
+    (own / "link.py").symlink_to(run / "mine.py")
+    monkeypatch.chdir(run)
+    user_modules.distrust(run / "config.yaml", ["mine.py:accuracy"])
+    assert "add --trust_run" in failure(name.format(out=own), run)
+    assert not (tmp_path / "ran").exists()
+    assert load("mine.py:accuracy", own)([], []) == []
+    user_modules.forget()
+    assert callable(load(name.format(out=own), run))

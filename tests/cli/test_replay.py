@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -141,6 +142,34 @@ def test_run_of_python_says_how(make, capsys) -> None:
     trainer.train()
     said = refused(capsys, "replay", trainer.args.output_dir, "--step", "1")
     assert "was given its data in Python: make its trainer in Python, and give it to" in said
+
+
+@pytest.mark.parametrize("command", [("replay", "--step", "1"), ("eval",)])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reward_funcs: [planted.py:f]",
+        "trainer: {run}/planted.py:Trainer",
+        "policy_loss: final/../planted.py:f",
+        "advantage_estimator: {run}/planted.py:f",
+        "agent_program: python {run}/planted.py",
+        "trust_remote_code: true",
+    ],
+)
+def test_strangers_run_brings_no_code(
+    run: str, tmp_path: Path, command: tuple[str, ...], key: str, capsys
+) -> None:
+    other, key = tmp_path / "other", key.format(run=tmp_path / "other")
+    shutil.copytree(run, other)
+    (other / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    keys = (other / "config.yaml").read_text().splitlines()
+    name = key.partition(":")[0]
+    at = next(i for i, line in enumerate(keys) if line.startswith(f"{name}:"))
+    keys[at : at + 1 + (name == "reward_funcs")] = [key]
+    (other / "config.yaml").write_text("\n".join(keys))
+    name, *flags = command
+    assert "add --trust_run" in refused(capsys, name, str(other), *flags)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_diff_prints_the_first_difference(run: str, place: Path, tmp_path: Path, capsys) -> None:

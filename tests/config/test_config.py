@@ -441,6 +441,35 @@ def test_secret_in_server_address_is_rejected_and_hidden(url):
     assert "S3CRET" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            (name, "S3CRET")
+            for name in ("api_key", "token", "DB-Password", "X-Api-Key", "authToken")
+        ],
+        ("headers", {"Authorization": "Bearer S3CRET"}),
+        ("urls", ["postgres://me:S3CRET@host/db"]),
+    ],
+)
+def test_secret_in_options_is_refused_without_its_value(name, value):
+    with pytest.raises(ValueError, match="environment variable") as error:
+        GRPOConfig(reward_funcs="m.py:f", reward_options={"m.py:f": {name: value}})
+    assert name in str(error.value)
+    assert "S3CRET" not in str(error.value)
+
+
+def test_names_of_variables_and_of_tokens_are_no_secrets():
+    own = {
+        "stop_token": "</s>",
+        "token": "$TOKEN",
+        "api_key_env": "KEY",
+        "secretary": "a",
+        "key": "b",
+    }
+    GRPOConfig(pad_token="<pad>", reward_options={"secret/token.py:f": own})
+
+
 @each_config
 def test_dumped_config_parses_back_to_itself(config, tmp_path):
     more = WITH_REWARDS if config in TRAINERS else {}

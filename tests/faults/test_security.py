@@ -76,11 +76,11 @@ def test_yaml_object_tag_in_recipe_is_refused(tmp_path, capsys) -> None:
 
 
 def test_remote_code_runs_only_with_trust_remote_code(
-    make, model_path, tmp_path, monkeypatch
+    make, model_path, tmp_path, monkeypatch, capsys
 ) -> None:
     model, fired = tmp_path / "model", tmp_path / "fired"
     shutil.copytree(model_path, model)
-    (model / "planted.py").write_text(f"open({str(fired)!r}, 'w')\n")
+    (model / "planted.py").write_text(f"print('fired')\nopen({str(fired)!r}, 'w')\n")
     config = json.loads((model / "config.json").read_text())
     config |= {"auto_map": {"AutoConfig": "planted.A"}, "model_type": "planted"}
     (model / "config.json").write_text(json.dumps(config))
@@ -91,3 +91,4 @@ def test_remote_code_runs_only_with_trust_remote_code(
     with pytest.raises(ValueError, match=r"AttributeError: .* has no attribute 'A'"):
         make(model=str(model), trust_remote_code=True)
     assert fired.exists()
+    assert f"runs the code of {model}" in capsys.readouterr().out.split("fired")[0]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,25 @@ def test_weights_in_file_dtype_are_memory_mapped(saved, dtype, mapped):
     for name, parameter in model.named_parameters():
         there = any(low <= parameter.data_ptr() < high for low, high in ranges)
         assert there == mapped, name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attn_implementation": "a/b"},
+        {"_attn_implementation": {"": "eager", "text_config": "a/b"}},
+        {"text_config": {"experts_implementation": "a/b@main:f"}},
+    ],
+)
+def test_kernel_of_config_is_code(saved, keys):
+    file = Path(saved) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    for load in (
+        load_model,
+        lambda path, _: load_tokenizer(None, SimpleNamespace(name_or_path=path)),
+    ):
+        with pytest.raises(ValueError, match=r"a/b.* is a kernel of the Hub, .* trust_remote_code"):
+            load(saved, torch.float32)
 
 
 def without(path, *names):

@@ -155,6 +155,7 @@ def program_of(given: Any) -> Any:
         return given
     if names_function(given):
         return user_modules.load(given)
+    user_modules.admit(given)
 
     async def run(example: dict[str, Any], endpoint: Endpoint) -> float | None:
         names = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}

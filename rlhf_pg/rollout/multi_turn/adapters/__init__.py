@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import show, tell
+from rlhf_pg.boundary.user_modules import admit, places_of
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
 from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
 
@@ -40,6 +41,8 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     except ImportError as error:
         wanted = f'pip install "{library}{VERSIONS[library]}"'
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
+    if library == "verifiers":
+        admit(name, places_of(rest.rpartition("/")[2].replace("-", "_")))
     try:
         return AdaptedTask(*adapter.load(rest, seed, **options or {}))
     except TypeError as error:
