@@ -1,6 +1,7 @@
 """What a run does and leaves behind, and how it goes on after a stop."""
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -19,6 +20,13 @@ from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.trainers.conftest import digits
 from tests.untimed import untimed, without_times
+
+
+@pytest.fixture(autouse=True)
+def forgets_functions() -> Iterator[None]:
+    """Functions of a test's own are not there for the tests after it."""
+    with patch.dict(POLICY_LOSSES), patch.dict(ADVANTAGES):
+        yield
 
 
 @pytest.mark.parametrize("trainer_type", [ReinforceTrainer, PPOTrainer])
@@ -170,8 +178,7 @@ def test_loss_given_in_python_is_the_loss(make) -> None:
 
         return own_loss
 
-    with patch.dict(POLICY_LOSSES):
-        runs = [make(policy_loss=times(factor), max_steps=1).train() for factor in (1, 3)]
+    runs = [make(policy_loss=times(factor), max_steps=1).train() for factor in (1, 3)]
     one, three = (run.metrics["policy_loss"] for run in runs)
     assert three == pytest.approx(3 * one)
     assert one != 0
