@@ -81,7 +81,7 @@ TODAY = {
     "tasks": 766,
     "boundary": 758,
 }
-SCRIPTS = ("report/page/*.[jc]s*", 800)
+SCRIPTS = ("report/page/*.[jc]s*", 806)  # narrow screens take 6
 
 
 def lines(*parts: str) -> int:

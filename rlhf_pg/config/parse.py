@@ -96,8 +96,8 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the path of one of our recipes."""
-    return Path(__file__).parents[1] / "recipes" / name
+    """Return the path of one of our recipes; in a checkout the package has a link to them."""
+    return (Path(__file__).parents[1] / "recipes").resolve() / name
 
 
 def load(path: Path) -> dict[str, Any]:
