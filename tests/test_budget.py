@@ -76,7 +76,7 @@ TODAY = {
     "rollout/multi_turn": 978,
     "rollout/agents": 1107,
     "rewards": 1976,
-    "trainers": 3837,
+    "trainers": 3838,
     "supervised": 1092,
     "runtime": 1376,
     "checkpoint": 808,
