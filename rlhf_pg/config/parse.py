@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
+from rlhf_pg.boundary.input_files import read_yaml
 from rlhf_pg.boundary.launcher import is_first_process
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
@@ -103,29 +104,13 @@ def recipe_file(name: str) -> Path:
 def load(path: Path) -> dict[str, Any]:
     """Load the keys of a YAML file; `fail` if it is not valid."""
     try:
-        recipe = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
-    except (yaml.YAMLError, ValueError) as error:  # an impossible date, for example
-        fail(f"{path}: not valid YAML: {error}")
-    if not isinstance(recipe, dict):
-        fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+        recipe = read_yaml(path)
+    except ValueError as error:
+        fail(str(error))
     sections = [str(key) for key, value in recipe.items() if isinstance(value, dict)]
     if message := of_verl(sections):
         fail(f"{path}: {message}")
     return recipe
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice; plain YAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        merge = "tag:yaml.org,2002:merge"
-        keys = [self.construct_object(key, deep) for key, _ in node.value if key.tag != merge]
-        twice = [key for key in keys if keys.count(key) > 1]
-        if twice:
-            raise yaml.YAMLError(f"key {twice[0]!r} is given twice")
-        return dict(super().construct_mapping(node, deep))
 
 
 def fail(message: str) -> NoReturn:

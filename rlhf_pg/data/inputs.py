@@ -7,8 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import yaml
-
+from rlhf_pg.boundary.input_files import read_yaml
 from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.supervised import SupervisedConfig
@@ -102,8 +101,7 @@ def with_date(args: C, tokenizer: Any, today: str) -> C:
     for directory in directories:
         file = directory / "config.yaml"
         if file.is_file():
-            keys = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-            day = keys.get("chat_template_date") or day
+            day = read_yaml(file).get("chat_template_date") or day
     if day != today:
         logger.warning("chat_template_date: templates print %s, as at the run's first start", day)
     args = replace(args, chat_template_date=day)

@@ -264,7 +264,7 @@ def compare_tokens(
         yield Place(stage="ids", what=what, a=ids[0], b=ids[1], rows=len(other))
         return
     name = "sampler_logprob"
-    yield from _first_token("logprobs", a, name, a.numbers[name], b.numbers[name], rtol)
+    yield from _first_token("logprobs", a, name, a.number(name), b.number(name), rtol)
     widths = [x.scores.shape[1] for x in (a, b)]
     if widths[0] != widths[1]:
         yield Place(stage="scores", what="number of sources", a=widths[0], b=widths[1])
@@ -273,7 +273,7 @@ def compare_tokens(
             name = sources[k] if k < len(sources) else f"source {k}"
             yield from _first_token("scores", a, name, *columns, rtol)
     name = "advantage"
-    yield from _first_token("advantages", a, name, a.numbers[name], b.numbers[name], rtol)
+    yield from _first_token("advantages", a, name, a.number(name), b.number(name), rtol)
 
 
 def _first_token(

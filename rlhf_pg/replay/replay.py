@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_pg.boundary.quoted import quote, show
+from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config.parse import parse
 from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.replay.comparison import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
+from rlhf_pg.report.run_files import (
+    METRICS,
+    UNREADABLE,
+    RunFiles,
+    StepRecord,
+    StepTokens,
+    tokens_file,
+)
 from rlhf_pg.rewards.named import PYTHON, make_rewards
 from rlhf_pg.trainers import TRAINERS, PolicyGradientTrainer, trainer_type
 
@@ -99,10 +106,11 @@ class Replay:
             differs += compare_tokens(recorded, record.tokens, trainer.shaping.names)
             differs += compare_metrics(line, metrics)
             # Fingerprints of shards depend on how they were split.
-            start, runtime = self.run.starts[-1], trainer.runtime
-            alike = not runtime.splits or start.processes == runtime.world
-            if alike and start.backend == runtime.kind:
-                differs += compare_weights(self.run.weights.get(step, {}), weights)
+            runtime = trainer.runtime
+            for start in self.run.starts[-1:]:
+                alike = not runtime.splits or start.processes == runtime.world
+                if alike and start.backend == runtime.kind:
+                    differs += compare_weights(self.run.weights.get(step, {}), weights)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
     def go_to(self, step: int) -> None:
@@ -138,16 +146,26 @@ class Replay:
                 f"of an earlier version: step {step} cannot be made again"
             )
         greedy = self.run.tokens(step, greedy=True)
-        return self._score(tokens).with_columns(
-            num_prompts=trace["num_prompts"],
-            other_tokens=trace["other_tokens"],
-            greedy=None if greedy is None else self._score(greedy),
-        )
+        try:
+            return self._score(tokens).with_columns(
+                num_prompts=trace["num_prompts"],
+                other_tokens=trace["other_tokens"],
+                greedy=None if greedy is None else self._score(greedy),
+            )
+        except (*UNREADABLE, RuntimeError) as error:
+            raise ValueError(
+                f"{tokens_file(self.run.directory, step)} is not of this model and data: "
+                f"{tell(error)}"
+            ) from error
 
     def _score(self, record: StepTokens) -> Batch:
         trainer = self.trainer
         runtime, tokenizer = trainer.runtime, trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
+        known: Any = trainer.model.get_input_embeddings()
+        seen = np.concatenate([record.ids, record.prompt_ids])
+        if not len(seen) or not 0 <= seen.min() <= seen.max() < known.num_embeddings:
+            raise ValueError("there is no token, or one that the model does not have")
         starts, prompts = record.starts, record.prompts()
         spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
         ids = [record.ids[span].tolist() for span in spans]
@@ -210,12 +228,13 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     if not run.config:
         raise ValueError(f"{run.directory} holds no run: it lacks config.yaml")
     algorithm = run.config.get("algorithm")
-    if algorithm not in TRAINERS:
+    if algorithm not in [*TRAINERS]:
         raise ValueError(
             f"{run.directory / 'config.yaml'}: the key algorithm must be one of "
             f"{', '.join(TRAINERS)}, got {show(algorithm)}"
         )
-    kind = trainer_type(algorithm, run.config.get("trainer"))
+    trainer = run.config.get("trainer")
+    kind = trainer_type(algorithm, trainer and str(trainer))
     recipe = ["--config", str(run.directory / "config.yaml")]
     args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
     given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
+from rlhf_pg.boundary.input_files import read_file
 from rlhf_pg.boundary.quoted import quote, visible
 from rlhf_pg.checkpoint.compatibility import PLACES
 from rlhf_pg.report.run_files import PACKAGES, RunFiles, version
@@ -87,8 +88,7 @@ def _base_model(name: str) -> str | None:
     named = [name]
     for file, key in NAMES_BASE.items():
         with suppress(Exception):  # anybody's file, which need not be there
-            text = (Path(name) / file).read_text(encoding="utf-8")
-            found = next(yaml.safe_load_all(text))[key]
+            found = next(yaml.safe_load_all(read_file(Path(name) / file)))[key]
             named += found if isinstance(found, list) else [found]
     return next(filter(_is_hub_id, named), None)
 

@@ -25,19 +25,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from rlhf_pg.boundary.input_files import MOST_LINES, read_file, read_yaml
 from rlhf_pg.boundary.output_files import open_own, write_file
-from rlhf_pg.boundary.quoted import quote
+from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.report.troubles import is_number
 
 logger = logging.getLogger(__name__)
 
 METRICS, COMPLETIONS, TRACE = "metrics.jsonl", "completions.jsonl", "trace.jsonl"
+# What reading a file of tokens that is none may raise.
+UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError)
+# What lines of trace.jsonl and completions.jsonl have; lists and objects hold texts.
+KINDS: dict[str, type] = dict.fromkeys(
+    ("processes", "num_prompts", "other_tokens", "prompt_index", "sample"), int
+)
+KINDS |= {"backend": str, "device": str, "versions": dict, "weights": dict, "sources": list}
+OF_A_START = ("versions", "processes", "backend", "device")
+OF_A_STEP = ("sources", "num_prompts", "other_tokens")
 OF_A_RUN = ("config.yaml", METRICS)
 TOKENS = "tokens"
+OF_ROWS = ("prompt_index", "sample", "row", "rank", "truncated", "prompt_lengths", "lengths")
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
@@ -95,6 +106,10 @@ class StepTokens:
         dense[self.score_at] = self.scores
         return dense
 
+    def number(self, name: str) -> NDArray[Any]:
+        """Return a number of all tokens; NaN if the record lacks it."""
+        return self.numbers.get(name, np.full(len(self.ids), np.nan))
+
     def prompts(self) -> list[list[int]]:
         """Return the token ids of each completion's prompt."""
         prompts: list[list[int]] = []
@@ -131,7 +146,36 @@ class StepTokens:
             texts = [text.read(length).decode("utf-8", "replace") for length in lengths]
         names = sorted(name for name in stored if name.startswith("numbers."))
         numbers = {name.removeprefix("numbers."): stored.pop(name) for name in names}
-        return cls(texts=texts, numbers=numbers, **stored)
+        record = cls(texts=texts, numbers=numbers, **stored)
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Refuse arrays that do not fit together (ValueError)."""
+        rows, total, prompt_total = len(self.lengths), len(self.ids), len(self.prompt_ids)
+        sizes = dict.fromkeys(("ids", "action"), total) | {"prompt_ids": prompt_total}
+        sizes |= dict.fromkeys(OF_ROWS, rows) | {"score_at": len(self.scores)}
+        arrays = {name: (getattr(self, name), size, "iub") for name, size in sizes.items()}
+        arrays |= {name: (self.numbers[name], total, "f") for name in self.numbers}
+        if self.offsets is not None:
+            arrays["offsets"] = (self.offsets, total, "i")
+        for name, (x, size, kinds) in arrays.items():
+            if x.shape != (size,) or x.dtype.kind not in kinds:
+                raise ValueError(f"{name} is not an array of {size} numbers")
+        if self.scores.ndim != 2 or (self.texts is not None and len(self.texts) != total):
+            raise ValueError("scores or texts are not those of its tokens")
+        opened = self.prompt_lengths.clip(0)
+        for name, lengths, size in (
+            ("lengths", self.lengths, total),
+            ("prompt_lengths", opened, prompt_total),
+        ):
+            # As Python's numbers, whose sum does not overflow.
+            if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != size:
+                raise ValueError(f"{name} do not add up to {size}")
+        if (self.prompt_lengths[:1] < 0).any():
+            raise ValueError("the first prompt is missing")
+        if len(self.score_at) and not 0 <= self.score_at.min() <= self.score_at.max() < total:
+            raise ValueError("score_at is beyond its tokens")
 
 
 def _exact(x: NDArray[Any]) -> NDArray[Any]:
@@ -165,47 +209,54 @@ class RunFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved config; empty if there is none."""
+        """The resolved config; empty if there is none. ValueError if it is not one."""
         file = self.directory / "config.yaml"
-        return yaml.safe_load(file.read_text()) or {} if file.is_file() else {}
+        return read_yaml(file) if os.path.lexists(file) else {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The line of each step."""
-        return read(self.directory / METRICS)
+        """The line of each step: numbers, or None."""
+        return [
+            {key: value if is_number(value) else None for key, value in line.items()}
+            for line in read(self.directory / METRICS)
+        ]
 
     @cached_property
     def completions(self) -> list[dict[str, Any]]:
         """The completions of logged steps."""
-        return read(self.directory / COMPLETIONS)
+        return read(self.directory / COMPLETIONS, KINDS)
 
     @cached_property
     def _trace(self) -> list[dict[str, Any]]:
-        return read(self.directory / TRACE)
+        return read(self.directory / TRACE, KINDS)
 
     @property
     def starts(self) -> list[Start]:
         """The starts of the run: one, and another for each resume."""
         known = [field.name for field in fields(Start)]
-        starts = (line for line in self._trace if "versions" in line)
-        return [Start(**{key: line[key] for key in known if key in line}) for line in starts]
+        starts = (line for line in self._trace if _has(line, OF_A_START))
+        return [Start(**{key: line[key] for key in known if _has(line, [key])}) for line in starts]
 
     @cached_property
     def traces(self) -> dict[int, dict[str, Any]]:
         """The line of each step in trace.jsonl."""
-        return {line["step"]: line for line in self._trace if "sources" in line}
+        return {line["step"]: line for line in self._trace if _has(line, OF_A_STEP)}
 
     @cached_property
     def weights(self) -> dict[int, dict[str, str]]:
         """Fingerprints of the trained tensors, by step of the checkpoint."""
-        saved = (line for line in self._trace if "weights" in line and "versions" not in line)
+        saved = (line for line in self._trace if _has(line, ["weights"]) and "versions" not in line)
         return {line["step"]: line["weights"] for line in saved}
 
     def tokens(self, step: int, greedy: bool = False) -> StepTokens | None:
-        """Return the record of a step's completions; None if it cannot be read."""
+        """Return the record of a step's completions; None if there is none that can be read."""
+        file = tokens_file(self.directory, step, greedy)
+        if not file.is_file():
+            return None
         try:
-            return StepTokens.load(tokens_file(self.directory, step, greedy))
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            return StepTokens.load(file)
+        except UNREADABLE as error:
+            logger.warning("%s is left out: %s", quote(str(file)), tell(error))
             return None
 
 
@@ -219,10 +270,7 @@ def run_of(name: str) -> RunFiles:
         hint = f"; in it are the runs {', '.join(map(quote, sorted(inside)))}" if inside else ""
         files = " or ".join(OF_A_RUN)
         raise ValueError(f"{quote(name)} is not a directory of a run, which has {files}{hint}")
-    try:
-        _ = run.config
-    except yaml.YAMLError as error:
-        raise ValueError(f"{run.directory / 'config.yaml'}: not valid YAML: {error}") from error
+    _ = run.config, run.metrics, run.starts  # or ValueError
     return run
 
 
@@ -290,15 +338,50 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file of JSON lines, if it exists; skip invalid lines."""
+def read(path: Path, kinds: Mapping[str, type] = {}) -> list[dict[str, Any]]:
+    """Read the records of a file of JSON lines, if it exists, and skip lines that are none;
+    ValueError if it is not such a file.
+    """
+    lines = read_file(path, MOST_LINES).splitlines() if os.path.lexists(path) else []
     records = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line, parse_int=_whole)
+            if _is_record(record, kinds):
                 records.append(record)
+    if skipped := len(lines) - len(records):
+        logger.warning("%s: %d lines are left out: not records", quote(str(path)), skipped)
     return records
+
+
+def _whole(digits: str) -> float:
+    """Return a number of at most 18 digits as it is, and a longer one as Python rounds it."""
+    return int(digits) if len(digits) <= 18 else float(digits)
+
+
+def _is_record(line: Any, kinds: Mapping[str, type]) -> bool:
+    """Return whether a line has its step, and what it says is of these kinds."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        return False
+    known = [(line[name], kind) for name, kind in kinds.items() if line.get(name) is not None]
+    texts = [text for x, kind in known if kind in (dict, list) for text in _inside(x)]
+    fits = all(type(x) is kind for x, kind in known) and all(isinstance(x, str) for x in texts)
+    return fits and _is_shallow(line)
+
+
+def _has(line: Mapping[str, Any], names: Sequence[str]) -> bool:
+    return all(line.get(name) is not None for name in names)
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    """Return what is in a list or an object."""
+    values = value.values() if isinstance(value, dict) else value
+    return list(values) if isinstance(value, dict | list) else []
+
+
+def _is_shallow(value: Any, most: int = 60) -> bool:
+    """Return whether lists and objects are within one another at most so often."""
+    return most > 0 and all(_is_shallow(one, most - 1) for one in _inside(value))
 
 
 @cache

@@ -13,7 +13,7 @@ from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
-from rlhf_pg.report.troubles import is_number, troubles
+from rlhf_pg.report.troubles import troubles
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def curve_data(files: RunFiles) -> dict[str, Any]:
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
     columns = {
-        key: np.array([float(x) if is_number(x := line.get(key)) else np.nan for line in lines])
+        key: np.array([np.nan if (x := line.get(key)) is None else float(x) for line in lines])
         for key in keys
     }
     known = {key: column for key, column in columns.items() if not np.isnan(column).all()}

@@ -14,14 +14,15 @@ import json
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.run_files import RunFiles, half, tokens_file
+from rlhf_pg.report.run_files import UNREADABLE, RunFiles, half, tokens_file
 from rlhf_pg.report.troubles import is_number
 
 MOST_COMPLETIONS = 10_000
@@ -57,7 +58,8 @@ class LoggedSteps:
         for record in sorted(files.completions, key=lambda record: int(record["step"])):
             self.records.setdefault(record["step"], []).append(record)
             names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
-        given = files.config.get("reward_weights") or []
+        given = files.config.get("reward_weights")
+        given = given if isinstance(given, list) and all(map(is_number, given)) else []
         # Weights of the sources of reward by name; 1 if not given, as for penalties, the last.
         self.weights = dict(zip(names, given, strict=False))
 
@@ -106,12 +108,11 @@ class LoggedSteps:
             for record in self.records[step]
             if (total := _facts(record, self.weights)["total"]) is not None
         ]
-        try:
-            with safe_open(tokens_file(self.files.directory, step), "numpy") as file:
+        completions, tokens = len(self.records[step]), 0
+        if (path := tokens_file(self.files.directory, step)).is_file():
+            with suppress(*UNREADABLE), safe_open(path, "numpy") as file:
                 lengths = file.get_tensor("lengths")
-            completions, tokens = len(lengths), int(lengths.sum())
-        except (OSError, SafetensorError):
-            completions, tokens = len(self.records[step]), 0
+                completions, tokens = len(lengths), int(lengths.sum())
         return {
             "step": step,
             "completions": completions,

@@ -4,12 +4,13 @@ Each rule uses the mean over a window of steps, so that a single bad step is not
 is enough to ruin a policy, and skips steps in which its metric was not computed.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple, TypeGuard
+
+from rlhf_pg.boundary.user_code import LARGEST
 
 WINDOW = 10  # steps
 ALIKE, FAR = "All groups equal", "Steps too large"
@@ -185,7 +186,7 @@ def values(lines: Sequence[Line], key: str) -> Points:
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a line is a finite number and not a bool."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) <= sys.float_info.max
+    return is_real and abs(value) <= LARGEST
 
 
 def _stretch(

@@ -194,8 +194,8 @@ class SupervisedTrainer:
                 if runtime.is_main:
                     text = json.dumps(measured, indent=1, sort_keys=True)
                     write_file(directory / "metrics.json", [f"{text}\n".encode()])
-                if number := termination.agree():
-                    raise Terminated(number)
+            if number := termination.agree():  # also of a signal during the last report
+                raise Terminated(number)
             said = ", ".join(f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items())
             journal.say(f"{f'held-out {said}; ' if said else ''}saved {final}")
         return measured

