@@ -1,6 +1,7 @@
 # Everything that the first hour on a GPU needs, but its driver (580 or newer):
 #
-#     docker build -t rlhf-pg . && mkdir -m 777 -p reports
+#     docker build --build-arg COMMIT="$(git describe --always --dirty --abbrev=40)" -t rlhf-pg .
+#     mkdir -m 777 -p reports
 #     docker run --gpus all --shm-size 8g -v "$PWD/reports:/reports" rlhf-pg
 #
 # runs tests/gpu/run.sh and leaves reports/gpu_report.json. For an older driver, from 560 on:
@@ -15,11 +16,11 @@ FROM ${BASE}
 ARG EXTRAS=deepspeed,quantization,trl
 ARG CONSTRAINTS=constraints.txt
 
-# A C compiler and Python's headers, which torch.compile and triton need; git, to know the commit.
+# A C compiler and Python's headers, which torch.compile and triton need.
 # Without versions, since the distribution keeps no older ones.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends build-essential git python3-dev python3-venv \
+    && apt-get install --yes --no-install-recommends build-essential python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home user \
     && mkdir /reports /home/user/rlhf_pg \
@@ -34,4 +35,7 @@ ENV PATH=/home/user/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 COPY --chown=10001 . .
 RUN pip install --constraint "${CONSTRAINTS}" --editable ".[${EXTRAS}]"
 
+# What the report says of the source, whose history is not in the image.
+ARG COMMIT=unknown
+ENV RLHF_PG_COMMIT=${COMMIT}
 CMD ["tests/gpu/run.sh", "--json", "/reports/gpu_report.json"]

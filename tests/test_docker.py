@@ -27,4 +27,11 @@ def test_image_uses_existing_extras_and_files() -> None:
     command = re.search(r'^CMD \["([^"]+)", "--json", "/reports/', DOCKERFILE, re.M)[1]
     assert (ROOT / command).stat().st_mode & 0o111
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert not {".git", "tests", "constraints.txt", "examples"} & set(ignored)
+    assert not {"tests", "constraints.txt", "examples"} & set(ignored)
+    assert ".git" in ignored
+
+
+def test_workflows_pin_actions_by_commit() -> None:
+    for file in (ROOT / ".github/workflows").iterdir():
+        for action in re.findall(r"uses: (\S+)", file.read_text()):
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action

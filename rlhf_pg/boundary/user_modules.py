@@ -24,6 +24,7 @@ from typing import Any
 
 from rlhf_pg.boundary.launcher import is_first_process
 from rlhf_pg.boundary.quoted import frames, quote, visible
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config.foreign_keys import nearest
 
 PREFIX = "rlhf_pg_user_"
@@ -63,7 +64,7 @@ def admit(name: str, places: Sequence[Path] | None = None, refused: Sequence[Pat
                 "named as a recipe. Read it, and if you trust it, add --trust_run"
             )
     if name not in _named and is_first_process():
-        print(f"runs {quote(name)}", flush=True)
+        say(f"runs {quote(name)}")
     _named.add(name)
 
 

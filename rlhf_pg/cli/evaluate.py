@@ -12,6 +12,7 @@ from rich.console import Console
 from rlhf_pg import models
 from rlhf_pg.boundary.output_files import is_replaceable, write_file
 from rlhf_pg.boundary.quoted import quote
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import (
     WITH_REWARDS,
@@ -33,7 +34,7 @@ def evaluate(flags: Sequence[str]) -> None:
     args, options = parse_flags(flags)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
-        print(evaluation.describe())
+        say(evaluation.describe())
         if evaluation.train_prompts.fingerprint == args.dataset_fingerprint:
             print("nothing is held out: these are the prompts that the run was trained on")
     metrics = evaluation.evaluate(temperature=options.temperature)
@@ -47,11 +48,11 @@ def evaluate(flags: Sequence[str]) -> None:
     prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
     counts = ", ".join(f"{n} prompts{f' of {name}' * bool(name)}" for name, n in prompts.items())
     each = ", ".join(passes.values())
-    print(f"{counts}; {each}; ± is half of the 95 % interval over prompts")
+    say(f"{counts}; {each}; ± is half of the 95 % interval over prompts")
     for name in prompts:
         head = f"eval_{name}{'_' * bool(name)}"
         if metrics.get(f"{head}pass@1") == 0:
-            print(
+            say(
                 f"pass@k{f' of {name}' * bool(name)}: no completion reaches eval_success_threshold "
                 f"{args.eval_success_threshold:g}; the highest weighted sum of scores is "
                 f"{metrics[f'{head}highest_score']:.4g}"

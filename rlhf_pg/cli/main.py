@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import rlhf_pg
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import frames, tell
+from rlhf_pg.boundary.terminal import escape_warnings, say
 from rlhf_pg.cli.options import USAGE, parser_of
 from rlhf_pg.config.parse import fail, help_on_keys, load
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args([first]).command
     with explaining_errors(command):
         if {*HELP} & set(flags):
-            print(help_of(command, flags), flush=True)
+            say(help_of(command, flags))
             raise SystemExit(0)
         if command not in LIGHT:
             quiet_libraries()
@@ -59,6 +60,7 @@ def quiet_libraries() -> None:
 @contextmanager
 def explaining_errors(command: str = "train") -> Iterator[None]:
     """Print a user's error without our frames, and exit; with RLHF_PG_DEBUG=1, raise it."""
+    escape_warnings()
     try:
         yield
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
 from rlhf_pg.replay import comparison
@@ -21,7 +21,7 @@ def report(flags: Sequence[str]) -> None:
     """Write the page of a run, and print its path."""
     options = parser_of("report").parse_args(flags)
     directory = run_of(options.run).directory
-    print(visible(str(write_report(directory, options.out and Path(options.out)))))
+    say(str(write_report(directory, options.out and Path(options.out))))
 
 
 def compare(flags: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def compare(flags: Sequence[str]) -> None:
                 drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)
             note = [Text(shown["note"])] * bool(shown["note"])
             Console().print(Text(f"\n{shown['title']}", "bold"), *note, drawn, sep="\n")
-    print(visible(options.out))
+    say(options.out)
 
 
 def diff(flags: Sequence[str]) -> None:
@@ -52,6 +52,6 @@ def diff(flags: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
     else:
-        print(visible("\n".join(comparison.describe(found, a, b))))
+        say("\n".join(comparison.describe(found, a, b)))
     if found:
         raise SystemExit(1)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.boundary.terminal import literal
 from rlhf_pg.data.chat import last_text
 from rlhf_pg.replay.replay import Made
 from rlhf_pg.replay.what_if import WhatIf, mean_advantages
@@ -26,7 +25,7 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
     stages = ", ".join(place.stage for place in made.differs)
     console.rule(f"step {made.step}: {f'differs: {stages}' if stages else 'as it was recorded'}")
     for place in made.differs:
-        console.print(Text(visible(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)")))
+        console.print(literal(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)"))
     names = [name for name in METRICS if name in made.metrics]
     console.print("  ".join(f"{name} {_cell(made.metrics[name])}" for name in names))
     sources, lines, total = record.trace["sources"], [], len(tokens.lengths)
@@ -90,9 +89,9 @@ def _chosen(rows: Sequence[int] | None, total: int, others: Sequence[int]) -> Se
 def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in head:
-        table.add_column(visible(name), overflow="fold")  # a truncated number would be another one
+        table.add_column(literal(name), overflow="fold")  # a truncated number would be another one
     for line in lines:
-        table.add_row(*(Text(_cell(value)) for value in line))
+        table.add_row(*(literal(_cell(value)) for value in line))
     return table
 
 
@@ -105,5 +104,5 @@ def _short(said: Any) -> str:
 def _cell(value: Any) -> str:
     """Return a text, a number with four digits, or a dash if it is unknown."""
     if isinstance(value, str | int):
-        return visible(str(value))
+        return str(value)
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"

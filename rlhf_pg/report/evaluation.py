@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
+
+from rlhf_pg.boundary.terminal import literal
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 # Metrics in the table; the JSON has all of them.
@@ -43,8 +43,8 @@ def tables(
             rows[owner].setdefault(short, [""] * len(columns))[short != full] = cell
     made = []
     for name, own in rows.items():
-        table = Table(escape(name or ("evaluation" if "" in sets else "mean")), *columns)
+        table = Table(Column(literal(name or ("evaluation" if "" in sets else "mean"))), *columns)
         for metric, cells in own.items():
-            table.add_row(Text(metric), *cells)
+            table.add_row(literal(metric), *cells)
         made += [table] * bool(own)
     return made

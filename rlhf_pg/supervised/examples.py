@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import continues, encode, last_text
@@ -219,7 +220,7 @@ def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> lis
         long = f"each of its {len(made)} {what} is too long: raise max_length, or shorten them"
         raise ValueError(f"{name}: {long if made else 'it has no rows: give some'}")
     if len(kept) < len(made):
-        print(f"{name}: {len(made) - len(kept)} of {len(made)} {what} are too long: left out")
+        say(f"{name}: {len(made) - len(kept)} of {len(made)} {what} are too long: left out")
     return kept
 
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.rendering import special_tokens
@@ -79,7 +80,7 @@ def train_sft(
     ends = learn_stops(policy, tokenizer, ends_of(examples, args, models.max_positions(policy)))
     if ends and runtime.is_main:
         names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
-        print(f"{names} ends what is learnt: from now on it ends completions of this model too")
+        say(f"{names} ends what is learnt: from now on it ends completions of this model too")
     return fit(args, policy, tokenizer, examples, held_out, runtime)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import math
 import shutil
 from io import StringIO
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rlhf_pg.boundary.terminal import say
 from rlhf_pg.cli import main
+from rlhf_pg.cli.main import explaining_errors
 from rlhf_pg.cli.recipes import model_of_run
 from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.tasks import arithmetic
@@ -122,6 +125,20 @@ def test_interval_is_196_standard_errors() -> None:
     found = intervals({"eval_reward": 0.5, "eval_reward_stderr": 0.1, "eval_x_stderr": 0.1})
     assert found == {"eval_reward": pytest.approx((0.3040036, 0.6959964))}
     assert intervals({"eval_reward": 0.5, "eval_reward_stderr": math.nan}) == {}
+
+
+def test_names_are_escaped_for_the_terminal(capsys) -> None:
+    name = "\x1b]0;owned\x07[red]"
+    metrics = {f"eval_{name}_rewards/{name}/mean": 0.5}
+    out = StringIO()
+    Console(file=out, width=120).print(*tables(metrics, [name]))
+    assert "\x1b" not in out.getvalue()
+    assert out.getvalue().count(r"\x1b]0;owned\x07[red]") == 2
+    with explaining_errors():
+        logging.lastResort.emit(logging.makeLogRecord({"msg": name, "levelno": logging.WARNING}))
+        say(name)
+    shown = capsys.readouterr()
+    assert shown.out == shown.err == "\\x1b]0;owned\\x07[red]\n"
 
 
 def test_table_of_several_sets_has_their_names_and_mean() -> None:

@@ -1,6 +1,7 @@
 """What the checks have found: rows, a table for people, a JSON for docs/gpu.json."""
 
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass
@@ -50,7 +51,8 @@ def environment(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
-        "commit": _said("git", "describe", "--always", "--dirty", "--abbrev=40"),
+        "commit": os.environ.get("RLHF_PG_COMMIT")
+        or _said("git", "describe", "--always", "--dirty", "--abbrev=40"),
         "date": datetime.now(UTC).date().isoformat(),
     }
 
