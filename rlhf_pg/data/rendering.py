@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.messages import THOUGHTS, WEIGHTS, Arguments, normalise, without_weights
+from rlhf_pg.data.template_bounds import bounded
 
 logger = logging.getLogger(__name__)
 
@@ -505,13 +506,16 @@ def render(
     if getattr(tokenizer, DATE, None):
         of_date["chat_template"] = template_of(tokenizer, tools)
     try:
-        chat: str = tokenizer.apply_chat_template(
-            quoted,
-            tools=list(tools) or None,
-            add_generation_prompt=open_turn,
-            tokenize=False,
-            **of_date,
-            **template_arguments(tokenizer),
+        chat: str = bounded(
+            partial(
+                tokenizer.apply_chat_template,
+                quoted,
+                tools=list(tools) or None,
+                add_generation_prompt=open_turn,
+                tokenize=False,
+                **of_date,
+                **template_arguments(tokenizer),
+            )
         )
     except Exception as error:  # a template may raise anything
         raise ValueError(f"{where} does not fit the chat template: {tell(error)}") from error
