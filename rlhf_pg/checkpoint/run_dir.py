@@ -19,6 +19,7 @@ EARLIER = "earlier-*"  # directories of runs that were set aside
 
 logger = logging.getLogger(__name__)
 
+MODELS = ("checkpoints", "best", "final")
 # In the order of setting aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "tensorboard"),
@@ -57,7 +58,7 @@ def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
                 _acquire(lock, directory)
         yield
     except BaseException:
-        if lock.is_locked and not _has_steps(directory):
+        if lock.is_locked and not _has_results(directory):
             with suppress(OSError):
                 _undo(directory, before, made)
         raise
@@ -65,9 +66,11 @@ def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
         lock.release()
 
 
-def _has_steps(directory: Path) -> bool:
-    metrics = directory / RUN_FILES[-1]
-    return metrics.is_file() and metrics.stat().st_size > 0
+def _has_results(directory: Path) -> bool:
+    """Return whether there is a step or a model; a full disk may have lost the lines of steps."""
+    metrics = directory / "metrics.jsonl"
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    return has_steps or any((directory / name).exists() for name in MODELS)
 
 
 def _undo(directory: Path, before: Container[str], made: Sequence[Path]) -> None:

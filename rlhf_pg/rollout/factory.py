@@ -152,17 +152,21 @@ def new_engine(
     return NativeEngine(*common, args.rollout_cache_tokens)
 
 
-def load_tools(args: PolicyGradientConfig, tools: Any = None, environment: Any = None) -> Any:
+def load_tools(
+    args: PolicyGradientConfig, tools: Any = None, environment_factory: Any = None
+) -> tuple[Any, Any]:
     """Return the tools and the environment's factory, given in Python or else named in the config;
-    ValueError if both have them.
+    ValueError if one is given in both.
     """
-    if (args.tools and tools) or (args.environment_factory and environment):
-        raise ValueError("tools or environment_factory are given twice, as arguments and in args")
     if args.tools:
+        if tools:
+            raise ValueError("tools are given twice, as an argument and in args")
         tools = [user_modules.load(name) for name in args.tools]
     if args.environment_factory:
-        environment = user_modules.load(args.environment_factory, user_modules.FACTORY)
-    return tools, environment
+        if environment_factory is not None:
+            raise ValueError("environment_factory is given twice, as an argument and in args")
+        environment_factory = user_modules.load(args.environment_factory, user_modules.FACTORY)
+    return tools, environment_factory
 
 
 def new_episode_runner(

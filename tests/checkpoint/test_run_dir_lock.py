@@ -62,3 +62,18 @@ def test_unsupported_locks_give_one_warning(tmp_path, monkeypatch, caplog, numbe
         pass
     (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
     assert f"{tmp_path} cannot be locked" in warning
+
+
+def test_failed_run_keeps_checkpoints_whose_lines_were_lost(tmp_path) -> None:
+    """A full disk drops lines of metrics.jsonl, and may have room for a later checkpoint."""
+    saved = tmp_path / "run" / "checkpoints" / "step-00000009"
+
+    def fail() -> None:
+        with run_dir_lock(tmp_path / "run", Runtime()):
+            (tmp_path / "run" / "metrics.jsonl").touch()
+            saved.mkdir(parents=True)
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fail()
+    assert saved.is_dir()

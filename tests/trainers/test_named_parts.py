@@ -59,7 +59,7 @@ def test_tools_of_a_recipe_are_offered_and_found_again(tmp_path, capsys) -> None
     assert "<tools>multiply" in shown
     again = parse(GRPOConfig, ["--config", str(tmp_path / "run" / "config.yaml")])
     assert load_tools(again)[0][0](2, 3) == 6
-    with pytest.raises(ValueError, match="tools or environment_factory are given twice"):
+    with pytest.raises(ValueError, match="tools are given twice"):
         load_tools(again, [len])
 
 
