@@ -194,10 +194,13 @@ def _registered(value: Any, info: ValidationInfo) -> Any:
     """
     if not callable(value):
         return value
-    functions, module = registry(str(info.field_name)), value.__module__
+    functions = registry(str(info.field_name))
+    module = value.__module__
     label = getattr(value, "__name__", type(value).__name__)
-    found = getattr(sys.modules.get(module), label, None) is value and module != "__main__"
-    name = f"{module if found else 'python'}:{label}"
+    is_importable = getattr(sys.modules.get(module), label, None) is value
+    if module == "__main__" or not is_importable:
+        module = "python"
+    name = f"{module}:{label}"
     while functions.setdefault(name, value) is not value:  # another of the same name
         name += "_"
     return name

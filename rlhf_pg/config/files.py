@@ -40,7 +40,7 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             if value in registry(key):  # given in Python
                 keys[key] = value
             elif value.startswith("python:"):
-                raise ValueError(f"{key} {value}: this run was given a function in Python: give it")
+                raise ValueError(f"{key} {value} was given in Python: give the function again")
             else:
                 registry(key)[keys[key]] = user_modules.load(keys[key])
             function = registry(key)[keys[key]]

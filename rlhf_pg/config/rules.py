@@ -19,7 +19,7 @@ OWN_KEYS = {
     "device_map": "leave it out, since the launcher chooses devices",
     # In evaluation mode, in which models are trained here, transformers takes kernels for inference
     # ("the kernel's backward does not match the rotary embedding's").
-    "use_kernels": "leave it out, since kernels for inference have no or another gradient",
+    "use_kernels": "leave it out, since kernels for inference have no gradient, or a wrong one",
     "token": "set HF_TOKEN in the environment, since config.yaml would keep a token",
 }
 

@@ -27,15 +27,16 @@ def hours(meta: Any, processes: int, gpu: str) -> str | None:
     scoring by the policy and by the reference; t_position and t_token are those of Llama-3-8B times
     the share of its parameters.
     """
-    found = re.search("|".join(PUBLISHED), gpu, re.IGNORECASE)
+    kind = re.search("|".join(PUBLISHED), gpu, re.IGNORECASE)
     scale = sum(p.numel() for p in meta.policy.parameters()) / PARAMETERS
-    if found is None or scale < LEAST:
+    if kind is None or scale < LEAST:
         return None
-    args, known = meta.args, PUBLISHED[found[0].lower()]
+    args = meta.args
+    published = PUBLISHED[kind[0].lower()]
     width = args.max_completion_length
     tokens = args.prompts_per_step * (meta.prompt + args.num_generations * width) / processes
     passes = args.num_iterations + PASS * (args.needs_old_logprobs + (args.beta > 0))
-    seconds = scale * (width * known.position + tokens * passes / known.tokens)
+    seconds = scale * (width * published.position + tokens * passes / published.tokens)
     span = f"{seconds:.0f} s for each step"
     if args.max_steps > 0:
         span = f"{seconds * args.max_steps / 3600:.1f} hours for {args.max_steps} steps"

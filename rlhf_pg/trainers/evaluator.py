@@ -120,8 +120,11 @@ def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[flo
     votes = []
     for i, scores in enumerate(paid.tolist()):
         pairs = zip(answers[i * n : (i + 1) * n], scores, strict=True)
-        valid = [(given, score) for given, score in pairs if score > -math.inf]
-        votes.append(majority_score(*zip(*valid, strict=True)) if valid else math.nan)
+        valid = [(vote, score) for vote, score in pairs if score > -math.inf]
+        if valid:
+            votes.append(majority_score(*zip(*valid, strict=True)))
+        else:
+            votes.append(math.nan)
     return votes
 
 
