@@ -3,15 +3,18 @@
 import asyncio
 import inspect
 import math
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rlhf_pg.boundary.quoted import tell
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # The largest magnitude of a number to compute with: sums of many of them fit into float32.
 LARGEST = 1e30
 
@@ -24,7 +27,15 @@ class CallFailed(Exception):
         return cls(f"did not return within {timeout:g} s (reward_timeout)")
 
 
-@cache
+def once_per_process(make: Callable[P, T]) -> Callable[P, T]:
+    """Cache what a function makes, but not in a fork, which has no thread of its parent's."""
+    cached: Any = cache(make)
+    os.register_at_fork(after_in_child=cached.cache_clear)
+    once: Callable[P, T] = cached
+    return once
+
+
+@once_per_process
 def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
     """Return a loop of the process; by default the one for async rewards, environments and tools.
 

@@ -9,12 +9,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
+
+from rlhf_pg.boundary.user_code import once_per_process
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.lock, self.busy = threading.Lock(), threading.Event()
-        self.began: dict[int, tuple[int, int]] = {}  # by thread: polls since then, and memory
+        self.began: dict[int, tuple[int, int]] = {}  # by thread: polls since then, memory before
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
@@ -69,8 +70,8 @@ class Watch:
                 memory = _memory()
                 for thread, (polls, before) in list(self.began.items()):
                     # Polls, and no clock, which goes on while the process is stopped.
-                    self.began[thread] = polls + 1, before or memory
-                    if polls * POLL > SECONDS or memory - (before or memory) > MEMORY:
+                    self.began[thread] = polls + 1, before
+                    if polls * POLL > SECONDS or memory - before > MEMORY:
                         del self.began[thread]
                         _raise_in(thread, EndedTemplate)
                 if not self.began:
@@ -80,7 +81,7 @@ class Watch:
         """Call a function within the bounds."""
         thread = threading.get_ident()
         with self.lock:
-            self.began[thread] = 0, 0
+            self.began[thread] = 0, _memory()
             self.busy.set()
         try:
             return function()
@@ -90,14 +91,14 @@ class Watch:
                 _raise_in(thread, None)
 
 
-@cache
-def _watch(_: int) -> Watch:
+@once_per_process
+def _watch() -> Watch:
     return Watch()
 
 
 def bounded(function: Callable[[], T]) -> T:
     """Call a function that renders a template; EndedTemplate if it is beyond the bounds."""
-    return _watch(os.getpid()).call(function)  # a fork has no thread of its parent's
+    return _watch().call(function)
 
 
 def _memory() -> int:

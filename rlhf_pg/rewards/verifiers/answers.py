@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rlhf_pg.boundary.pool import NotStarted, Pool
 from rlhf_pg.boundary.quoted import quote, show
-from rlhf_pg.boundary.user_code import CallFailed
+from rlhf_pg.boundary.user_code import CallFailed, once_per_process
 from rlhf_pg.rewards.verifiers.texts import (
     Count,
     Positive,
@@ -101,7 +101,7 @@ MEMORY = 4 << 30  # memory limit of a process in bytes
 LATEX = re.compile(r"\\boxed|\\\(|\\\[|\$[^$]+\$")
 
 
-@cache
+@once_per_process
 def workers() -> Pool:
     return Pool(cores_of_process(), MEMORY, _get_ready)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.boundary.user_code import once_per_process
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
@@ -207,7 +208,7 @@ class Endpoint:
         return self.server.open(Line(line.agent, line.next(), *before))
 
 
-@cache
+@once_per_process
 def serve(host: str) -> "Server":
     """Return the server of this process on a host, started at the first call."""
     return Server(host)
