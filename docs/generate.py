@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import audit
 import curves
+import families
 import from_trl
 import gpu
 import scaling
@@ -545,7 +546,7 @@ def distillation() -> str:
 
 
 def engines() -> str:
-    """The text of engines.md, with what corrections make of older samples."""
+    """The text of engines.md, with what corrections make of older samples, and all families."""
     table = json.loads((ROOT / "docs" / "staleness.json").read_text())
     rows = ["| `sampler_correction` | bias, 1 step | variance | bias, 2 steps | variance |"]
     rows += ["|---" * 5 + "|"]
@@ -555,7 +556,8 @@ def engines() -> str:
             for bias, spread in found
         ]
         rows.append(f"| {way} | {' | '.join(cells)} |")
-    return filled((ROOT / "docs" / "engines.md").read_text(), "staleness", "\n".join(rows))
+    text = filled((ROOT / "docs" / "engines.md").read_text(), "staleness", "\n".join(rows))
+    return filled(text, "families", families.table(ROOT / "docs" / "families.json"))
 
 
 def results() -> str:

@@ -31,6 +31,15 @@ ARCHS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"intermediate_size": 48},
     "phi": _GROUPED,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    # A state along the row, then attention; a window shorter than most rows, sinks and experts.
+    "qwen3_5_text": _GROUPED
+    | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "gpt_oss": _GROUPED
+    | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 _CHOSEN = _GROUPED | {"num_experts_per_tok": 2}
 _LOCAL = _CHOSEN | {"num_local_experts": 4}

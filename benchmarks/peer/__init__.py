@@ -1,10 +1,12 @@
 """Whole training steps of this library beside TRL's, by hand: both sides in turn, in one run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.peer short [--vocabulary 32768] [--methods grpo]
+    OMP_NUM_THREADS=1 python -m benchmarks.peer shared --family qwen3_5_text --methods grpo
 
 The workloads are `short`, `shared` and `long` (`workload.py`); the methods `grpo` without a KL,
 `grpo_kl` with one of 0.05 in the loss, and `rloo` with one in the reward. Both sides start from the
-same Qwen2 of width 256 and 6 layers with random weights, have the same prompts, the same lengths of
+same model of width 256 and 6 layers with random weights (`--family`: Qwen2, Qwen3.5 with gated
+delta nets, or GPT-OSS with windows, sinks and experts), have the same prompts, the same lengths of
 completions (drawn from a quarter of the longest up, EOS is forced at them and nowhere else), the
 same cheap reward and learning rate, and make one update per rollout, without gradient
 checkpointing. This library has its default micro-batches; TRL the fastest of `--batches`, each

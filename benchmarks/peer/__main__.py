@@ -9,7 +9,7 @@ import transformers
 
 from benchmarks.peer import __doc__ as usage
 from benchmarks.peer import gradients, memory, ours, theirs
-from benchmarks.peer.workload import BETAS, WORKLOADS, Job, device, save_model
+from benchmarks.peer.workload import BETAS, FAMILIES, WORKLOADS, Job, device, save_model
 
 Seconds = dict[str, float]
 PHASES = ("step", "rollout", "reward", "score", "update")
@@ -60,6 +60,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--methods", choices=BETAS, nargs="+", default=list(BETAS))
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2")
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
@@ -78,12 +79,14 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     workload = WORKLOADS[flags.workload]
     print(
-        f"{flags.workload}: {workload.rows} completions of {workload.prompts} prompts, vocabulary "
-        f"{flags.vocabulary}, {flags.dtype}, {device()}, {torch.get_num_threads()} threads"
+        f"{flags.family}, {flags.workload}: {workload.rows} completions of {workload.prompts} "
+        f"prompts, vocabulary {flags.vocabulary}, {flags.dtype}, {device()}, "
+        f"{torch.get_num_threads()} threads"
     )
     print(f"{'':14}{'ours':>9}{'TRL':>9} {'':4}{'TRL/ours':>8}")
     with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory), flags.vocabulary, flags.width, flags.layers)
+        shape = flags.vocabulary, flags.width, flags.layers, flags.family
+        model = save_model(Path(directory), *shape)
         for method in flags.methods:
             job = Job(workload, method, model, flags.vocabulary, flags.dtype, directory)
             compare(job, flags.batches, flags.rounds)

@@ -9,11 +9,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from benchmarks.rollout import EOS, PAD
@@ -120,21 +119,49 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def save_model(path: Path, vocabulary: int, width: int, layers: int) -> str:
-    """A Qwen2 with random weights, heads of 64 and a tied head."""
+def save_model(path: Path, vocabulary: int, width: int, layers: int, family: str = "qwen2") -> str:
+    """A model of a family with random weights, heads of 64 and a tied head."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, width // 64),
-        num_key_value_heads=max(1, width // 64),
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    heads = max(1, width // 64)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family](width))
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
+
+
+def _of_qwen3_5(width: int) -> dict[str, Any]:
+    """Three of four layers are gated delta nets, as published."""
+    heads = max(1, width // 64)
+    return {
+        "head_dim": 64,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": 2 * heads,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+
+
+def _of_gpt_oss(width: int) -> dict[str, Any]:
+    """Every second layer has a window of 128, all have sinks, as published; fewer experts."""
+    return {
+        "head_dim": 64,
+        "intermediate_size": width,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    }
+
+
+FAMILIES = {"qwen2": lambda width: {}, "qwen3_5_text": _of_qwen3_5, "gpt_oss": _of_gpt_oss}

@@ -84,11 +84,12 @@ def make_trainer(
     args: Any,
     train_dataset: Any,
     reward: Callable[..., list[float]] = score,
+    policy: PreTrainedModel | None = None,
     **inputs: Any,
 ) -> PolicyGradientTrainer:
     """Return a trainer on listed completions, whose policy and critic have moved off the start."""
     inputs |= {"processing_class": tokenizer()}
-    trainer = trainer_type(model(), reward, args, train_dataset, **inputs)
+    trainer = trainer_type(policy or model(), reward, args, train_dataset, **inputs)
     trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
     rng = torch.Generator().manual_seed(1)

@@ -6,14 +6,19 @@ says where each token belongs.
 Shapes: N tokens of the pass, H query and K key-value heads, D their width.
 """
 
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.integrations import moe
+
+from rlhf_pg.models.recurrent import Mixer, mark_mixers
 
 NAME = "rlhf_pg"
 LONG, SETTLED = "longrope", "longrope, settled"
@@ -22,17 +27,32 @@ HONOURED = {
     "is_causal",
     "output_router_logits",  # passed through all layers, but not about attention
     "position_ids",  # stock functions infer the packing from these; here the layout gives it
-    "sliding_window",  # longer rows are not packed: see `window`
+    "use_cache",
 }
 # Blockwise attention, and the log of each query's softmax denominator; (B,H,L,D).
 fused_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+class AttentionOptions(NamedTuple):
+    """What a layer asks of its attention: softmax over softcap tanh(scale q k / softcap)."""
+
+    scale: float
+    window: int | None = None  # a query sees this many tokens up to itself; None: all
+    sinks: Tensor | None = None  # (H,) logits in each softmax without a value (Agarwal et al. 2025)
+    softcap: float | None = None
+
+
 class Layout(Protocol):
     """The arrangement of the tokens of a forward pass."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Return (N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
+        ...
+
+    def mix(self, layer: int, mixer: Mixer) -> Tensor:
+        """Return the outputs (N,width) of a recurrent mixer for the same tokens."""
         ...
 
 
@@ -45,6 +65,9 @@ def _attention(
     *,
     layout: Layout,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the `layout` of the pass, (1,H,N,D) -> (1,N,H,D), as `transformers` expects."""
@@ -58,11 +81,28 @@ def _attention(
     if attention_mask is not None:  # `transformers` makes none for an unknown function
         raise NotImplementedError("attention with the model's own mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    asked_of = AttentionOptions(scale, sliding_window, s_aux, softcap)
+    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], asked_of)  # type: ignore[arg-type]
     return out.contiguous()[None], None  # some models rely on contiguous output
 
 
 AttentionInterface.register(NAME, _attention)
+
+
+def explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Return (H,N,D) from query, key and value (H,N,D), given what is `seen` (N,N)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = options.scale * (query.to(wide) @ key.to(wide).transpose(1, 2))
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=2)
+    weights = scores.softmax(dim=2)[..., : key.shape[1]]
+    return (weights @ value.to(wide)).to(query.dtype)
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
@@ -84,45 +124,93 @@ def replace_attention(configs: Sequence[Any], names: Sequence[str] | None = None
 
 
 class AttentionSupport(NamedTuple):
-    """A model's support for attention in two parts."""
+    """A model's support for tokens in any `Layout`."""
 
     unsupported_reason: str | None  # None if it is supported
-    bytes_per_token: int = 0  # of keys and values in all layers, in the model's dtype
+    window: float = 0.0  # longest supported row
+    bytes_per_row: int = 0  # of the states of recurrent layers
+    # Of keys and values by the windows of the layers, in the model's dtype; None: no window.
+    bytes_by_window: Mapping[int | None, int] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of keys and values in all layers."""
+        return sum(self.bytes_by_window.values())
+
+    def cached_bytes(self, tokens: int) -> int:
+        """Return the bytes of keys and values of so many tokens of a row."""
+        return sum(
+            size * (tokens if window is None else min(tokens, window))
+            for window, size in self.bytes_by_window.items()
+        )
 
 
 @torch.no_grad()
 def attention_support(model: PreTrainedModel) -> AttentionSupport:
-    """Pass one token to find out whether every layer calls our function in a known form."""
-    if not model._supports_attention_backend:
-        return AttentionSupport("its attention cannot be replaced")
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    for layer in layers:
-        if not hasattr(layer, "batch_select_indices"):
-            return AttentionSupport(f"it has recurrent layers ({type(layer).__name__})")
-    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
+    """Pass one token to find out whether every layer calls our function in a known form, and mark
+    the modules that carry states.
+    """
     trunk: Any = model.base_model
+    cache = DynamicCache(config=model.config.get_text_config())
+    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    inputs: dict[str, Any] = {
+        "input_ids": token,
+        "attention_mask": token + 1,
+        "position_ids": token,
+        "use_cache": False,
+    }
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        names = inspect.signature(trunk.forward).parameters
+        name = "cache_params" if "cache_params" in names else "past_key_values"
+        inputs |= {"use_cache": True, name: cache}
+
+    def pass_token() -> None:
+        with replace_attention(configs_of(model)), measurable_experts():
+            trunk(**inputs, layout=probe)
+
     try:
-        with replace_attention(configs_of(model)):
-            trunk(**inputs, use_cache=False, layout=probe)
-    except (AttributeError, NotImplementedError, TypeError) as error:
+        recurrent = mark_mixers(trunk, cache, pass_token)
+    except Exception as error:
         return AttentionSupport(f"its attention cannot be replaced ({error})")
-    if len(probe.layers) != len(layers):
-        return AttentionSupport("only some of its layers can be replaced")
-    return AttentionSupport(None, probe.size)
+    longest = _longrope_limit(model)
+    for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, CacheLayerMixin):
+            continue
+        if number not in probe.windows:
+            return AttentionSupport("only some of its layers can be replaced")
+        window = getattr(layer, "sliding_window", None)
+        if probe.windows[number] != window:  # perhaps chunks: rows within the first are exact
+            longest = min(longest, window or 0)
+    states = sum(
+        state.nbytes
+        for number in recurrent
+        for states in (cache.layers[number].conv_states, cache.layers[number].recurrent_states)
+        for state in states.values()
+        if state is not None
+    )
+    return AttentionSupport(None, longest, states, probe.bytes)
 
 
-def window(model: PreTrainedModel) -> float:
-    """Return the longest row, perhaps infinite, to which all layers attend in full."""
-    config = model.config.get_text_config()
-    layers = DynamicCache(config=config).layers
-    windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
-    rope = getattr(config, "rope_parameters", None) or {}
+@contextmanager
+def measurable_experts() -> Iterator[None]:
+    """Let mixtures of experts be computed with tensors that have no data, in any dtype: torch's
+    kernel is refused in float32, `transformers`' other one is not.
+    """
+    own = moe._can_use_grouped_mm
+    try:
+        moe._can_use_grouped_mm = lambda *inputs: False
+        yield
+    finally:
+        moe._can_use_grouped_mm = own
+
+
+def _longrope_limit(model: PreTrainedModel) -> float:
+    """Return the longest row for which a batch keeps its rotary frequencies."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     if rope.get("rope_type") == LONG and SETTLED not in kinds:
-        # If one row is longer than this, the rotary frequencies of the whole batch change.
-        windows.append(rope["original_max_position_embeddings"])
-    return min(windows)
+        return float(rope["original_max_position_embeddings"])
+    return math.inf
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -145,15 +233,21 @@ def settle_positions(model: nn.Module, longest: int) -> None:
 
 
 class _Probe:
-    def __init__(self) -> None:
-        self.layers: set[int] = set()
-        self.size = 0  # bytes
+    """A `Layout` of one token that records what attends."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        if layer in self.layers:
+    size = 1
+
+    def __init__(self) -> None:
+        self.windows = dict[int, int | None]()  # of the layers
+        self.bytes = dict[int | None, int]()  # by window
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        if layer in self.windows:
             raise NotImplementedError("a layer that attends twice")
         if value.shape[2] > key.shape[2]:
             raise NotImplementedError("values wider than keys")
-        self.layers.add(layer)
-        self.size += key.nbytes + value.nbytes
+        window = self.windows[layer] = options.window
+        self.bytes[window] = self.bytes.get(window, 0) + key.nbytes + value.nbytes
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]

@@ -21,6 +21,7 @@ from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
+from rlhf_pg.models.recurrent import forwards, replaced_forwards
 from rlhf_pg.models.streaming import stored_value
 
 
@@ -341,7 +342,8 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
 
     def contexts(part: nn.Module) -> tuple[Any, Any]:
         names = [config._attn_implementation for config in configs]  # for the recomputation too
-        return _as_forward(part, configs, names), _as_forward(part, configs, names)
+        mixing = replaced_forwards(part)
+        return _as_forward(part, configs, names, mixing), _as_forward(part, configs, names, mixing)
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for part in model.modules():
@@ -354,14 +356,16 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
 
 
 @contextmanager
-def _as_forward(part: nn.Module, configs: list[Any], names: list[str]) -> Iterator[None]:
-    """Use the same attention in the forward pass and its recomputation, and the mode of the
-    children, since a part's own only switches recomputation on.
+def _as_forward(
+    part: nn.Module, configs: list[Any], names: list[str], mixing: dict[nn.Module, Any]
+) -> Iterator[None]:
+    """Use the same attention and mixers in the forward pass and its recomputation, and the mode of
+    the children, since a part's own only switches recomputation on.
     """
     own = part.training
     part.training = all(child.training for child in part.children())
     try:
-        with replace_attention(configs, names):
+        with replace_attention(configs, names), forwards(mixing):
             yield
     finally:
         part.training = own

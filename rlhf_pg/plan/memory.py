@@ -24,7 +24,7 @@ from rlhf_pg.data.inputs import load_named_data, load_task
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import make_prompts
 from rlhf_pg.models import Critic, Policy, adapter_of, assemble
-from rlhf_pg.models.attention import attention_support
+from rlhf_pg.models.attention import AttentionSupport, attention_support
 from rlhf_pg.plan.duration import hours
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.trainers.token_budget import (
@@ -177,14 +177,17 @@ def predict_memory(
     if args.rollout_engine == "vllm":
         rollout["vLLM"] = args.vllm_gpu_memory_utilization * room
     left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
-    each = 0 if serves else attention_support(meta.policy.model).bytes_per_token
+    support = AttentionSupport(None) if serves else attention_support(meta.policy.model)
+    each = support.bytes_per_token
     groups = math.ceil(args.prompts_per_step / processes)
     cached = args.rollout_cache_tokens or int(max(left, 0.0) // max(each, 1))
     fitting = min(MAX_ROWS, (cached - groups * meta.prompt) // width)
     rows = max(1, min(fitting, groups * args.num_generations))
     room_of = [math.ceil(n / 64) * 64 for n in (meta.prompt, width)]  # rounded like the engine's
     groups = math.ceil(rows / args.num_generations)
-    rollout["keys and values"] = float(each * (groups * room_of[0] + rows * room_of[1]))
+    of_prompt, of_row = (support.cached_bytes(tokens) for tokens in room_of)
+    rollout["keys and values"] = float(groups * of_prompt + rows * of_row)
+    rollout["states"] = float(support.bytes_per_row * (groups + rows))
     return Memory(update, rollout, int(tokens), rows)
 
 

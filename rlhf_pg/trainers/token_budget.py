@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, chunk_size_for
+from rlhf_pg.models.attention import measurable_experts
 from rlhf_pg.models.lm_head import Measured
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import checkpoint_activations, checkpoints, offloads
@@ -231,7 +232,7 @@ def footprint(module: nn.Module, batch: Batch) -> int:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    with _Meter(module) as meter:
+    with _Meter(module) as meter, measurable_experts():
         numbers = module.train()(batch)
         losses = [x.sum() for x in numbers if x is not None and x.requires_grad]
         torch.autograd.backward(torch.stack(losses).sum())

@@ -117,6 +117,21 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_mini_batches": 2,
         "beta": 0.05,
     },
+    # Layers that carry a state along the row, and windows, sinks and experts.
+    "grpo, recurrent": {
+        "algorithm": "grpo",
+        "arch": "qwen3_5_text",
+        "num_generations": 4,
+        "prompts_per_step": 5,
+        "gradient_checkpointing": True,
+    },
+    "ppo, sinks, LoRA": {
+        "algorithm": "ppo",
+        "arch": "gpt_oss",
+        "lora": "random",
+        "prompts_per_step": 5,
+        "beta": 0.05,
+    },
 }
 # On GPT-2, which computes in float64 throughout; DeepSpeed does not.
 DOUBLE = {
@@ -137,6 +152,8 @@ TRAINED_WITH = {
     "rloo, LoRA": "two",
     "reinforce, LoRA": "one",
     "ppo, LoRA": "all",
+    "grpo, recurrent": "two",
+    "ppo, sinks, LoRA": "one",
     "grpo, float64": "one",
     "ppo, float64": "two",
 }

@@ -48,7 +48,8 @@ def launched(request, tmp_path_factory):
             wanted[item.callspec.params["layout"]].add(item.callspec.params["job"])
     wanted[ONE] = set().union(*wanted.values())
     root = tmp_path_factory.mktemp("layouts")
-    models = {arch: saved_model(root / f"model-{arch}", arch) for arch in (None, "gpt2")}
+    archs = {job.get("arch") for job in (JOBS | DOUBLE).values()}
+    models = {arch: saved_model(root / f"model-{arch}", arch) for arch in archs}
 
     def options(layout: Layout, name: str) -> dict[str, Any]:
         job = COMMON | (JOBS | DOUBLE)[name]
@@ -111,8 +112,11 @@ def test_weights_after_five_steps_match_single_process(launched, layout, job) ->
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
 def test_metrics_match_single_process(launched, layout, job) -> None:
+    """All but the distances of sampler and policy, which are rounding."""
     one, own = launched(ONE)[job], launched(layout)[job]
     for line, other in zip(one.numbers(), own.numbers(), strict=True):
+        for name in [name for name in line if name.startswith("agreement/")]:
+            assert line.pop(name) == pytest.approx(other.pop(name), abs=1e-4)
         assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
     assert own.evaluated == pytest.approx(one.evaluated)
     noted(layout, job, metrics=True)

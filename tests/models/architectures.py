@@ -37,6 +37,17 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 4,
     "index_n_heads": 2,
     "index_topk": 8,
+    # Recurrent layers.
+    **dict.fromkeys(["linear_num_key_heads", "linear_num_heads"], 2),
+    **dict.fromkeys(["linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"], 4),
+    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"], 8),
+    **dict.fromkeys(["mamba_d_state", "ssm_state_size", "state_size"], 8),
+    **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 16),
+    "mamba_d_ssm": 64,
+    "mamba_dt_rank": 4,
+    **dict.fromkeys(["swa_num_attention_heads"], 4),
+    **dict.fromkeys(["swa_num_key_value_heads"], 2),
+    **dict.fromkeys(["swa_head_dim"], 8),
 }
 _LATENT = {
     "num_key_value_heads": 4,
@@ -57,6 +68,19 @@ _OWN: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "n_groups": 1,
+    },
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_head_dim": 8},
 }
 
 

@@ -1,14 +1,16 @@
 """Prompts that are computed once, against a forward pass of their own for every row."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, packing
-from rlhf_pg.models.attention import attention_support, replace_attention
-from rlhf_pg.models.packing import PrefixTree, lay_out_packed, lay_out_padded
+from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, prefix_tree
+from rlhf_pg.models.attention import AttentionOptions, attention_support, replace_attention
+from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
+from rlhf_pg.models.prefix_tree import PrefixTree
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
@@ -129,18 +131,65 @@ def test_different_prompts_in_group_are_not_shared():
     assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
 
 
-def test_rows_longer_than_sliding_window_are_padded():
-    model = tiny_model("mistral", sliding_window=17)
-    batch, seen = batch_of(), []
+def test_rows_beyond_the_original_length_of_longrope_are_padded():
+    rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+    shape = {"intermediate_size": 48, "num_key_value_heads": 2, "rope_scaling": rope}
+    model = tiny_model("phi3", **shape, original_max_position_embeddings=17)
+    policy, batch, seen = Policy(model), batch_of(), []
     model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
-    policy = Policy(model)
-    seen.clear()
     policy(batch.select(torch.arange(6)))
     assert seen == [1]
     policy(batch)  # of 18 tokens
     assert seen == [1, 9]
+
+
+# Windows shorter than the rows, sinks, capped scores, and layers that carry states, of these kinds:
+# gated delta nets, short convolutions, Mamba 1 and 2 (beside attention in one layer too).
+KINDS = {
+    "mistral": {"sliding_window": 3},
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 5},
+    "gpt_oss": {"sliding_window": 4},
+    "qwen3_5_text": {},
+    "lfm2": {},
+    "kimi_linear": {},
+    "jamba": {},
+    "falcon_h1": {},
+    "nemotron_h": {},
+}
+
+
+@pytest.mark.parametrize("repeated", [2, 1000])
+@pytest.mark.parametrize("arch", KINDS)
+def test_windows_sinks_and_states_match_single_rows(monkeypatch, arch, repeated):
+    """States of prompts are continued by their completions, or computed again by each."""
+    monkeypatch.setattr(prefix_tree, "REPEATED", repeated)
+    model = build(arch, **KINDS[arch])
+    policy, batch = Policy(model), with_garbage(batch_of())
+    assert policy.window == math.inf
+    assert_close(gradient_of(policy, batch), one_by_one(model, batch), 1e-5)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "gpt_oss"])
+def test_states_and_sinks_with_checkpointing_and_adapters(arch):
+    def trained():
+        torch.manual_seed(0)
+        model = add_adapter(build(arch, **KINDS[arch]), adapter(target_modules="all-linear"))
+        disable_dropout(model.train())
+        return stir(model, seed=1)
+
+    plain, fast = Policy(trained()), Policy(trained())
+    plain.window = 0
+    checkpoint_activations(fast.model)
+    assert fast.window
+    assert_close(trained_gradient(fast), trained_gradient(plain), 1e-5)
+
+
+@pytest.mark.parametrize("arch", ["recurrent_gemma", "minimax", "rwkv"])
+def test_model_with_states_of_its_own_is_padded(arch):
+    assert not Policy(build(arch)).window
 
 
 # Parent and length of each segment: families of a prompt and its completions, then branches of
@@ -153,40 +202,68 @@ def layout(segments):
     return PrefixTree(segments, torch.device("cpu"))
 
 
-def visible(segments):
-    """Which token sees which, (N,N): a walk from each token to its root."""
+def visible(segments, window=None):
+    """Which token sees which, (N,N): a walk from each token to its root, of at most `window`."""
     spans, count = layout(segments).spans, sum(length for _, length in segments)
     sees = torch.zeros(count, count, dtype=torch.bool)
     for number, (_, length) in enumerate(segments):
         for t in range(length):
-            q, at, seen = spans[number].start + t, number, t + 1
+            path, at, seen = [], number, t + 1
             while at >= 0:
-                sees[q, spans[at].start : spans[at].start + seen] = True
+                path += reversed(range(spans[at].start, spans[at].start + seen))
                 at = segments[at][0]
                 seen = segments[at][1]
+            sees[spans[number].start + t, path[:window]] = True
     return sees
 
 
-def explicit(query, key, value, scale):
+def explicit(query, key, value, scale, window=None, sinks=None, softcap=None):
     copies = len(query) // len(key)
     key, value = (x.repeat_interleave(copies, 0) for x in (key, value))
-    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~visible(TREES), -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+    scores = query @ key.transpose(1, 2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.exp() * visible(TREES, window)
+    sums = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        sums = sums + sinks.exp()[:, None, None]
+    return (weights / sums @ value).transpose(0, 1)
 
 
-@pytest.mark.parametrize("way", ["by_blocks", "by_families", "by_flex"])
+OPTIONS = {
+    "plain": {},
+    "window_1": {"window": 1},
+    "window_3": {"window": 3},
+    "window_9": {"window": 9},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 0.8},
+    "all": {"window": 4, "sinks": True, "softcap": 0.8},
+}
+
+
+@pytest.mark.parametrize("strip", [2, 256])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("way", ["by_blocks", "densely", "by_flex"])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
-def test_attention_matches_softmax_over_visible_tokens(way):
+def test_attention_matches_softmax_over_visible_tokens(monkeypatch, way, options, strip):
+    if way == "by_blocks" and "softcap" in options:
+        pytest.skip("the kernel has none")
+    monkeypatch.setattr(prefix_tree, "STRIP_OF_WINDOW", strip)
     count = len(visible(TREES))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if way == "by_flex" else torch.float64
-    shapes = [(4, count, 8), (2, count, 8), (2, count, 8)]
+    shapes = [(4, count, 8), (2, count, 8), (2, count, 8), (4,)]
     operands = [
         torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way != "by_flex")
         for shape in shapes
     ]
-    out = getattr(layout(TREES), way)(*operands, 0.7)
-    expected = explicit(*operands, 0.7)
+    options, sinks = dict(options), operands[3]
+    if "sinks" in options:
+        options["sinks"] = sinks
+    else:
+        operands.pop()
+    out = getattr(layout(TREES), way)(*operands[:3], AttentionOptions(0.7, **options))
+    expected = explicit(*operands[:3], 0.7, **options)
     tolerance = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 1e-5}
     torch.testing.assert_close(out, expected, **tolerance)
     if way == "by_flex":  # which has a backward pass on GPUs alone
@@ -201,7 +278,7 @@ def test_attention_matches_softmax_over_visible_tokens(way):
 def test_attention_takes_values_narrower_than_keys():
     count = len(visible(TREES))
     query, key, value = (torch.randn(2, count, width).double() for width in (8, 8, 5))
-    out = layout(TREES).attend(0, query, key, value, 0.3)
+    out = layout(TREES).attend(0, query, key, value, AttentionOptions(0.3))
     torch.testing.assert_close(out, explicit(query, key, value, 0.3))
 
 
@@ -214,7 +291,9 @@ def test_bf16_attention_gradient_is_rounded_once():
 
     def gradients(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in operands]
-        return torch.autograd.grad(tree.by_blocks(*inputs, 32**-0.5), inputs, grad.to(dtype))
+        return torch.autograd.grad(
+            tree.by_blocks(*inputs, AttentionOptions(32**-0.5)), inputs, grad.to(dtype)
+        )
 
     for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
         assert (found.double() - exact).norm() <= 0.0025 * exact.norm()
@@ -229,7 +308,7 @@ def test_non_causal_attention_is_not_replaced():
 
 @pytest.mark.parametrize(
     ("arch", "argument"),
-    [("minimax_m3_vl_text", "block_indices"), ("gpt_oss", "s_aux"), ("gemma2", "softcap")],
+    [("minimax_m3_vl_text", "block_indices"), ("inkling_text", "position_bias")],
 )
 def test_attention_with_unknown_argument_is_not_replaced(arch, argument):
     model = build(arch)
@@ -268,10 +347,10 @@ def test_saved_activations_keep_shared_prompt_once():
 
 def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
     """A block counts if a token of it sees one of the other: itself or what it continues."""
-    monkeypatch.setattr(packing, "STRIP", 256)
+    monkeypatch.setattr(prefix_tree, "STRIP", 256)
     segments = [(-1, 150), (0, 130), (0, 20), (-1, 7), (3, 90), (-1, 3), (5, 128), (6, 1), (5, 9)]
     sees = visible(segments)
-    mask = layout(segments).mask
+    mask = layout(segments).mask(None)
     dense = torch.stack([part.any(1) for part in sees.split(128, 1)], dim=1)
     expected = torch.stack([part.any(0) for part in dense.split(128)]).int()
     assert mask.to_dense()[0, 0].equal(expected)

@@ -10,13 +10,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching
-from rlhf_pg.rollout.native.continuous_batching import KeyValues
+from rlhf_pg.rollout.native.attention import KeyValues, StateStore
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.token_budget import SHARDINGS
@@ -45,6 +45,17 @@ CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
     "a shared critic": (PPOTrainer, 256, {"critic": "shared"}),
     "checkpointing": (GRPOTrainer, 32768, {"gradient_checkpointing": True}),
     "bfloat16": (GRPOTrainer, 32768, {"dtype": "bfloat16"}),
+    "recurrent layers": (GRPOTrainer, 256, {"arch": "qwen3_5_text"}),
+    "windows and sinks": (GRPOTrainer, 256, {"arch": "gpt_oss"}),
+}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3_5_text": {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    | {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 16, "num_local_experts": 4}
+    | {"num_experts_per_tok": 2, "intermediate_size": 256}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 
 
@@ -56,11 +67,14 @@ PARAMS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for
 def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, Memory]:
     """A trainer, and what is built and predicted of it from its files."""
     trainer_type, vocabulary, options = CASES[request.param]
+    options = dict(options)
+    family = options.pop("arch", "qwen2")
     directory = tmp_path_factory.mktemp("plan")
     path, tokenizer = str(directory / "model"), character_tokenizer("0123456789")
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary}
-    AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)).save_pretrained(path)
+    config = AutoConfig.for_model(family, **shape | heads | OF_FAMILY[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     outputs = {"model_name_or_path": path, "output_dir": str(directory / "run")}
     args = trainer_type.config_type(**(COMMON | outputs | options))
@@ -88,6 +102,7 @@ class Seen:
         self.trainer = trainer
         self.sizes: dict[str, float] = {}
         self.stores: list[KeyValues] = []
+        self.states: list[StateStore] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -106,7 +121,13 @@ class Seen:
             self.sizes["gradients"] = taken(p.grad for p in module.parameters())
             return step()
 
+        class KeptStates(StateStore):
+            def __init__(self) -> None:
+                super().__init__()
+                seen.states.append(self)
+
         with (
+            patch.object(continuous_batching, "StateStore", KeptStates),
             patch.object(continuous_batching, "KeyValues", Kept),
             patch.object(trained, "step", update),
         ):
@@ -135,6 +156,9 @@ class Seen:
             "keys and values": taken(
                 t for store in self.stores for pair in store._layers.values() for t in pair
             ),
+            "states": taken(
+                t for store in self.states for part in store._layers.values() for t in part.values()
+            ),
         }
 
 
@@ -162,6 +186,7 @@ def test_predicted_parts_match_real_step(case) -> None:
         assert close(update["gradients"], sizes["gradients"])
         assert close(update["optimizer"], sizes["optimizer"])
     assert close(memory.rollout["keys and values"], sizes["keys and values"])
+    assert close(memory.rollout["states"], sizes["states"])
 
 
 def test_predicted_peak_matches_allocator(case) -> None:

@@ -18,7 +18,7 @@ from rlhf_pg.report.run_files import RunFiles, tokens_file
 from rlhf_pg.rollout import Observation
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.sampler import Sampler
-from tests.trainers.conftest import digits
+from tests.trainers.conftest import digits, of_task
 
 EVERY = {"max_steps": 4, "save_steps": 2, "log_completions_steps": 2}
 TWICE = {"num_mini_batches": 2, "num_iterations": 2}
@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[type, Callable[[], dict[str, Any]]]] = {
             | {"beta": 0.1, "dynamic_sampling_rounds": 2}
         ),
     ),
+    "states": (GRPOTrainer, lambda: of_task("qwen3_5_text")),
     "ppo": (PPOTrainer, lambda: TWICE | {"normalize_values": True, "kl_controller": "adaptive"}),
     "greedy": (
         ReinforceTrainer,
@@ -96,7 +97,7 @@ def trained(make, name: str, **options: Any) -> tuple[Any, RunFiles]:
     return make(kind, **common, **more()), RunFiles(Path(first.args.output_dir))
 
 
-@pytest.mark.parametrize("name", ["lora", "ppo", "greedy", "steps", "dice"])
+@pytest.mark.parametrize("name", ["lora", "states", "ppo", "greedy", "steps", "dice"])
 def test_steps_are_as_they_were(make, name: str) -> None:
     """From the beginning, where no checkpoint is, and from the checkpoint of step 2, for a step
     before the one that was made last too; and so are the ids that are sampled again.

@@ -13,6 +13,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.agreement import Agreement
+from tests.models.architectures import build
 
 # A few of every length: all of them would be tokenized anew for every trainer.
 PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::180])
@@ -44,6 +45,13 @@ def any_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer]:
     """make(GRPOTrainer, reward_funcs=..., learning_rate=..., ...): a trainer ready to train."""
     return maker(model_path, tmp_path)
+
+
+def of_task(arch: str) -> dict[str, Any]:
+    """A model for the tokenizer of the task, and that."""
+    _, tokenizer = arithmetic().new_model()
+    model = build(arch, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    return {"model": model, "processing_class": tokenizer}
 
 
 def maker(model_path: str, directory: Path) -> Callable[..., PolicyGradientTrainer]:

@@ -13,10 +13,9 @@ from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.runtime.processes import SHARED
-from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import Callback
 from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
-from tests.models.architectures import build
+from tests.trainers.conftest import of_task
 
 LORA = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2}
 PLANTED = 2  # the step, counted from 0, in which something begins to be wrong
@@ -102,12 +101,11 @@ def kept_prompts(monkeypatch):
 
         def from_old(self, fresh) -> None:
             model, self.model = self.model, old
-            configs, self.configs = self.configs, continuous_batching.configs_of(old)
             try:
-                with torch.no_grad(), continuous_batching.replace_attention(self.configs):
+                with torch.no_grad():
                     real(self, fresh)
             finally:
-                self.model, self.configs = model, configs
+                self.model = model
 
         monkeypatch.setattr(continuous_batching.BatchingSession, "_prefill", from_old)
 
@@ -178,10 +176,14 @@ def test_planted_fault_ends_run_in_its_step(make, monkeypatch, fault, twice) -> 
     [
         (GRPOTrainer, LORA | {"temperature": 0.7}),
         (PPOTrainer, {"num_iterations": 2}),
+        (GRPOTrainer, {"arch": "qwen3_5_text"}),
+        (PPOTrainer, {"arch": "gpt_oss", **LORA}),
     ],
 )
 def test_sound_run_agrees_to_rounding(make, tmp_path, kind, options) -> None:
-    make(kind, **options).train()
+    options = dict(options)
+    inputs = of_task(options.pop("arch")) if "arch" in options else {}
+    make(kind, **options, **inputs).train()
     lines = list(read(tmp_path / "run" / "metrics.jsonl"))
     assert len(lines) == 3
     assert all(0 <= line["agreement/kl"] < 1e-11 for line in lines)
@@ -209,13 +211,6 @@ def test_packing_that_leaks_between_rows_is_named(make, monkeypatch) -> None:
     with pytest.raises(DisagreementError, match=r"packing.*micro_batch_tokens"):
         trainer.train()
     assert trainer.state.step == 0
-
-
-def of_task(arch):
-    """A model for the tokenizer of the task, and that."""
-    _, tokenizer = arithmetic().new_model()
-    model = build(arch, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-    return {"model": model, "processing_class": tokenizer}
 
 
 def test_model_that_padding_changes_is_refused(make) -> None:

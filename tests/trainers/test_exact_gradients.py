@@ -15,6 +15,7 @@ from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,
+    EOS,
     MAX_LENGTH,
     PROMPTS,
     SCORES,
@@ -26,6 +27,7 @@ from tests.enumeration import (
     make_trainer,
     score_function_expectation,
 )
+from tests.models.architectures import build
 
 TWO = ("ab", "bba")
 
@@ -51,6 +53,17 @@ def test_expected_gradient_is_exact(trainer_type, options, tmp_path: Path) -> No
 
     trainer = make_trainer(trainer_type, tmp_path, reward=reward, **options)
     assert_close(ascent(trainer), exact_gradient(trainer))
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "qwen3_5_text"])
+def test_expected_gradient_of_recurrent_layers_is_exact(arch, tmp_path: Path) -> None:
+    """But for their norms, which compute in float32."""
+    policy = build(arch, vocab_size=3, eos_token_id=EOS, pad_token_id=EOS, bos_token_id=EOS)
+    trainer = make_trainer(
+        RLOOTrainer, tmp_path, num_generations=2, prompts=TWO[:1], inputs={"policy": policy}
+    )
+    assert trainer.learner.policy.window
+    assert_close(ascent(trainer), exact_gradient(trainer), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.enumeration import COMPLETIONS, EOS, flat_gradient, gradient_of, make_trainer
 from tests.enumeration import PROMPTS as IDS
+from tests.models.architectures import build
 from tests.tiny import stir
 from tests.trainers.conftest import estimated
 
@@ -93,6 +94,24 @@ def test_shared_prompt_pass_leaves_gradient_unchanged(
     scored = experience_of(trainer)
     assert_equal(shared, accumulated(trainer, scored))
     assert_equal(experience.ref_logprobs, scored.ref_logprobs)
+
+
+def test_recurrent_layers_keep_rows_apart(tmp_path) -> None:
+    """Whatever the micro-batches and the order of rows, packed or not; norms are float32."""
+    policy = build(
+        "qwen3_5_text", vocab_size=3, eos_token_id=EOS, pad_token_id=EOS, bos_token_id=EOS
+    )
+    trainer = trainer_for(PPOTrainer, tmp_path, inputs={"policy": policy})
+    experience = experience_of(trainer)
+    shuffled = torch.randperm(len(SAYS), generator=torch.Generator().manual_seed(3))
+    expected = accumulated(trainer, experience)
+    found = [accumulated(trainer, experience.select(shuffled))]
+    trainer.learner.token_budget = 7
+    found.append(accumulated(trainer, experience))
+    trainer.learner.policy.window = trainer.critic.window = 0
+    found.append(accumulated(trainer, experience))
+    for other in found:
+        assert (other - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.proves("rlhf_pg.losses.high_entropy")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
+from tests.trainers.conftest import of_task
 from tests.untimed import untimed
 
 FOLLOWING = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}
@@ -53,6 +54,11 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
         {"optim": "muon", "dtype": "bfloat16", "num_mini_batches": 2, "ptx_coef": 0.1}
         | {"ptx_dataset_name": str(Path(__file__).with_name("texts.txt")), "ptx_batch_size": 2},
     ),
+    "states along the rows": (
+        GRPOTrainer,
+        {"arch": "qwen3_5_text", "gradient_checkpointing": True},
+    ),
+    "windows and sinks": (PPOTrainer, {"arch": "gpt_oss", "dtype": "bfloat16", "use_peft": True}),
     "8-bit moments": (PPOTrainer, {"optim": "adamw_8bit"}),
     "8-bit moments, bfloat16": (PPOTrainer, {"optim": "adamw_8bit", "dtype": "bfloat16"}),
 }
@@ -73,11 +79,17 @@ def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
     ):
         pytest.skip("needs bitsandbytes")
     options = {"max_steps": 4, "save_steps": 2, "save_total_limit": None} | options
-    whole = make(trainer_type, output_dir=str(tmp_path / "whole"), **options)
+    arch = options.pop("arch", None)
+
+    def trainer_of(run: str):
+        inputs = {} if arch is None else of_task(arch)
+        return make(trainer_type, output_dir=str(tmp_path / run), **options, **inputs)
+
+    whole = trainer_of("whole")
     start = {name: weight.detach().clone() for name, weight in weights(whole).items()}
     whole.train()
     torch.manual_seed(999)
-    rest = make(trainer_type, output_dir=str(tmp_path / "rest"), **options)
+    rest = trainer_of("rest")
     stop = options["save_steps"]
     rest.train(resume_from_checkpoint=str(tmp_path / f"whole/checkpoints/step-{stop:08d}"))
     ends = weights(whole)

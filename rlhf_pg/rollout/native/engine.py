@@ -5,6 +5,7 @@ sample computes its prompt again, and all wait for the longest.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from transformers import (
 
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.models import MOST_LOST, evaluating, is_quantized, max_positions, merge, merge_loss
-from rlhf_pg.models.attention import AttentionSupport, attention_support, window
+from rlhf_pg.models.attention import AttentionSupport
+from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
@@ -36,8 +38,8 @@ class NativeEngine(RolloutEngine):
     """Samples with a `transformers` decoder in this process.
 
     Each prompt is computed once for all its samples. A finished row leaves the batch, and a waiting
-    one takes its place. `generate` is only used for recurrent layers, a sliding window shorter than
-    a row, and the like; the engine then logs a warning.
+    one takes its place. `generate` is only used for attention or states in a form that the engine
+    does not know, with a warning.
 
     Args:
         model: a causal language model, whose weights are used in place. An adapter is merged into
@@ -96,17 +98,17 @@ class NativeEngine(RolloutEngine):
 
     def unsupported_reason(self, longest: int) -> str | None:
         """Return why rows of this many tokens need `generate`, or None."""
-        if self._window < longest:
-            return f"a row of {longest} tokens exceeds the model's window of {self._window}"
-        return self._attention_support.unsupported_reason
-
-    @cached_property
-    def _window(self) -> float:
-        return window(self.model)
+        support = self._attention_support
+        if support.unsupported_reason is None and support.window < longest:
+            return f"a row of {longest} tokens exceeds the model's window of {support.window}"
+        return support.unsupported_reason
 
     @cached_property
     def _attention_support(self) -> AttentionSupport:
-        return attention_support(self.weights)
+        # Of the model whose weights are used in place: copies keep the marks of its mixers.
+        model = self.model
+        with evaluating(model):
+            return layout_support(model.get_base_model() if isinstance(model, PeftModel) else model)
 
     def room(self) -> int:
         """Return the number of tokens whose keys and values fit in memory."""
@@ -116,7 +118,12 @@ class NativeEngine(RolloutEngine):
         if device.type == "cuda":  # memory that torch has reserved but not allocated is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
-        return int(room // self._attention_support.bytes_per_token)
+        return int(room // max(self._attention_support.bytes_per_token, 1))
+
+    def row_tokens(self) -> int:
+        """Return the number of tokens whose keys and values take as much as the states of a row."""
+        support = self._attention_support
+        return math.ceil(support.bytes_per_row / max(support.bytes_per_token, 1))
 
 
 class _NativeSession:
@@ -139,7 +146,7 @@ class _NativeSession:
                 made = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
                 self.sessions[plain] = made
             else:
-                self.sessions[plain] = BatchingSession(*common, engine.room())
+                self.sessions[plain] = BatchingSession(*common, engine.room(), engine.row_tokens())
         self.sessions[plain].add(request)
 
     @property

@@ -8,6 +8,7 @@ from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.token_sampling import Stopping
 from tests.models.architectures import build
+from tests.models.test_packing import KINDS
 from tests.rollout.native.test_engine import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
 
 # Values narrower than keys; layers of two widths.
@@ -33,8 +34,8 @@ def test_bytes_per_token_match_stored_size(arch):
     with torch.no_grad():
         session.step()
     store = session.prompt_cache
-    size = sum(x.nbytes for pair in store._layers.values() for x in pair)
-    assert attention_support(model).bytes_per_token == size / (store.slots * store.width)
+    size = sum(x.nbytes / (len(x) * x.shape[2]) for pair in store._layers.values() for x in pair)
+    assert attention_support(model).bytes_per_token == size
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,20 @@ def test_unsupported_attention_is_not_replaced(arch, reason):
     assert reason in attention_support(model).unsupported_reason
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)
+
+
+@pytest.mark.parametrize("room", ["", "little"])
+@pytest.mark.parametrize("arch", KINDS)
+def test_windows_sinks_and_states_sample_as_generate(monkeypatch, caplog, arch, room):
+    """The same ids with the same noise, also where rows wait for room and move between slots."""
+    model = build(arch, **KINDS[arch])
+    engine = NativeEngine(model, EOS, PAD)
+    if room:
+        engine.cache_tokens = 30 + 5 * engine.row_tokens()
+    fast = engine.generate(PROMPTS, 3, PARAMS, seed=1)
+    assert "generate, which is slower" not in caplog.text
+    monkeypatch.setattr(engine, "unsupported_reason", lambda longest: "of this test")
+    plain = engine.generate(PROMPTS, 3, PARAMS, seed=1)
+    assert [c.tokens for c in fast] == [c.tokens for c in plain]
+    for found, expected in zip(fast, plain, strict=True):
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

@@ -9,6 +9,7 @@ from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native import engine as native_engine
+from tests.models.architectures import build
 from tests.rollout.native.test_engine import (
     EOS,
     PAD,
@@ -150,34 +151,19 @@ def test_adapter_is_merged_into_copy_of_policy():
     assert_teacher_forced(model, PROMPTS, completions)
 
 
-PLAIN = {
-    "bloom": {"n_head": 4, "n_layer": 2},  # an attention of its own, with ALiBi
-    "mamba": {"state_size": 4},  # no attention at all
-    "lfm2": {  # layers of both kinds
-        "layer_types": ["conv", "full_attention"],
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    },
-}
+UNSUPPORTED = {
+    "bloom": {},
+    "llama4_text": {"attention_chunk_size": 4},
+}  # ALiBi; attention in chunks
 
 
-@pytest.mark.parametrize("arch", PLAIN)
+@pytest.mark.parametrize("arch", UNSUPPORTED)
 def test_unsupported_architecture_uses_generate_with_warning(arch, caplog):
-    model = tiny_model(arch, **PLAIN[arch])
+    model = build(arch, **UNSUPPORTED[arch])
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 4, PARAMS, seed=0)
     assert "generate, which is slower" in caplog.text
     assert_teacher_forced(model, PROMPTS, completions)
     assert len({tuple(c.tokens) for c in completions}) > 12
-
-
-def test_only_rows_longer_than_window_use_generate(caplog):
-    model = tiny_model("mistral", sliding_window=17)
-    engine = NativeEngine(model, EOS, PAD)
-    assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, PARAMS, seed=0))
-    assert not caplog.text  # seven and ten tokens just fit
-    params = SamplingParams(max_tokens=11, temperature=0.8)
-    assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, params, seed=0))
-    assert "a row of 18 tokens exceeds the model's window of 17" in caplog.text
 
 
 @pytest.mark.parametrize("max_tokens", [10, 20])

@@ -1,0 +1,268 @@
+"""Recurrent layers, whose modules of `transformers` carry a state along each row.
+
+Such a mixer (linear attention, a state space, a short convolution) has no place for several rows
+after one another: some drop the boundaries of a packed row in silence. So it gets rows, and the
+state that each continues: a prompt is computed once, and its completions start from its state. What
+is a mixer is found by what reads and writes the recurrent layers of `DynamicCache`.
+
+Shapes: N tokens of a forward pass; R rows of L tokens that a mixer computes together.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+MARK = "_recurrent"  # attribute of a module that is a mixer
+Key = tuple[str, int]  # conv or recurrent, and the number of the state in its layer
+
+
+class Recurrent(NamedTuple):
+    """What a module needs to be run as a mixer."""
+
+    layer: int
+    cache: str  # the argument that receives the cache
+    states: int  # conv and recurrent states of the layer, each
+    continues: bool  # whether several tokens can follow a state
+
+
+class RowStates(LinearAttentionLayer):  # type: ignore[misc]
+    """The states of R rows in one layer. They are replaced, not overwritten: the backward pass
+    needs what a row started from.
+
+    Args:
+        states: what the rows continue, (R,...) each; none for rows that begin.
+    """
+
+    def __init__(self, count: int, states: Mapping[Key, Tensor]) -> None:
+        super().__init__(number_of_states=count)
+        for (kind, number), state in states.items():
+            getattr(self, kind)[number] = state
+            self.has_previous_state[number] = True
+
+    @property
+    def states(self) -> dict[Key, Tensor]:
+        """The states after the tokens so far."""
+        kinds = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
+        return {
+            (kind, number): state
+            for kind, numbered in kinds.items()
+            for number, state in numbered.items()
+            if state is not None
+        }
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the columns before `conv_states` (R,channels,L) and these, and keep the last."""
+        before = self.conv_states[state_idx]
+        if before is None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            missing = max(size - conv_states.shape[-1], 0)
+            columns = nn.functional.pad(conv_states, (missing, 0))
+        else:
+            size = before.shape[-1]
+            columns = torch.cat([before, conv_states], dim=-1)
+        self.conv_states[state_idx] = columns[..., -size:]
+        self.has_previous_state[state_idx] = True
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One call of a mixer for all tokens of a pass, to be run on rows of them.
+
+    Args:
+        forward: the module's own.
+        arguments: positional and named; tensors (1,N,...) among them have a value for each token.
+        tokens: N.
+    """
+
+    recurrent: Recurrent
+    forward: Callable[..., Tensor]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    tokens: int
+
+    def __call__(
+        self, rows: Tensor, states: Mapping[Key, Tensor] | None = None
+    ) -> tuple[Tensor, dict[Key, Tensor]]:
+        """Return (R,L,width) for the tokens with the indices `rows` (R,L), which continue `states`
+        or, if these are empty, begin; and the states after them, unless `states` is None.
+        """
+
+        def of_rows(x: Tensor) -> Tensor:
+            if x.shape[:2] != (1, self.tokens):
+                return x
+            of_tokens = x[0].index_select(0, rows.flatten())
+            return of_tokens.view(*rows.shape, *of_tokens.shape[1:])
+
+        args, named = tree_map_only(Tensor, of_rows, self.arguments)
+        if states is None:
+            return self.forward(*args, **named | {self.recurrent.cache: None}), {}
+        layer = RowStates(self.recurrent.states, states)
+        cache = Cache(layers=[layer] * (self.recurrent.layer + 1))
+        return self.forward(*args, **named | {self.recurrent.cache: cache}), layer.states
+
+
+@contextmanager
+def mix_rows(model: nn.Module, layout: Any) -> Iterator[None]:
+    """Let the mixers of a model compute the rows of a `Layout` inside the block."""
+    mixers = [module for module in model.modules() if hasattr(module, MARK)]
+
+    def forward(module: nn.Module, own: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
+        recurrent = getattr(module, MARK)
+        named = {name: value for name, value in named.items() if name != "layout"}
+        mixer = Mixer(recurrent, own, (args, named), layout.size)
+        return layout.mix(recurrent.layer, mixer)[None]  # type: ignore[no-any-return]
+
+    replaced = {module: partial(forward, module, module.forward) for module in mixers}
+    with forwards(replaced):
+        yield
+
+
+@contextmanager
+def forwards(functions: dict[nn.Module, Any]) -> Iterator[None]:
+    """Give modules these `forward` functions inside the block, then their own again."""
+    before = {module: vars(module).get("forward") for module in functions}
+    try:
+        for module, function in functions.items():
+            module.forward = function
+        yield
+    finally:
+        for module, function in before.items():
+            if function is None:
+                del module.forward
+            else:
+                module.forward = function
+
+
+def replaced_forwards(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return what `mix_rows` has given to the mixers of a model, if they are in such a block."""
+    mixers = (module for module in model.modules() if hasattr(module, MARK))
+    return {module: vars(module)["forward"] for module in mixers if "forward" in vars(module)}
+
+
+class _Call(NamedTuple):
+    """A call of a module with the cache."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -> list[int]:
+    """Mark the modules that use the recurrent layers of a cache, and return these layers, given a
+    function that passes one token with this cache.
+
+    NotImplementedError if a layer keeps its state elsewhere, a module takes the cache in another
+    way than as a named argument, or lets a token see a later one.
+    """
+    active, users = list[_Call](), dict[nn.Module, tuple[_Call, int]]()
+
+    def use(layer: int) -> None:
+        users[active[-1].module] = active[-1], layer
+
+    layers = list[int]()
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layers.append(number)
+            for name in ("update_conv_state", "update_recurrent_state"):
+                setattr(layer, name, _after(partial(use, number), getattr(layer, name)))
+
+    def enter(*call: Any) -> None:
+        active.append(_Call(*call))
+
+    def leave(*arguments: Any) -> None:
+        active.pop()
+
+    hooks = list[Any]()
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        pass_token()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if set(layers) - {layer for _, layer in users.values()}:
+        raise NotImplementedError("a recurrent layer that keeps its state elsewhere")
+    within = {part for module in users for part in module.modules() if part is not module}
+    continues = dict[type[nn.Module], bool]()
+    for module, (call, number) in users.items():
+        if module in within or hasattr(module, MARK):
+            continue
+        names = [name for name, value in call.named.items() if value is cache]
+        kind = type(module)
+        if len(names) != 1:
+            raise NotImplementedError(f"{kind.__name__} without a cache among its arguments")
+        recurrent = Recurrent(number, names[0], len(cache.layers[number].conv_states), True)
+        if kind not in continues:
+            continues[kind] = _continues(recurrent, call)
+        setattr(module, MARK, recurrent._replace(continues=continues[kind]))
+    return layers
+
+
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **named: Any) -> Any:
+        first()
+        return function(*args, **named)
+
+    return both
+
+
+def _continues(recurrent: Recurrent, call: _Call) -> bool:
+    """Compute a row in one piece and in two, with random weights, and return whether they agree,
+    given a call for one token; NotImplementedError if a token depends on later ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    module = copy.deepcopy(call.module)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module = module.to_empty(device="cpu")
+    device = next(module.parameters()).device
+
+    def random(like: Tensor, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, device="cpu")
+        return values.to(device, like.dtype)
+
+    def lengthen(x: Tensor) -> Tensor:
+        shape = (1, 5, *x.shape[2:])
+        if x.shape[:2] != (1, 1):
+            return x
+        if x.is_floating_point():
+            return random(x, *shape)
+        return torch.ones(shape, dtype=x.dtype, device=device)
+
+    with torch.device("cpu"):  # if need be instead of "meta"
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(0.2 * random(tensor, *tensor.shape))
+        named = {name: value for name, value in call.named.items() if name != "layout"}
+        arguments = tree_map_only(Tensor, lengthen, (call.args, named))
+        mixer = Mixer(recurrent, module.forward, arguments, 5)
+        row = torch.arange(5, device=device)[None]
+        whole, _ = mixer(row)
+        begun, _ = mixer(row * (row < 3))
+        first, states = mixer(row[:, :3], {})
+        rest, _ = mixer(row[:, 3:], states)
+    far = (0.1 if whole.element_size() < 4 else 1e-3) * float(whole.abs().max())
+    if not (begun[:, :3] - whole[:, :3]).abs().max() <= far:
+        raise NotImplementedError(f"{type(module).__name__} lets a token see later ones")
+    return bool((torch.cat([first, rest], dim=1) - whole).abs().max() <= far)
