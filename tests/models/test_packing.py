@@ -189,7 +189,10 @@ def test_states_and_sinks_with_checkpointing_and_adapters(arch):
 
 @pytest.mark.parametrize("arch", ["recurrent_gemma", "minimax", "rwkv"])
 def test_model_with_states_of_its_own_is_padded(arch):
-    assert not Policy(build(arch)).window
+    """It is known before rows are compared, which is not done in 16 bits."""
+    model = build(arch)
+    assert attention_support(model).unsupported_reason is not None
+    assert not Policy(model).window
 
 
 # Parent and length of each segment: families of a prompt and its completions, then branches of
