@@ -74,7 +74,7 @@ TODAY = {
     "advantages": 1815,
     "config": 2866,
     "data": 2587,
-    "models": 3440,
+    "models": 3436,
     "rollout": 4653,
     "rollout/multi_turn": 978,
     "rollout/agents": 1108,

@@ -177,15 +177,19 @@ def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -
     """
     active, users = list[_Call](), dict[nn.Module, tuple[_Call, int]]()
 
-    def use(layer: int) -> None:
-        users[active[-1].module] = active[-1], layer
+    def noting(layer: int, update: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            users[active[-1].module] = active[-1], layer
+            return update(*args, **named)
+
+        return noted
 
     layers = list[int]()
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layers.append(number)
             for name in ("update_conv_state", "update_recurrent_state"):
-                setattr(layer, name, _after(partial(use, number), getattr(layer, name)))
+                setattr(layer, name, noting(number, getattr(layer, name)))
 
     def enter(*call: Any) -> None:
         active.append(_Call(*call))
@@ -218,14 +222,6 @@ def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -
             continues[kind] = _continues(recurrent, call)
         setattr(module, MARK, recurrent._replace(continues=continues[kind]))
     return layers
-
-
-def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
-    def both(*args: Any, **named: Any) -> Any:
-        first()
-        return function(*args, **named)
-
-    return both
 
 
 def _continues(recurrent: Recurrent, call: _Call) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import ActorCritic, Critic, Policy
+from rlhf_pg.models import ActorCritic, Critic, Policy, prefix_tree
 from rlhf_pg.models.critic import ValueHead
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from tests.models.test_policy import Bigram, table
@@ -167,6 +167,22 @@ def test_tree_scores_and_gradients_match_single_paths(arch, shared, seed):
             for name, number in numbers.items():
                 torch.testing.assert_close(found[name], number, rtol=1e-10, atol=1e-10)
             assert_close(gradient(module, loss_of(found)), expected)
+
+
+@pytest.mark.parametrize("repeated", [2, 1000])
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "gpt_oss"])
+def test_branches_continue_the_states_of_their_paths(monkeypatch, arch, repeated):
+    """And see the window and the sinks of their own; norms compute in float32."""
+    monkeypatch.setattr(prefix_tree, "REPEATED", repeated)
+    head = stir(ValueHead(32, torch.float32))
+    module, rows = ActorCritic(Policy(tiny_model(arch)), Critic(None, head)), some_rows(0)
+    numbers = plain(module, rows)
+    found = computed(module, rows, 1000)
+    assert module.policy.window
+    for name, number in numbers.items():
+        torch.testing.assert_close(found[name], number, rtol=1e-4, atol=1e-4)
+    expected = gradient(module, loss_of(numbers))
+    assert (gradient(module, loss_of(found)) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def reordered(row: Row, rng: random.Random) -> Row:
