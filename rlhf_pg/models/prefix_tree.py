@@ -17,6 +17,7 @@ Shapes: N tokens, H query and K key-value heads, D their width.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
@@ -239,7 +240,8 @@ class PrefixTree:
         rows, starts = list[list[int]](), list[int]()  # tokens since a kept segment, and its number
         level = dict[int, int]()  # of kept segments
         kept = dict[tuple[int, int], list[int]]()  # by level and length
-        last = dict[bool, list[int]]({False: [], True: []})  # by whether they continue a state
+        # By whether they continue a state, and by length, so that padding adds little.
+        last = dict[tuple[bool, int], list[int]]()
         for number, span in enumerate(self.spans):
             repeats = span.parent >= 0 and span.parent not in level
             row = rows[span.parent] if repeats else []
@@ -251,10 +253,11 @@ class PrefixTree:
                 level[number] = 1 + level.get(starts[number], 0)
                 kept.setdefault((level[number], length), []).append(number)
             elif not followers[number]:
-                last[starts[number] >= 0].append(number)
+                size = math.ceil(2 * math.log2(length))
+                last.setdefault((starts[number] >= 0, size), []).append(number)
         parts, numbers = list[MixerPart](), dict[int, int]()
         order, end = [-1] * self.size, 0
-        for group in filter(None, [*(kept[key] for key in sorted(kept)), *last.values()]):
+        for group in [kept[key] for key in sorted(kept)] + list(last.values()):
             tokens, _ = pad_rows([rows[number] for number in group], pad=0)
             if tokens.shape[1] == 1:  # continued, it would be taken for a step of sampling
                 tokens = nn.functional.pad(tokens, (0, 1))

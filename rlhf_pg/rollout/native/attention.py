@@ -107,6 +107,10 @@ class StateStore:
                 stored[key][: len(old)] = old
             stored[key][index] = new
 
+    def replace(self, layer: int, states: dict[Key, Tensor]) -> None:
+        """Keep the states of all rows as they are given, without a copy."""
+        self._layers[layer] = states
+
     def copy(self, other: "StateStore", sources: Sequence[int], start: int) -> None:
         """Copy slots of another store, one after another from `start`."""
         slots = range(start, start + len(sources))
@@ -310,7 +314,7 @@ class Decode:
     def mix(self, layer: int, mixer: Mixer) -> Tensor:
         rows = torch.arange(self.size, device=self.members.places.device)
         output, states = mixer(rows[:, None], self.states.of(layer, self.size))
-        self.states.write(layer, range(self.size), states)
+        self.states.replace(layer, states)
         return output[:, 0]
 
 
