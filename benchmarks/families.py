@@ -30,21 +30,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from tests.models.architectures import build
+from tests.models.test_packing import COMPLETIONS, batch_of
 
 MOST = 1e-3
 MEMORY = 3 * 2**30  # of one process
 LARGEST = 3_000_000  # parameters
 WINDOW = 6
 PROMPTS = [[5, 9, 2, 31, 8, 3, 30, 12, 25], [17, 4], [8, 3, 30, 12, 25, 6, 39]]
-COMPLETIONS = [
-    [[7, 2], [4, 11, 19, 35, 36], [2], [9, 9]],
-    [[33, 1, 28, 2], [6, 4, 4, 2]],
-    [[3], [14, 22, 23, 24, 25, 26, 27, 20, 3, 4, 5], [12, 13]],
-]
 FILE = Path(__file__).resolve().parents[1] / "docs" / "families.json"
 
 
@@ -95,18 +90,6 @@ def kinds(model: PreTrainedModel) -> list[str]:
     return types
 
 
-def batch() -> Batch:
-    rows = [(i, completion) for i, group in enumerate(COMPLETIONS) for completion in group]
-    return Batch.from_tokens(
-        prompts=[PROMPTS[i] for i, _ in rows],
-        completions=[completion for _, completion in rows],
-        logprobs=[[0.0] * len(completion) for _, completion in rows],
-        truncated=[False] * len(rows),
-        groups=[i for i, _ in rows],
-        pad_token_id=0,
-    )
-
-
 def alone(model: nn.Module, prompt: list[int], completion: list[int]) -> Tensor:
     """The log-probabilities of one row in a pass of its own."""
     ids = torch.tensor([prompt + completion])
@@ -118,7 +101,8 @@ def alone(model: nn.Module, prompt: list[int], completion: list[int]) -> Tensor:
 
 def differences(policy: Policy) -> list[float]:
     """The largest difference of a log-probability, and that of the gradient over its norm."""
-    rows, parameters = batch(), [p for p in policy.model.parameters() if p.requires_grad]
+    rows = batch_of(PROMPTS, COMPLETIONS)
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
     pairs = [(PROMPTS[i], c) for i, group in enumerate(COMPLETIONS) for c in group]
     expected = torch.cat([alone(policy.model, *pair) for pair in pairs])
     found = policy(rows).logprobs[rows.action_mask]

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-MOST = 1e-3  # as in benchmarks/families.py
+from benchmarks.families import MOST
+
 LAYERS = {
     "full_attention": "full",
     "sliding_attention": "window",

@@ -51,7 +51,7 @@ class Layout(Protocol):
         """Return (N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
         ...
 
-    def mix(self, layer: int, mixer: Mixer) -> Tensor:
+    def mix(self, mixer: Mixer) -> Tensor:
         """Return the outputs (N,width) of a recurrent mixer for the same tokens."""
         ...
 
@@ -81,8 +81,8 @@ def _attention(
     if attention_mask is not None:  # `transformers` makes none for an unknown function
         raise NotImplementedError("attention with the model's own mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked_of = AttentionOptions(scale, sliding_window, s_aux, softcap)
-    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], asked_of)  # type: ignore[arg-type]
+    of_layer = AttentionOptions(scale, sliding_window, s_aux, softcap)
+    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], of_layer)  # type: ignore[arg-type]
     return out.contiguous()[None], None  # some models rely on contiguous output
 
 

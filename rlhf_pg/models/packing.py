@@ -74,9 +74,9 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
     if not isinstance(trunk, PreTrainedModel):
         return 0.0
     with evaluating(trunk):
-        if layout_support(trunk).unsupported_reason is not None:
-            return 0.0
-        trunk.train(training)
+        if not training:
+            return layout_support(trunk).window
+        trunk.train()  # rows cannot be compared with dropout, whose rates are looked at
         return attention_support(trunk).window
 
 
@@ -107,8 +107,8 @@ def _keeps_rows(trunk: Any) -> bool:
     for span in tree.spans[1:]:
         row = [0, 1, 2, *range(span.start, span.stop)]
         alone = trunk(input_ids=tokens[:, row], use_cache=False)[0][0]
-        far = 1e-3 * float(alone.abs().max())
-        if not (packed[row] - alone).abs().max() <= far:
+        tolerance = 1e-3 * float(alone.abs().max())
+        if not (packed[row] - alone).abs().max() <= tolerance:
             return False
     return True
 

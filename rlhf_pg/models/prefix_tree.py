@@ -91,7 +91,7 @@ class PrefixTree:
         self.device, self.spans = device, list[Span]()
         self.firsts = list[int]()  # positions of the first tokens of segments on their paths
         self._masks = dict[int | None, BlockMask]()
-        self._mixing = dict[bool, tuple[list[MixerPart], Tensor]]()
+        self._mixing = dict[tuple[bool, bool], tuple[list[MixerPart], Tensor]]()
         self._blocks = dict[int | None, list[_Block]]()
         sizes = [*(length for _, length in segments), 0]  # with all that continues them
         for i in reversed(range(len(segments))):
@@ -190,10 +190,10 @@ class PrefixTree:
             parts.append(out)
         return torch.cat(parts, dim=1).transpose(0, 1)
 
-    def mix(self, layer: int, mixer: Mixer) -> Tensor:
+    def mix(self, mixer: Mixer) -> Tensor:
         """Run a mixer on the rows of each part, from the states that an earlier part has left."""
         states, outputs = dict[Key, Tensor](), list[Tensor]()
-        parts, order = self.mixing(mixer.recurrent.continues)
+        parts, order = self.mixing(mixer.recurrent.continues, mixer.recurrent.in_one_call)
         for part in parts:
             before: dict[Key, Tensor] | None = {} if part.is_continued else None
             if part.continues is not None:
@@ -226,16 +226,18 @@ class PrefixTree:
         seen = (q >= k) & (q - k < block.window)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
-    def mixing(self, continues: bool) -> tuple[list[MixerPart], Tensor]:
+    def mixing(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
         """Return what a recurrent mixer computes, in order, and the place (N,) of each token among
         its outputs. A segment that several follow is computed once and continued by them, if a
-        mixer `continues` and this saves enough; else each of them repeats it.
+        mixer `continues` and this saves enough; else each of them repeats it. In one call all rows
+        are one part.
         """
-        if continues not in self._mixing:
-            self._mixing[continues] = self._mix(continues)
-        return self._mixing[continues]
+        key = continues, in_one_call
+        if key not in self._mixing:
+            self._mixing[key] = self._mix(*key)
+        return self._mixing[key]
 
-    def _mix(self, continues: bool) -> tuple[list[MixerPart], Tensor]:
+    def _mix(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
         followers = Counter(span.parent for span in self.spans)
         rows, starts = list[list[int]](), list[int]()  # tokens since a kept segment, and its number
         level = dict[int, int]()  # of kept segments
@@ -248,12 +250,12 @@ class PrefixTree:
             rows.append([*row, *range(span.start, span.stop)])
             starts.append(starts[span.parent] if repeats else span.parent)
             length = len(rows[number])
-            saved = (followers[number] - 1) * length if continues and length > 1 else 0
-            if saved > REPEATED:
+            can_be_kept = continues and length > 1 and not in_one_call
+            if can_be_kept and (followers[number] - 1) * length > REPEATED:
                 level[number] = 1 + level.get(starts[number], 0)
                 kept.setdefault((level[number], length), []).append(number)
             elif not followers[number]:
-                size = math.ceil(2 * math.log2(length))
+                size = 0 if in_one_call else math.ceil(2 * math.log2(length))
                 last.setdefault((starts[number] >= 0, size), []).append(number)
         parts, numbers = list[MixerPart](), dict[int, int]()
         order, end = [-1] * self.size, 0

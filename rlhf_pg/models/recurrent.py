@@ -32,6 +32,7 @@ class Recurrent(NamedTuple):
     cache: str  # the argument that receives the cache
     states: int  # conv and recurrent states of the layer, each
     continues: bool  # whether several tokens can follow a state
+    in_one_call: bool = False  # see `mix_in_one_call`
 
 
 class RowStates(LinearAttentionLayer):  # type: ignore[misc]
@@ -122,18 +123,29 @@ class Mixer:
         return self.forward(*args, **named | {self.recurrent.cache: cache}), layer.states
 
 
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `mark_mixers` has marked."""
+    return [module for module in model.modules() if hasattr(module, MARK)]
+
+
+def mix_in_one_call(model: nn.Module) -> None:
+    """Let each mixer compute all rows of a pass in one call, which takes longer: under ZeRO-3 each
+    call of its layers gathers weights, so that all processes must make the same number of them.
+    """
+    for module in mixers(model):
+        setattr(module, MARK, getattr(module, MARK)._replace(in_one_call=True))
+
+
 @contextmanager
 def mix_rows(model: nn.Module, layout: Any) -> Iterator[None]:
     """Let the mixers of a model compute the rows of a `Layout` inside the block."""
-    mixers = [module for module in model.modules() if hasattr(module, MARK)]
 
     def forward(module: nn.Module, own: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
-        recurrent = getattr(module, MARK)
         named = {name: value for name, value in named.items() if name != "layout"}
-        mixer = Mixer(recurrent, own, (args, named), layout.size)
-        return layout.mix(recurrent.layer, mixer)[None]  # type: ignore[no-any-return]
+        mixer = Mixer(getattr(module, MARK), own, (args, named), layout.size)
+        return layout.mix(mixer)[None]  # type: ignore[no-any-return]
 
-    replaced = {module: partial(forward, module, module.forward) for module in mixers}
+    replaced = {module: partial(forward, module, module.forward) for module in mixers(model)}
     with forwards(replaced):
         yield
 
@@ -156,8 +168,8 @@ def forwards(functions: dict[nn.Module, Any]) -> Iterator[None]:
 
 def replaced_forwards(model: nn.Module) -> dict[nn.Module, Any]:
     """Return what `mix_rows` has given to the mixers of a model, if they are in such a block."""
-    mixers = (module for module in model.modules() if hasattr(module, MARK))
-    return {module: vars(module)["forward"] for module in mixers if "forward" in vars(module)}
+    marked = [module for module in mixers(model) if "forward" in vars(module)]
+    return {module: vars(module)["forward"] for module in marked}
 
 
 class _Call(NamedTuple):
@@ -254,11 +266,12 @@ def _continues(recurrent: Recurrent, call: _Call) -> bool:
         arguments = tree_map_only(Tensor, lengthen, (call.args, named))
         mixer = Mixer(recurrent, module.forward, arguments, 5)
         row = torch.arange(5, device=device)[None]
-        whole, _ = mixer(row)
-        begun, _ = mixer(row * (row < 3))
-        first, states = mixer(row[:, :3], {})
-        rest, _ = mixer(row[:, 3:], states)
-    far = (0.1 if whole.element_size() < 4 else 1e-3) * float(whole.abs().max())
-    if not (begun[:, :3] - whole[:, :3]).abs().max() <= far:
+        expected, _ = mixer(row)
+        with_other_end, _ = mixer(row * (row < 3))
+        start, states = mixer(row[:, :3], {})
+        end, _ = mixer(row[:, 3:], states)
+    in_16_bits = expected.element_size() < 4
+    tolerance = (0.1 if in_16_bits else 1e-3) * float(expected.abs().max())
+    if not (with_other_end[:, :3] - expected[:, :3]).abs().max() <= tolerance:
         raise NotImplementedError(f"{type(module).__name__} lets a token see later ones")
-    return bool((torch.cat([first, rest], dim=1) - whole).abs().max() <= far)
+    return bool((torch.cat([start, end], dim=1) - expected).abs().max() <= tolerance)

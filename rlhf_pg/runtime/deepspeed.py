@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
+from rlhf_pg.models.recurrent import mix_in_one_call
 from rlhf_pg.models.streaming import stored_value
 from rlhf_pg.runtime.ddp import (
     COUNTER,
@@ -54,6 +55,8 @@ class DeepSpeedBackend(DDPBackend):
         engine, *_ = deepspeed.initialize(model=self.module, optimizer=optimizer, config=config)
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
+        if self._three:
+            mix_in_one_call(self.module)
         self.optimizer = self._zero.optimizer
         self._forgotten: list[Tensor] = []  # shards that the next step leaves unchanged
         self._buffers: list[Tensor | None] = []  # for their gradients
@@ -71,6 +74,7 @@ class DeepSpeedBackend(DDPBackend):
         config = _config(accelerator, bf16)
         _read(module, config, accelerator.device)
         engine, *_ = deepspeed.initialize(model=module, config=config)
+        mix_in_one_call(module)
         # The engine's hooks gather the weights. Not a child, since it would contain its parent.
         object.__setattr__(module, "engine", engine)
         return module

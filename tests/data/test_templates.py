@@ -12,6 +12,7 @@ from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.turns import encode_turns
 from tests.rollout.agents.test_history import bytes_tokenizer
 
+pytest.importorskip("trl")
 FOLDER = files("trl").joinpath("chat_templates")
 # Those for training differ from the others by marks and by showing more of the history.
 NAMES = sorted(

@@ -112,11 +112,12 @@ def test_weights_after_five_steps_match_single_process(launched, layout, job) ->
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
 def test_metrics_match_single_process(launched, layout, job) -> None:
-    """All but the distances of sampler and policy, which are rounding."""
+    """The largest distance of sampler and policy is rounding, and has a bound of its own."""
     one, own = launched(ONE)[job], launched(layout)[job]
     for line, other in zip(one.numbers(), own.numbers(), strict=True):
-        for name in [name for name in line if name.startswith("agreement/")]:
-            assert line.pop(name) == pytest.approx(other.pop(name), abs=1e-4)
+        assert line.pop("agreement/max", None) == pytest.approx(
+            other.pop("agreement/max", None), abs=2e-5
+        )
         assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
     assert own.evaluated == pytest.approx(one.evaluated)
     noted(layout, job, metrics=True)

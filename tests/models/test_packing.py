@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, prefix_tree
 from rlhf_pg.models.attention import AttentionOptions, attention_support, replace_attention
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from rlhf_pg.models.prefix_tree import PrefixTree
+from rlhf_pg.models.recurrent import mix_in_one_call, mixers
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
@@ -170,6 +172,21 @@ def test_windows_sinks_and_states_match_single_rows(monkeypatch, arch, repeated)
     policy, batch = Policy(model), with_garbage(batch_of())
     assert policy.window == math.inf
     assert_close(gradient_of(policy, batch), one_by_one(model, batch), 1e-5)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "jamba"])
+def test_states_in_one_call(monkeypatch, arch):
+    """Under ZeRO-3 every call gathers weights, so that processes must make the same number."""
+    monkeypatch.setattr(prefix_tree, "REPEATED", 2)
+    model = build(arch, **KINDS[arch])
+    policy, batch, calls = Policy(model), with_garbage(batch_of()), []
+    mix_in_one_call(model)
+    linears = [next(m for m in x.modules() if isinstance(m, nn.Linear)) for x in mixers(model)]
+    for linear in linears:
+        linear.register_forward_hook(lambda *_: calls.append(1))
+    gradient = gradient_of(policy, batch)
+    assert len(calls) == len(linears)
+    assert_close(gradient, one_by_one(model, batch), 1e-5)
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5_text", "gpt_oss"])

@@ -11,7 +11,7 @@ and K key-value heads, D their width.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,16 +96,13 @@ class StateStore:
     def write(self, layer: int, slots: Sequence[int], states: Mapping[Key, Tensor]) -> None:
         """Write the states of a layer, (slots,...) each."""
         stored = self._layers.setdefault(layer, {})
-        index: Any = list(slots)
-        if isinstance(slots, range):  # faster
-            index = slice(slots.start, slots.stop)
         for key, new in states.items():
             most = max(slots) + 1
             old = stored.get(key, new[:0])
             if most > len(old):
                 stored[key] = new.new_zeros(max(most, 2 * len(old)), *new.shape[1:])
                 stored[key][: len(old)] = old
-            stored[key][index] = new
+            stored[key][list(slots)] = new
 
     def replace(self, layer: int, states: dict[Key, Tensor]) -> None:
         """Keep the states of all rows as they are given, without a copy."""
@@ -201,20 +198,20 @@ class Prefill:
                 k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
                 out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale)
                 parts.append(out.transpose(1, 2).flatten(0, 1))
-        return (
-            torch.cat(parts) if is_plain else self._tree.attend(layer, query, key, value, options)
-        )
+        if is_plain:
+            return torch.cat(parts)
+        return self._tree.attend(layer, query, key, value, options)
 
     @cached_property
     def _tree(self) -> PrefixTree:
         return PrefixTree([(-1, length) for length in self.lengths], self.device)
 
-    def mix(self, layer: int, mixer: Mixer) -> Tensor:
+    def mix(self, mixer: Mixer) -> Tensor:
         outputs = []
         for slots, start, length in self.runs:
             rows = torch.arange(start, start + len(slots) * length, device=self.device)
             output, states = mixer(rows.view(len(slots), length), {})
-            self.states.write(layer, slots, states)
+            self.states.write(mixer.recurrent.layer, slots, states)
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs)
 
@@ -311,8 +308,9 @@ class Decode:
             out = out * torch.sigmoid(logsum - options.sinks.view(heads, shared, 1))
         return out.flatten(1, 2).to(query.dtype)
 
-    def mix(self, layer: int, mixer: Mixer) -> Tensor:
+    def mix(self, mixer: Mixer) -> Tensor:
         rows = torch.arange(self.size, device=self.members.places.device)
+        layer = mixer.recurrent.layer
         output, states = mixer(rows[:, None], self.states.of(layer, self.size))
         self.states.replace(layer, states)
         return output[:, 0]
