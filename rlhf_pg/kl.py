@@ -119,7 +119,8 @@ def kl_loss(
     if estimator in ("k2", "k3"):
         return kl_estimate(logprobs, ref_logprobs, estimator)
     now = logprobs.detach()
-    u, k3 = now - ref_logprobs, kl_estimate(now, ref_logprobs, "k3")
+    u = now - ref_logprobs
+    k3 = kl_estimate(now, ref_logprobs, "k3")
     log_rho = torch.where(mask, now - old_logprobs.detach(), 0.0)
     rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     to_go = discounted_returns(u, mask)
@@ -172,9 +173,11 @@ def divergence(
         found, gradient = divergence(own, its, kind, mixture)
         shares = (rest - tails[0]).exp()  # of each token in the tail of p
         return found, (shares * gradient[..., -1:]).scatter(-1, best, gradient[..., :-1])
-    p, q = logprobs.exp(), teacher_logprobs.exp()
+    p = logprobs.exp()
+    q = teacher_logprobs.exp()
     if kind == "forward_kl":
-        found, slope = (q * (teacher_logprobs - logprobs)).sum(-1), -q
+        found = (q * (teacher_logprobs - logprobs)).sum(-1)
+        slope = -q
     elif kind == "reverse_kl":
         slope = p * (logprobs - teacher_logprobs)
         found = slope.sum(-1)

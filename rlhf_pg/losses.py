@@ -74,7 +74,8 @@ def bounds(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
 
 
 def clip_metrics(low: Tensor, high: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    low, high = low.to(dtype), high.to(dtype)
+    low = low.to(dtype)
+    high = high.to(dtype)
     return {
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
@@ -200,7 +201,8 @@ def clipped_surrogate(
     and averages it over padding too; Spinning Up logs -log rho_t.
     """
     if importance_sampling_level not in SAMPLING_LEVELS:
-        level, known = importance_sampling_level, ", ".join(SAMPLING_LEVELS)
+        level = importance_sampling_level
+        known = ", ".join(SAMPLING_LEVELS)
         raise ValueError(f"importance_sampling_level must be one of {known}, got {level!r}")
     if delta is not None and delta <= 1:
         raise ValueError(f"delta must be above 1, the ratio before the first update, got {delta}")
@@ -250,7 +252,8 @@ def cispo(
     low_bound, high_bound = bounds(epsilon, epsilon_high)
     weight = terms.ratio.detach().clamp(low_bound, high_bound)
     per_token = -weight * terms.advantages * torch.where(mask, logprobs, 0.0)
-    low, high = terms.ratio < low_bound, terms.ratio > high_bound
+    low = terms.ratio < low_bound
+    high = terms.ratio > high_bound
     return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
 
 
@@ -487,7 +490,9 @@ def weight_count(mask: Tensor, aggregation: str) -> Tensor:
         raise ValueError(
             f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
         )
-    return mask.sum() if aggregation == "token_mean" else mask.any(dim=1).sum()
+    if aggregation == "token_mean":
+        return mask.sum()
+    return mask.any(dim=1).sum()
 
 
 # ------------------------------------------------------------------------------- sampler correction

@@ -101,7 +101,8 @@ def whiten(
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
     if stats is None:
-        mean, var = masked_mean(wide, mask), masked_var(wide, mask)
+        mean = masked_mean(wide, mask)
+        var = masked_var(wide, mask)
         exact = masked_var(wide.double(), mask)
         varies = (wide[mask] != wide[mask][:1]).any()
     else:
@@ -119,4 +120,6 @@ def whiten(
 
 def float_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of a result: that of `x`, or float32 for whole numbers."""
-    return x.dtype if x.is_floating_point() else torch.float32
+    if x.is_floating_point():
+        return x.dtype
+    return torch.float32

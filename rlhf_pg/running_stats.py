@@ -45,7 +45,8 @@ class RunningMoments:
                 f"below 0: got {count}, {mean} and {var}"
             )
         both = self.count + count
-        delta, share = mean - self.mean, count / both
+        delta = mean - self.mean
+        share = count / both
         # The share of the first batch is 1: the mean 0 and variance 1 before it leave no trace.
         self.var = (1 - share) * self.var + share * var + delta**2 * share * (1 - share)
         self.mean += delta * share
@@ -57,8 +58,9 @@ class RunningMoments:
 
         A constant is then shifted to 0 and never blown up.
         """
-        std = self.var**0.5
-        return std if std > ROUNDING * abs(self.mean) else 1.0
+        std: float = self.var**0.5
+        is_constant = std <= ROUNDING * abs(self.mean)
+        return 1.0 if is_constant else std
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return (x - mean) / std, for `x` of any shape."""
@@ -90,7 +92,9 @@ class MovingAverage:
     @property
     def value(self) -> float:
         """The corrected average; 0 before any update."""
-        return self.average / (1 - self.decay**self.updates) if self.updates else 0.0
+        if self.updates:
+            return self.average / (1 - self.decay**self.updates)
+        return 0.0
 
     def update(self, x: float) -> None:
         """Add the next number.

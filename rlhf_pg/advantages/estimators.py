@@ -91,7 +91,9 @@ def group_normalized_per_source(
     Elsewhere: TRL (`normalize_then_sum`) has the same formula; verl whitens over tokens, so long
     completions count for more in the std.
     """
-    groups, eps, scores = inputs.groups, scale_rewards_eps, inputs.scores
+    groups = inputs.groups
+    eps = scale_rewards_eps
+    scores = inputs.scores
     weights = torch.ones(scores.shape[1]) if inputs.weights is None else inputs.weights.abs()
     total = torch.zeros_like(groups, dtype=scores.dtype)
     for weight, column in zip(weights.tolist(), scores.unbind(1), strict=True):  # w_k s_ik

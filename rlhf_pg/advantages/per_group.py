@@ -97,7 +97,8 @@ def group_normalized(
     has the same formula, but gives seven float32 scores of 0.1 a small number instead of 0.
     prime-rl has "mean" as it is here.
     """
-    valid, wide = ~scores.isnan(), widen(scores)
+    valid = ~scores.isnan()
+    wide = widen(scores)
     group = group_stats(wide, valid, groups)
     if scale == "group":
         divisor = group.std + eps
@@ -132,7 +133,8 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     infinite score into 3e38. The RLHF book takes the others of the batch; it should take those of
     the same prompt.
     """
-    valid, wide = ~scores.isnan(), widen(scores)
+    valid = ~scores.isnan()
+    wide = widen(scores)
     group = group_stats(wide, valid, groups)
     # s - (n m - s) / (n - 1)  =  n / (n - 1) * (s - m)
     advantage = (wide - group.mean) * group.count / (group.count - 1).clamp(min=1)
@@ -162,7 +164,8 @@ def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
     Elsewhere: the paper's estimate and verl's `opo` count the row itself, which biases the
     gradient.
     """
-    valid, wide = ~scores.isnan(), widen(scores)
+    valid = ~scores.isnan()
+    wide = widen(scores)
     weights = torch.where(valid, weights.to(wide), 0.0)
     mean = group_stats(wide, valid, groups).mean
     # About the mean of the group, so that a shift of all scores costs no digits.
@@ -198,7 +201,8 @@ def process_group_normalized(
     Returns:
         (B,T); exactly 0 for a group with one step score or with all of them equal.
     """
-    step_mask, wide = step_mask & mask, widen(step_scores)
+    step_mask = step_mask & mask
+    wide = widen(step_scores)
     each = groups[:, None].expand_as(step_scores).reshape(-1)
     stats = group_stats(wide.reshape(-1), step_mask.reshape(-1), each)
     normal = (wide - stats.mean.view_as(wide)) / (stats.std.view_as(wide) + eps)

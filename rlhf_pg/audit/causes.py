@@ -48,7 +48,8 @@ def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]
     """Yield a name, a measurement and an explanation: of the config, then without each choice that
     changes its expected gradient, and at last without all.
     """
-    whole, without = measure(args, foreign), dict[str, Any]()
+    whole = measure(args, foreign)
+    without = dict[str, Any]()
     yield "this config", whole, ""
     if foreign is not None:
         own = measure(args)
@@ -76,7 +77,8 @@ def adapt(function: Callable[..., Any], micro_batches: int) -> Callable[..., Ten
     parameters = inspect.signature(function).parameters
 
     def loss(args: Any, batch: Any, new: PolicyOutput) -> Tensor:
-        mask, now = batch.action_mask.long(), new.logprobs
+        mask = batch.action_mask.long()
+        now = new.logprobs
         old = now.detach() if batch.old_logprobs is None else batch.old_logprobs
         columns = {"old_log_prob": old, "log_prob": now, "response_mask": mask}
         columns |= {"old_per_token_logps": old, "per_token_logps": now, "completion_mask": mask}
@@ -84,7 +86,8 @@ def adapt(function: Callable[..., Any], micro_batches: int) -> Callable[..., Ten
         if batch.ref_logprobs is not None:
             columns |= {"ref_per_token_logps": batch.ref_logprobs}
         counts = {"batch_num_tokens": mask.sum(), "global_batch_size": len(mask), "dp_size": 1}
-        low, high = args.epsilon, args.epsilon_high or args.epsilon
+        low = args.epsilon
+        high = args.epsilon_high or args.epsilon
         config = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high}
         config |= {"clip_ratio_c": args.delta or 3.0, "global_batch_info": counts}
         modes = {"sequence_mean": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}

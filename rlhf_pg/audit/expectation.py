@@ -71,7 +71,8 @@ def make_trainer(args: Any) -> Any:
     A teacher, whatever it is, is the policy before it moved, with another prompt.
     """
     shared, method = ({one.name for one in fields(x)} for x in (PolicyGradientConfig, MethodConfig))
-    names, longest = vars(args).keys() - shared | method, world.MAX_LENGTH
+    names = vars(args).keys() - shared | method
+    longest = world.MAX_LENGTH
     keys = {name: getattr(args, name) for name in names - LEFT_OUT}
     keys |= {"temperature": args.temperature, "max_completion_length": longest}
     keys |= {"overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest)}
@@ -89,8 +90,12 @@ def make_trainer(args: Any) -> Any:
 
 def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured:
     """Return a step's expected gradient by this config, or by a foreign loss, and the true one."""
-    trainer, n, longest = make_trainer(args), len(world.COMPLETIONS), world.MAX_LENGTH
-    learner, model, own = trainer.learner, trainer.model, [*trainer.model.parameters()]
+    trainer = make_trainer(args)
+    n = len(world.COMPLETIONS)
+    longest = world.MAX_LENGTH
+    learner = trainer.learner
+    model = trainer.model
+    own = [*trainer.model.parameters()]
     base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
     warm = WARMTH if "vllm" in args.rollout_engine or "_" in args.sampler_correction else 1.0
     sampler = SamplingParams(args.temperature * warm, args.top_k, args.top_p, args.min_p, longest)
@@ -99,7 +104,8 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
         for prompt, said in product(world.PROMPTS, world.COMPLETIONS)
     ]
     base = base.with_columns(sampler_logprobs=pad_sequence(drawn, batch_first=True))
-    chances, size = base.sampler_logprobs.sum(1).exp(), min(args.num_generations, MOST)
+    chances = base.sampler_logprobs.sum(1).exp()
+    size = min(args.num_generations, MOST)
 
     # A step has one completion of each of two prompts, or several of one prompt in any order.
     rows = [range(first, first + n) for first in range(0, len(chances), n)]
@@ -111,7 +117,8 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     weights = weights / weights.sum()
 
     def gradient(step: tuple[int, ...]) -> Tensor:
-        batch, groups = base.select(torch.tensor(step)), torch.arange(len(step)) // size
+        batch = base.select(torch.tensor(step))
+        groups = torch.arange(len(step)) // size
         greedy = base.greedy and base.greedy.select(torch.tensor(step[::size]) // n)
         batch = trainer.estimate(batch.with_columns(groups=groups, greedy=greedy), Meter())[0]
         batch = trainer.drop_truncated(batch)
@@ -130,7 +137,9 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
         pulls.append((world.model(), world.PRIVILEGED, args.teacher_coef, in_loss))
     policy = SamplingParams(temperature=args.temperature, max_tokens=longest)
     scored = args.policy_loss != "none"
-    found, truth, first = torch.zeros(()), torch.zeros(()), 1 / args.updates_per_step
+    found = torch.zeros(())
+    truth = torch.zeros(())
+    first = 1 / args.updates_per_step
     for share in filter(None, (first, 1 - first)):
         found = found + share * torch.stack([gradient(step) for step in steps])
         here = world.exact_gradient(model, [*world.PROMPTS], policy, pulls, scored)

@@ -18,7 +18,9 @@ from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.rollout.token_sampling import truncate
 from rlhf_pg.trainers import PolicyGradientTrainer
 
-EOS, A, B = 0, 1, 2
+EOS = 0
+A = 1
+B = 2
 MAX_LENGTH = 2
 COMPLETIONS: list[Any] = [(EOS,), (A, EOS), (A, A), (A, B), (B, EOS), (B, A), (B, B)]
 PROMPTS = {"a": (A,), "ab": (A, B), "bba": (B, B, A)}
@@ -130,7 +132,8 @@ def exact_gradient(
     """
     total = torch.zeros((), dtype=torch.float64)
     for prompt, said in product(prompts, COMPLETIONS):
-        own, tokens = distributions(model, prompt, said, params), (range(len(said)), list(said))
+        own = distributions(model, prompt, said, params)
+        tokens = (range(len(said)), list(said))
         chance = own[tokens].sum().exp()
         total = total + chance * SCORES[prompt][said] * scored
         for other, seen, coef, compare in pulls:

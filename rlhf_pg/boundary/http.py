@@ -48,7 +48,10 @@ class Client:
         concurrency: int,  # concurrent requests of this process
         key: str = "",  # sent as `Authorization: Bearer`
     ) -> None:
-        self.url, self.timeout, self.retries, self._key = url, timeout, retries, key
+        self.url = url
+        self.timeout = timeout
+        self.retries = retries
+        self._key = key
         self._free = asyncio.Semaphore(concurrency)
         self._client = httpx2.AsyncClient(
             headers={"Accept-Encoding": "gzip"}
@@ -65,8 +68,11 @@ class Client:
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
         status is 300 to 499, except `TEMPORARY`; Unanswered if all attempts have failed.
         """
-        method, failure, pause = "GET" if body is None else "POST", "", PAUSE
-        who, where = f"the server at {self.url}", path or "/"
+        method = "GET" if body is None else "POST"
+        failure = ""
+        pause = PAUSE
+        who = f"the server at {self.url}"
+        where = path or "/"
         request = self._client.build_request(method, self.url + path, json=body)
         async with self._free:
             for attempt in range(self.retries + 1):
@@ -89,7 +95,8 @@ class Client:
                 except UNUSABLE as error:
                     failure = f"an answer that cannot be used ({tell(error)})"
                 else:
-                    status, wait = answer.status_code, answer.headers.get("retry-after", "")
+                    status = answer.status_code
+                    wait = answer.headers.get("retry-after", "")
                     pause = max(pause, float(wait if wait.isdecimal() else 0))
                     said = "redirects are not followed"
                     if status >= 400:

@@ -38,7 +38,8 @@ def read_file(path: Path, most: int = MOST_TEXT) -> bytes:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the keys of a YAML file, perhaps none."""
-    name, text = quote(str(path)), read_file(path)
+    name = quote(str(path))
+    text = read_file(path)
     try:
         found = yaml.load(text.decode(), Loader=_UniqueKeys) or {}
     except UnicodeDecodeError as error:
@@ -47,7 +48,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{name}: not valid YAML: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{name}: expected `key: value` lines, got {type(found).__name__}")
-    left, size = [found], 0
+    left = [found]
+    size = 0
     while left and size <= LARGEST_VALUE:  # aliases of aliases are small only until one prints them
         value: Any = left.pop()
         size += len(value) if isinstance(value, str) else 1

@@ -159,7 +159,8 @@ def work() -> None:
     with suppress(EOFError):  # the trainer has ended
         while True:
             files, call = pipe.recv()
-            answer, failure = None, None
+            answer = None
+            failure = None
             try:
                 for file in files:
                     import_file(Path(file))

@@ -30,7 +30,8 @@ class Save:
     """The save of a directory by several processes, any of which may fail."""
 
     def __init__(self, runtime: Runtime, path: Path) -> None:
-        self.runtime, self.path = runtime, path
+        self.runtime = runtime
+        self.path = path
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -98,7 +98,8 @@ class Checkpointer:
                 is unchanged, unless the new one was complete except for its name.
         """
         path = path or self.path()
-        save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+        save = atomic.Save(runtime, path)
+        partial = atomic.partial_of(path)
         run = self.directory.parent
         save.main(lambda: run.mkdir(mode=0o700, parents=True, exist_ok=True))
         save.main(lambda: atomic.begin(path))
@@ -147,7 +148,8 @@ class Checkpointer:
         adapter merged, in `merged/`.
         """
         for name, whole, part in self._parts_to_save(final):
-            adapted, trunk = _saves_adapter(part), _trunk(name, part)
+            adapted = _saves_adapter(part)
+            trunk = _trunk(name, part)
             if hasattr(trunk, "stored") and not adapted:
                 self._stream(save, name, whole, trunk, path if name == "model" else path / name)
                 continue
@@ -180,7 +182,8 @@ class Checkpointer:
         self, save: atomic.Save, name: str, whole: FullWeights, trunk: Any, path: Path
     ) -> None:
         """Save a model like `save_models`, tensor by tensor."""
-        is_main, pieces = save.runtime.is_main, dict(whole.pieces.named_parameters())
+        is_main = save.runtime.is_main
+        pieces = dict(whole.pieces.named_parameters())
         with save.step():
             streaming.save(path if is_main else None, trunk, *whole.tensors(PREFIXES[name], trunk))
             if is_main:
@@ -205,10 +208,12 @@ class Checkpointer:
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
         """Restore the state from `numbers`."""
-        peaks, rates = getattr(self.scheduler, "base_lrs", []), numbers["learning_rates"]
+        peaks = getattr(self.scheduler, "base_lrs", [])
+        rates = numbers["learning_rates"]
         self.scheduler.load_state_dict(numbers["scheduler"])
         if isinstance(self.scheduler, LambdaLR):  # ours: keep this run's peaks and length
-            self.scheduler.base_lrs, step = peaks, self.scheduler.last_epoch
+            self.scheduler.base_lrs = peaks
+            step = self.scheduler.last_epoch
             scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
             of_step = zip(peaks, self.scheduler.lr_lambdas, strict=True)
             rates = [peak * factor(step) * scale for peak, factor in of_step]
@@ -234,7 +239,8 @@ class Checkpointer:
         there: list[int] = runtime.gather_objects(self.steps())[0]
         newest = max(there, default=-1)
         if choice:
-            latest, faults = choice in (True, "latest"), list[str]()
+            latest = choice in (True, "latest")
+            faults = list[str]()
             paths = [self.path(step) for step in reversed(there)] if latest else [Path(str(choice))]
             for path in paths:
                 if (reason := self._fault(path, runtime)) is None:
@@ -276,7 +282,8 @@ class Checkpointer:
         """Restore a saved state of this run (`compatibility.check`); return its config."""
         state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
-        counters, prints = asdict(self.state), self.fingerprints()
+        counters = asdict(self.state)
+        prints = self.fingerprints()
         altered = compatibility.check(path, state, config, prints, self.running, counters)
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
@@ -316,7 +323,9 @@ class Checkpointer:
 
 def _trunk(name: str, part: Any) -> Any:
     """Return the model with the files of a saved part."""
-    return part if name == "model" else part.model if name == "critic" else part.policy.model
+    if name == "model":
+        return part
+    return part.model if name == "critic" else part.policy.model
 
 
 def optimizer_tensors(

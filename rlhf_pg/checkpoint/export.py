@@ -19,7 +19,8 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
     """Save the model (or its adapter), tokenizer, critic and model card, all or none: if it fails,
     the old directory is kept, and all processes raise OSError.
     """
-    saving, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+    saving = atomic.Save(runtime, path)
+    partial = atomic.partial_of(path)
     saving.main(lambda: atomic.begin(path))
     checkpointer.save_models(saving, partial, final=True)
     if runtime.is_main:

@@ -17,11 +17,13 @@ def audit(flags: Sequence[str]) -> None:
     """Print the table of a recipe or preset, on a model that can be listed."""
     recipes, flags = split_recipe(flags)
     options, keys = parser_of("audit").parse_known_args(flags)
-    args, foreign = config_of(recipes, keys, "audit"), None
+    args = config_of(recipes, keys, "audit")
+    foreign = None
     if options.loss is not None:
         function = user_modules.load(locate_reward(options.loss, None))
         foreign = causes.adapt(function, options.micro_batches)
-    table, effects = Table("", "cosine", "scale", "bias", "variance", box=None), list[str]()
+    table = Table("", "cosine", "scale", "bias", "variance", box=None)
+    effects = list[str]()
     logging.disable(logging.WARNING)  # of configs without one of the choices
     try:
         rows = list(causes.audit(args, foreign))

@@ -22,14 +22,17 @@ def demo(flags: Sequence[str]) -> None:
     """Train, and show held-out answers and scores before and after."""
     recipes, keys = split_recipe(flags)
     if not recipes:
-        recipes, keys = [find_recipe("grpo_arithmetic")], [*BRIEF, *keys]
+        recipes = [find_recipe("grpo_arithmetic")]
+        keys = [*BRIEF, *keys]
     args = config_of(recipes, keys, "demo")
     trainer = trainer_type(args.algorithm, args.trainer)(args=args)
     console = Console(quiet=not trainer.runtime.is_main)
-    before, answers_before = trainer.evaluate(), _answers(trainer)
+    before = trainer.evaluate()
+    answers_before = _answers(trainer)
     console.print(Text(f"before: {_score(before)}"))
     trainer.train()
-    after, answers_after = trainer.evaluate(), _answers(trainer)
+    after = trainer.evaluate()
+    answers_after = _answers(trainer)
     if not trainer.runtime.is_main:
         return
     table = Table("prompt", "before", "after", show_lines=True)

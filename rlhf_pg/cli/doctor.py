@@ -66,7 +66,8 @@ def packages() -> Iterator[Finding]:
             version = metadata.version(one.name)
             fits = one.specifier.contains(version, prereleases=True)
         except metadata.PackageNotFoundError:
-            version, fits = "not installed", False
+            version = "not installed"
+            fits = False
         yield Finding(name, version, fits, "" if fits else f'pip install "{wanted}"', not extra)
 
 
@@ -88,9 +89,11 @@ def surroundings() -> Iterator[Finding]:
             yield Finding("GPU", "none")
     except Exception as why:  # a missing CUDA library, for example
         yield Finding("import torch", tell(why), False, "pip install --force-reinstall torch", True)
-    sandbox, compiler = "running a model's code in a sandbox", "torch.compile and offloading"
+    sandbox = "running a model's code in a sandbox"
+    compiler = "torch.compile and offloading"
     for name, package, purpose in (("bwrap", "bubblewrap", sandbox), ("g++", "g++", compiler)):
-        path, remedy = shutil.which(name), f"apt install {package}"
+        path = shutil.which(name)
+        remedy = f"apt install {package}"
         yield Finding(name, path or f"missing ({purpose})", bool(path), "" if path else remedy)
     room = shutil.disk_usage(".").free / 1e9
     remedy = "" if room >= 10 else "free some space, or set output_dir"

@@ -83,7 +83,8 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
     if target is not None and is_recipe(target):
         if options.config is not None:
             fail(f"there are two recipes, {quote(target)} and --config {options.config}: give one")
-        options.config, target = target, None
+        options.config = target
+        target = None
     recipe = None if options.config is None else find_recipe(options.config)
     if target is not None:
         model, of_run = model_of_run(target)
@@ -104,7 +105,8 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
     own = load(recipe)
     named = own.keys() & {"algorithm", "trainer"}  # the numbers are the same for each
     args = config_of([recipe] if named else [recipe, find_recipe("grpo")], keys, "eval")
-    share, seed = args.dataset_test_split, own.get("seed", type(args).seed)
+    share = args.dataset_test_split
+    seed = own.get("seed", type(args).seed)
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
         # Evaluate on this dataset, and not on the recipe's held-out data.
         args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)

@@ -71,7 +71,8 @@ def explaining_errors(command: str = "train") -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        own, is_ours = frames(error), type(error).__module__.startswith("rlhf_pg.")
+        own = frames(error)
+        is_ours = type(error).__module__.startswith("rlhf_pg.")
         says_enough = own or is_ours or isinstance(error, ValueError | OSError | FloatingPointError)
         if os.environ.get("RLHF_PG_DEBUG") or not says_enough:
             raise

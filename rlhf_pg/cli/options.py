@@ -35,7 +35,9 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         add_help=False,
     )
     add: Any = parser.add_argument_group("options").add_argument
-    count, natural, real = _number(int, 1), _number(int, 0), _number(float, 0)
+    count = _number(int, 1)
+    natural = _number(int, 0)
+    real = _number(float, 0)
     share = _number(float, 0.001, 1)
     if command in ("eval", "replay"):
         add("--trust_run", action="store_true", help="run the code that the run's config brings")

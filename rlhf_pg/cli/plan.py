@@ -19,9 +19,11 @@ def plan(flags: Sequence[str]) -> None:
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, (name, room) = "cuda", options.device or (None, 0.0)
     if name is None and here.type == "cuda":
-        name, room = torch.cuda.get_device_name(here), float(torch.cuda.mem_get_info(here)[1])
+        name = torch.cuda.get_device_name(here)
+        room = float(torch.cuda.mem_get_info(here)[1])
     elif name is None:
-        kind, name = "cpu", "CPU"
+        kind = "cpu"
+        name = "CPU"
         room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     console = Console()
     place = (here, kind, room, name)

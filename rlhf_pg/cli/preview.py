@@ -118,7 +118,8 @@ def tokenizer_without_weights(args: Any, task: Any) -> PreTrainedTokenizerBase:
 
 def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a completion of the run's model, by its files."""
-    path, remote = args.model_name_or_path, args.trust_remote_code
+    path = args.model_name_or_path
+    remote = args.trust_remote_code
     generation = None
     if path is not None:
         try:
@@ -131,7 +132,8 @@ def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def positions_without_weights(args: Any) -> int | None:
-    path, remote = args.model_name_or_path, args.trust_remote_code
+    path = args.model_name_or_path
+    remote = args.trust_remote_code
     if path is None or models.is_adapter(path):
         return None
     model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(path, trust_remote_code=remote))

@@ -26,7 +26,8 @@ def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
     first = flags[0] if flags and not flags[0].startswith("-") else None
     if first in CONFIGS and first not in recipes():  # an algorithm, for the --config beside it
         return split_recipe([*flags[1:], "--algorithm", first])
-    given, keys = read_flags(flags[first is not None :]), list[str]()
+    given = read_flags(flags[first is not None :])
+    keys = list[str]()
     named = list(map(str, as_list(given.pop("config", ()))))
     for key, value in given.items():
         one = f"--{key}" if value is True else f"--{key}={value}"
@@ -108,7 +109,8 @@ def model_of_run(name: str) -> tuple[str, Path | None]:
     if Path(name, "state.json").is_file():  # final/, best/ or checkpoints/step-N of a run
         above = (run / "config.yaml" for run in Path(name).absolute().parents[:2])
         return name, next(filter(Path.is_file, above), None)
-    recipe, final = Path(name, "config.yaml"), Path(name, "final")
+    recipe = Path(name, "config.yaml")
+    final = Path(name, "final")
     if not recipe.is_file():
         return name, None
     if not final.is_dir():

@@ -48,7 +48,9 @@ class PolicyGradientConfig(
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""
         steps = math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
-        return self.max_steps if self.max_steps > 0 else steps
+        if self.max_steps > 0:
+            return self.max_steps
+        return steps
 
     @property
     def updates_per_step(self) -> int:
@@ -195,4 +197,6 @@ class PPOConfig(PolicyGradientConfig):
     @property
     def critic_seed(self) -> int | None:
         """Seed of a critic's random weights; None for pretrained ones."""
-        return self.seed if self.value_init == "random" else None
+        if self.value_init == "random":
+            return self.seed
+        return None

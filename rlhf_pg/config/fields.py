@@ -71,9 +71,11 @@ def config(cls: type[C]) -> type[C]:
 
     @cache
     def checker() -> Any:  # slow, and not needed for `--help`
-        hints, keys = get_type_hints(made, include_extras=True), {}
+        hints = get_type_hints(made, include_extras=True)
+        keys = {}
         for field in dataclasses.fields(made):
-            name, hint = field.name, hints[field.name]
+            name = field.name
+            hint = hints[field.name]
             keys[name] = Annotated[hint, Field(**field.metadata.get("limits", {}))]
             if hint in (int, float, int | None, float | None):
                 keys[name] = Annotated[keys[name], BeforeValidator(_number)]
@@ -147,7 +149,9 @@ def as_list(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"\[.+,.+\]", value):  # "[END]" may be in `stop`
         with suppress(yaml.YAMLError):
             return yaml.safe_load(value)
-    return [value] if isinstance(value, str | float | int | os.PathLike) else value
+    if isinstance(value, str | float | int | os.PathLike):
+        return [value]
+    return value
 
 
 def _number(value: Any) -> Any:
@@ -185,7 +189,9 @@ def registry(key: str) -> dict[str, Any]:
     """Return the functions that a key selects by name, including registered ones of users."""
     from rlhf_pg import advantages, losses  # they need torch, which takes seconds
 
-    return advantages.ADVANTAGES if key == "advantage_estimator" else losses.POLICY_LOSSES
+    if key == "advantage_estimator":
+        return advantages.ADVANTAGES
+    return losses.POLICY_LOSSES
 
 
 def _registered(value: Any, info: ValidationInfo) -> Any:

@@ -54,7 +54,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         kind = config(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
-    values, origin = dict[str, Any](), dict[str, str]()
+    values = dict[str, Any]()
+    origin = dict[str, str]()
     for recipe in recipes:
         own = load(Path(recipe))
         if own.get("algorithm") != getattr(kind, "algorithm", None):
@@ -137,7 +138,8 @@ def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:
         for field in fields:
             made = field.default_factory is not dataclasses.MISSING
             default = values.get(field.name, "none" if made else field.default)
-            text, names = field.metadata.get("help", ""), field.metadata.get("names", ())
+            text = field.metadata.get("help", "")
+            names = field.metadata.get("names", ())
             text += f" One of: {', '.join(names)}." * bool(names)
             several = default if isinstance(default, tuple | list) else [default]
             shown = " ".join(map(str, several))
@@ -159,7 +161,8 @@ def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
 
 def kinds(hint: Any) -> list[str]:
     """Return a type as flags show it: `float`, `none`, a literal word, `str ...`."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, UnionType):
         return [kind for one in inner for kind in kinds(one)]
     if origin is Literal:

@@ -64,7 +64,8 @@ def of_inputs(args: Any) -> Iterator[str]:
         yield _not_one_of(args, "task", [*EMBEDDED, *(f"{one}:NAME" for one in THIRD_PARTY)])
     if args.task is not None and args.dataset_name:
         yield "task has its own data: leave out task or dataset_name"
-    weights, names = args.dataset_weights, args.dataset_name
+    weights = args.dataset_weights
+    names = args.dataset_name
     if weights is not None and (len(weights) != len(names) or min(weights, default=0) <= 0):
         yield f"dataset_weights must have one number above 0 for each dataset, got {weights}"
     if isinstance(args.dataset_test_split, float) and args.eval_dataset_name:
@@ -107,7 +108,8 @@ def of_samples(args: Any) -> Iterator[str]:
         yield f"reward_clip_range must be a lower and a higher number, got {bounds}"
     if args.reward_squash != "none" and args.normalize_rewards:
         yield "reward_squash and normalize_rewards both set the scale of a score: leave one out"
-    buffer, longest = args.overlong_buffer or 0, args.max_completion_length
+    buffer = args.overlong_buffer or 0
+    longest = args.max_completion_length
     if buffer > longest:
         yield f"overlong_buffer must be at most max_completion_length ({longest}), got {buffer}"
 
@@ -143,7 +145,8 @@ def of_estimator(args: Any) -> Iterator[str]:
 
 def of_updates(args: Any) -> Iterator[str]:
     """Yield errors in the number of updates, ranges that depend on other keys, and the KL."""
-    prompts, batches = args.prompts_per_step, args.num_mini_batches
+    prompts = args.prompts_per_step
+    batches = args.num_mini_batches
     if batches > prompts:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
@@ -168,7 +171,9 @@ def of_updates(args: Any) -> Iterator[str]:
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
     if args.entropy_target is not None:
-        low, most, given = args.entropy_coef_min, args.entropy_coef_max, args.entropy_coef
+        low = args.entropy_coef_min
+        most = args.entropy_coef_max
+        given = args.entropy_coef
         if not low <= given <= most:
             yield (
                 f"entropy_coef must be between entropy_coef_min ({low}) and entropy_coef_max "
@@ -177,7 +182,8 @@ def of_updates(args: Any) -> Iterator[str]:
     if args.sampler_clip_min is not None and args.sampler_clip_min >= args.sampler_clip_max:
         yield f"sampler_clip_min must be below sampler_clip_max, got {args.sampler_clip_min}"
     if args.beta > 0:
-        fifth, horizon = prompts * args.num_generations / 5, args.kl_horizon
+        fifth = prompts * args.num_generations / 5
+        horizon = args.kl_horizon
         if args.kl_controller == "adaptive" and horizon <= fifth:  # beta could become negative
             yield f"kl_horizon must be above {fifth:g}, a step's completions / 5, got {horizon}"
         if args.kl_placement == "loss" and args.kl_estimator == "k1":
@@ -188,7 +194,8 @@ def of_updates(args: Any) -> Iterator[str]:
 
 def of_use(args: Any) -> Iterator[str]:
     """Yield the keys that would be ignored."""
-    engine, given = args.rollout_engine, vars(args).get
+    engine = args.rollout_engine
+    given = vars(args).get
     of_native = "rollout_cache_tokens rollout_workers"
     in_process = "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_max_model_length"
     of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
@@ -197,7 +204,8 @@ def of_use(args: Any) -> Iterator[str]:
     scale = given("scale_rewards")
     entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
     of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
-    teacher, in_loss = args.teacher_model_name_or_path, "teacher_divergence teacher_top_k"
+    teacher = args.teacher_model_name_or_path
+    in_loss = "teacher_divergence teacher_top_k"
     of_teacher = f"teacher_coef teacher_placement privileged_prompt {in_loss}"
     to_go = args.teacher_placement == "reward" and not args.has_critic
     yield from idle(
@@ -236,7 +244,8 @@ def of_use(args: Any) -> Iterator[str]:
     if given("value_init") == "random" and args.use_peft:
         yield "value_init random cannot be used with an adapter: leave out use_peft"
     for choice in ("advantage_estimator", "policy_loss"):
-        name, functions = getattr(args, choice), registry(choice)
+        name = getattr(args, choice)
+        functions = registry(choice)
         options = set().union(*map(parameters, functions.values()))
         for key in sorted(options - parameters(functions[name])):
             if is_set(args, key):

@@ -207,7 +207,8 @@ class Batch:
         rows = to_device(rows, self.groups.device)
         if host_rows is None:
             longest = self.lengths()[rows].amax(0).tolist() if len(rows) else (0, 0)
-            width, prompt_width = longest[0] or 1, longest[1] or 1
+            width = longest[0] or 1
+            prompt_width = longest[1] or 1
         else:
             prompt_width = max((row.prompt for row in host_rows), default=0) or 1
             width = max((row.completion for row in host_rows), default=0) or 1
@@ -216,7 +217,9 @@ class Batch:
             value = value[rows]
             if name in _ROW_FIELDS:
                 return value
-            return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
+            if name in _PROMPT_FIELDS:
+                return value[:, -prompt_width:]
+            return value[:, :width]
 
         picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
         return type(self)(**picked, host_rows=host_rows)
@@ -245,7 +248,8 @@ class Batch:
             values = [getattr(part, name) for part in parts]
             if name in _ROW_FIELDS:
                 return torch.cat(values)
-            width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
+            width = max(value.shape[1] for value in values)
+            left = name in _PROMPT_FIELDS
             padded = []
             for value in values:
                 missing = width - value.shape[1]
@@ -285,7 +289,9 @@ class Batch:
     def all_offsets(self) -> Tensor:
         """Return `parent_offsets`, also where every row is a sequence."""
         offsets = self.parent_offsets
-        return torch.ones_like(self.completion_ids) if offsets is None else offsets
+        if offsets is None:
+            return torch.ones_like(self.completion_ids)
+        return offsets
 
     def shared_prefixes(self) -> Tensor:
         """Number the shared prefixes, (B,) int64 from 0: neighbours with the same group and prompt
@@ -384,7 +390,8 @@ def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
     prompt = completion = paths = 0  # the longest of the last batch, and its number of paths
     for i in sorted(range(len(rows)), key=lambda i: -rows[i].longest):
         own = rows[i].prompt, rows[i].longest - rows[i].prompt
-        prompt, completion = max(prompt, own[0]), max(completion, own[1])
+        prompt = max(prompt, own[0])
+        completion = max(completion, own[1])
         paths += rows[i].paths
         if not batches or paths * (prompt + completion) > max_tokens:
             batches.append([])
@@ -398,11 +405,13 @@ def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, 
     for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):
         family = list(run)
         prompt = rows[family[0]].prompt
-        size, piece = prompt, list[int]()
+        size = prompt
+        piece = list[int]()
         for i in sorted(family, key=lambda i: -rows[i].completion):
             if piece and size + rows[i].completion > max_tokens:
                 yield size, piece
-                size, piece = prompt, []
+                size = prompt
+                piece = []
             size += rows[i].completion
             piece.append(i)
         yield size, piece

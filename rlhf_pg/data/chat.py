@@ -174,7 +174,9 @@ def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
 
 def last_text(said: Any) -> str:
     """Return a text, or that of the last message of a chat; "" if it has none."""
-    return said if isinstance(said, str) else text_of(said[-1]) if said else ""
+    if isinstance(said, str):
+        return said
+    return text_of(said[-1]) if said else ""
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:

@@ -215,7 +215,9 @@ def _storable(name: str, value: Any) -> Any:
             return storable(value, name)
     is_list = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
     if name in ("tools", "functions") and is_list:
-        return json.dumps(value, ensure_ascii=False, default=str) if value else None
+        if value:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        return None
     return value
 
 

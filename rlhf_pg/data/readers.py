@@ -65,7 +65,9 @@ def rows_of_json(text: str) -> list[Any]:
     load = partial(json.loads, object_pairs_hook=without_repeats)
     try:
         value = load(text)
-        return value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            return value
+        return [value]
     except ValueError:
         if text.lstrip().startswith("["):
             raise

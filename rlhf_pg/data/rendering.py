@@ -36,7 +36,8 @@ QUOTE = re.compile("\ue003([0-9]+)\ue004")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of messages and calls that are not for the model.
 IDENTIFIERS = ("role", "id", "tool_call_id", "call_id", "type", "index")
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 # Special tokens that the assistant writes itself around thoughts and calls.
 OWN = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
 AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
@@ -168,7 +169,9 @@ def prepare(
         other = form(chat)
         others, failure = lose(other)
         if (failure is not None, len(others)) < (error is not None, len(lost)):
-            chat, lost, error = other, others, failure
+            chat = other
+            lost = others
+            error = failure
     last = len(chat) - 1
     must_show = {*whole} - {last}
     faults = [word for word in lost if not word.is_thought or word.message in must_show]
@@ -195,7 +198,8 @@ def _place_thoughts(chat: Chat, lost: list[Word], lose: Lose) -> tuple[Chat, lis
         other = [_move_thoughts(m, field) if n in wrong else m for n, m in enumerate(chat)]
         others, error = lose(other) if other != chat else (lost, None)
         if error is None and len(others) < len(lost):
-            chat, lost = other, others
+            chat = other
+            lost = others
     return chat, lost
 
 
@@ -282,7 +286,9 @@ def _mark(
         return [mark(item, is_json=is_json) for item in value]
     if isinstance(value, Arguments) or (is_json and isinstance(value, Mapping)):
         pairs = {mark(key): mark(item, is_json=True) for key, item in value.items()}
-        return Arguments(pairs) if isinstance(value, Arguments) else pairs
+        if isinstance(value, Arguments):
+            return Arguments(pairs)
+        return pairs
     if isinstance(value, Mapping):
         return {k: v if k in IDENTIFIERS else mark(v) for k, v in value.items()}
     if value is not None and not is_json:  # a number that no template reads
@@ -565,7 +571,9 @@ def _quote(value: Any, special: SpecialTokens, own: Collection[str] = ()) -> Any
             else _quote(v, special, OWN if speaks and k == "content" else ())
             for k, v in value.items()
         }
-        return Arguments(quoted) if isinstance(value, Arguments) else quoted
+        if isinstance(value, Arguments):
+            return Arguments(quoted)
+        return quoted
     if value is not None and not isinstance(value, str | int | float):
         value = str(value)  # as a template would render it
     if isinstance(value, str):

@@ -95,8 +95,8 @@ def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
             options = {"sep": "\t"} if suffix == ".tsv" else {}
             builder = datasets.load_dataset_builder(kind, data_files=files, **options)
         elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            opened = datasets.load_from_disk(str(path))  # from `save_to_disk`
-            return opened if isinstance(opened, DatasetDict) else {"train": opened}
+            saved: Any = datasets.load_from_disk(str(path))  # from `save_to_disk`
+            return saved if isinstance(saved, DatasetDict) else {"train": saved}
         elif path.is_dir() and glob.has_magic(str(path.resolve())):
             files = DataFilesDict.from_patterns(get_data_patterns(files), files, [*KINDS])
             builder = datasets.load_dataset_builder(str(path), config, data_files=files)
@@ -109,12 +109,15 @@ def open_splits(name: str, config: str | None) -> Mapping[str, Dataset]:
 
 def _suffix(path: Path) -> str:
     """Return the suffix of a file before it was packed."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    if path.suffix in PACKED:
+        return Path(path.stem).suffix
+    return path.suffix
 
 
 def _read(builder: datasets.DatasetBuilder) -> Mapping[str, Dataset]:
     """Read files by our readers, if they are of one kind and no card has options for them."""
-    config, files = builder.config, builder.config.data_files or {}
+    config = builder.config
+    files = builder.config.data_files or {}
     kinds = {KINDS.get(_suffix(Path(file))) for own in files.values() for file in own}
     options = {key for key, value in vars(config).items() if value != getattr(type(config), key)}
     if kinds == {builder.name} <= readers.KINDS and options <= PLAIN:
@@ -207,7 +210,9 @@ def rename_columns(data: Dataset, args: DataConfig) -> Dataset:
             )
     changed = {theirs: ours for theirs, ours in wanted.items() if theirs != ours}
     hidden = [ours for ours in changed.values() if ours in there and ours not in changed]
-    return data.remove_columns(hidden).rename_columns(changed) if changed else data
+    if changed:
+        return data.remove_columns(hidden).rename_columns(changed)
+    return data
 
 
 def with_prompts(
@@ -218,14 +223,16 @@ def with_prompts(
     If the only column is `text` (a text file), it has the prompts, unless a template names it or
     `of_texts` is False. ValueError if the template names a missing column, or does not fit a row.
     """
-    template, columns = getattr(args, key), data.column_names
+    template = getattr(args, key)
+    columns = data.column_names
     try:
         parts = list(string.Formatter().parse(template or ""))
     except ValueError as error:
         raise ValueError(f"{key} cannot be read: {error}") from error
     names = [name for _, name, _, _ in parts if name is not None]
     if of_texts and columns == ["text"] and "text" not in names:
-        data, columns = data.rename_column("text", "prompt"), ["prompt"]
+        data = data.rename_column("text", "prompt")
+        columns = ["prompt"]
     for name in names:
         if name not in columns:
             raise ValueError(
@@ -248,7 +255,8 @@ def with_prompts(
 def _prompt(
     row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
 ) -> Any:
-    prompt, template = row.get("prompt"), getattr(args, key)
+    prompt = row.get("prompt")
+    template = getattr(args, key)
     where = f"the prompt in row {number}"
     if isinstance(prompt, list):
         prompt = storable(prompt, where)

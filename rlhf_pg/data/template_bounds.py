@@ -48,7 +48,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 def _size(value: Any) -> int:
     """Return the bits of a number, or the length of anything else."""
-    return value.bit_length() if isinstance(value, int) else len(value)
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value)
 
 
 chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -104,7 +106,9 @@ def bounded(function: Callable[[], T]) -> T:
 def _memory() -> int:
     """Return the bytes that this process holds; 0 if the system does not say."""
     file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
+    if file.exists():
+        return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

@@ -155,7 +155,8 @@ def _blocks_of(
     owners = [words[int(mark[1])].message for mark in found]
     own = list[Span]()
     for span, (first, end) in zip(spans, blocks, strict=True):
-        low, high = bisect_left(places, first), bisect_left(places, end)
+        low = bisect_left(places, first)
+        high = bisect_left(places, end)
         inside = {*owners[low:high]} or {*owners[max(0, low - 1) : high + 1]}
         kinds = {n in numbers for n in inside if quoted[n]["role"] == "assistant"}
         if len(kinds) != 1:
@@ -207,11 +208,13 @@ def _tokenize_turns(
     """
     ids: list[int] = []
     places: list[Span] = []
-    begin, first = 0, 0  # start of the text that is tokenized together, and of its tokens
+    begin = 0
+    first = 0  # start of the text that is tokenized together, and of its tokens
     for opening, end in pairwise([0, *openings, len(text)]):
         more, spans = _tokenize_places(text[begin:end], tokenizer, where)
         if more[: len(ids) - first] != ids[first:]:
-            begin, first = opening, len(ids)
+            begin = opening
+            first = len(ids)
             more, spans = _tokenize_places(text[begin:end], tokenizer, where)
         ids = ids[:first] + more
         places = places[:first] + [(begin + a, begin + b) for a, b in spans]
@@ -227,12 +230,15 @@ def _tokenize_places(
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
-            pieces, width = spell(tokenizer, part, where), len(part) + 2
+            pieces = spell(tokenizer, part, where)
+            width = len(part) + 2
             spans = [(0, width)] * len(pieces)
         else:
             options = {"add_special_tokens": False, "return_offsets_mapping": True}
             encoded = tokenize(tokenizer, part, where, **options)
-            pieces, spans, width = encoded["input_ids"], encoded["offset_mapping"], len(part)
+            pieces = encoded["input_ids"]
+            spans = encoded["offset_mapping"]
+            width = len(part)
         ids += pieces
         places += [(at + a, at + b) for a, b in spans]
         at += width

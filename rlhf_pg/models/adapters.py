@@ -227,7 +227,9 @@ def merge_loss(model: nn.Module) -> float:
         rounded, exact = (merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
         error += float((rounded.float() - exact).square().sum())
         change += float((exact - base.float()).square().sum())
-    return math.sqrt(error / change) if change else 0.0
+    if change:
+        return math.sqrt(error / change)
+    return 0.0
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:

@@ -21,7 +21,8 @@ from transformers.integrations import moe
 from rlhf_pg.models.recurrent import Mixer, mark_mixers
 
 NAME = "rlhf_pg"
-LONG, SETTLED = "longrope", "longrope, settled"
+LONG = "longrope"
+SETTLED = "longrope, settled"
 # Options that a model may pass to attention. Others are refused, since they would be ignored.
 HONOURED = {
     "is_causal",
@@ -152,7 +153,8 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
     """
     trunk: Any = model.base_model
     cache = DynamicCache(config=model.config.get_text_config())
-    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    probe = _Probe()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     inputs: dict[str, Any] = {
         "input_ids": token,
         "attention_mask": token + 1,

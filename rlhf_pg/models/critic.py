@@ -104,7 +104,8 @@ class Critic(nn.Module):
             values = widen(values).flatten()
         else:
             read = of_policy or hidden_states(trunk(self.model), batch, self.window)
-            values, states = self.head(read.hidden), read.states
+            values = self.head(read.hidden)
+            states = read.states
         mask = batch.action_mask
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
@@ -128,7 +129,8 @@ class Critic(nn.Module):
         if moments is not None:
             safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
             # V std + mean = (w h + b) std + mean
-            weight, bias = weights["weight"] * moments.std, moments.denormalize(weights["bias"])
+            weight = weights["weight"] * moments.std
+            bias = moments.denormalize(weights["bias"])
             weights = {"weight": weight, "bias": bias}
         safetensors.save_file(weights, path / HEAD_FILE)
 
@@ -287,7 +289,8 @@ def new_critic(
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):
         config = copy.deepcopy(peft_config)
-        config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
+        config.task_type = "FEATURE_EXTRACTION"
+        config.modules_to_save = None
         config.base_model_name_or_path = None
         if isinstance(config.target_modules, set):
             # A loaded adapter has module paths in the policy, which may differ from the critic's.

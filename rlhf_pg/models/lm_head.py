@@ -48,7 +48,9 @@ class LogitTransform:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the model's logits."""
         scaled = x * self.scale
-        return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
+        if self.cap is None:
+            return scaled
+        return self.cap * (scaled / self.cap).tanh()
 
 
 NOTHING = LogitTransform()
@@ -74,10 +76,12 @@ class TokenDistribution:
 
     def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return the argument of softmax, (n,V), and a cap's factor in the derivative."""
-        z, bend = widen(output[rows]), None
+        z = widen(output[rows])
+        bend = None
         if self.transform.cap is not None:
             bent = (z * (self.transform.scale / self.transform.cap)).tanh()
-            z, bend = bent * (self.transform.cap / self.temperature), 1 - bent**2
+            z = bent * (self.transform.cap / self.temperature)
+            bend = 1 - bent**2
         elif self.slope != 1:
             z = z * self.slope
         return z, bend
@@ -225,7 +229,9 @@ class _ChunkedScores(torch.autograd.Function):
                 whole[rows] = part
             del output, compare, own  # before the next ones are made
         ctx.save_for_backward(hidden, weight, bias, tokens, scores[1])
-        ctx.distribution, ctx.chunks, ctx.teacher = distribution, chunks, teacher
+        ctx.distribution = distribution
+        ctx.chunks = chunks
+        ctx.teacher = teacher
         if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(scores[1])
         return scores
@@ -295,7 +301,9 @@ def plain(layer: nn.Module) -> nn.Linear | None:
 
 def chunk_size_for(memory: int | None) -> int:
     """Return the largest chunk of logits for these bytes of GPU memory, or None on a CPU."""
-    return CHUNK_SIZE if memory is None else max(CHUNK_SIZE, memory // MEMORY_PER_LOGIT)
+    if memory is None:
+        return CHUNK_SIZE
+    return max(CHUNK_SIZE, memory // MEMORY_PER_LOGIT)
 
 
 def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
@@ -342,7 +350,8 @@ class _Scores(torch.autograd.Function):
     ) -> Scores:
         scores = distribution.scores(output, tokens, compare)
         ctx.save_for_backward(output, tokens, scores[1])
-        ctx.distribution, ctx.compare = distribution, compare
+        ctx.distribution = distribution
+        ctx.compare = compare
         if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(scores[1])
         return scores
@@ -419,7 +428,8 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     # A model that does not name its trunk, such as Llama4ForCausalLM, returns itself as trunk.
     if layer is None or layer in trunk(model).modules():
         return None
-    layer, body = cast(Any, layer), trunk(model)
+    layer = cast(Any, layer)
+    body = trunk(model)
     hollow = next(model.parameters()).is_meta
     read: list[Any] = []
     shown: list[Tensor] = []
@@ -427,7 +437,8 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     def exchange(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         # Numbers that are exact in every dtype, in the linear and the flat range of tanh.
         x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
-        x[..., 0], x[..., 1] = 2.0**-20, 2.0**100
+        x[..., 0] = 2.0**-20
+        x[..., 1] = 2.0**100
         read.extend(inputs[:1])
         shown.append(x)
         return shown[-1]
@@ -456,9 +467,13 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
                 del body.forward, layer.forward
     if len(shown) != 1 or len(read) != 1 or read[0].is_meta or not torch.equal(read[0], hidden):
         return None
-    x, made = shown[0], made.double()
+    x = shown[0]
+    made = made.double()
     if made.shape != x.shape:
         return None
-    scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
+    scale = float(made[0, 0, 0] / x[0, 0, 0])
+    limit = float(made[0, 0, 1])
     transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
-    return transform if torch.allclose(transform(x), made, rtol=1e-6, atol=0) else None
+    if torch.allclose(transform(x), made, rtol=1e-6, atol=0):
+        return transform
+    return None

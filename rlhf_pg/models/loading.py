@@ -110,7 +110,8 @@ def policy_of(
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     bits = quantization(computes) if args.load_in_4bit else quantization_config
-    code, options = args.trust_remote_code, init_options(args)
+    code = args.trust_remote_code
+    options = init_options(args)
     loaded = load_policy(model, dtype or computes, device, peft_config, bits, code, options, empty)
     if args.save_merged and (bits or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
@@ -230,7 +231,8 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     ValueError if a tensor is missing, or the adapter's config (such as its scale) has changed.
     """
     if isinstance(model, PeftModel):
-        saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
+        saved = PeftConfig.from_pretrained(path).to_dict()
+        here = model.active_peft_config.to_dict()
         for key in saved.keys() & here.keys() - MAY_DIFFER:
             if isinstance(here[key], set):  # a list in the file
                 saved[key] = set(saved[key] or ())
@@ -452,7 +454,8 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None and pad_token is not None:
         _check_token("pad_token", pad_token, tokenizer)
         tokenizer.pad_token = pad_token
-    eos, id_ = tokenizer.eos_token, tokenizer.eos_token_id
+    eos = tokenizer.eos_token
+    id_ = tokenizer.eos_token_id
     # A token that the tokenizer does not have gets the id of the unknown token.
     is_missing = id_ is None or (id_ == tokenizer.unk_token_id and eos != tokenizer.unk_token)
     if needs_eos and is_missing:

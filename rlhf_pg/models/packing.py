@@ -140,7 +140,8 @@ def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows = batch.with_counts().host_rows or ()
     segments = _segments(batch, [row._replace(family=i) for i, row in enumerate(rows)])
-    ways, paths = list[list[int]](), list[list[int]]()
+    ways = list[list[int]]()
+    paths = list[list[int]]()
     inner = {segment.parent for segment in segments}
     for number, (parent, length, source, *_) in enumerate(segments):
         ways.append([*(ways[parent] if parent >= 0 else ()), *range(source, source + length)])
@@ -155,7 +156,8 @@ def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 def lay_out_packed(batch: Batch) -> DecoderInput:
     """Lay all real tokens one after another, (1,N), in the order of `PrefixTree`."""
     rows = batch.with_counts().host_rows or ()
-    device, prompt = batch.completion_ids.device, batch.prompt_ids.shape[1]
+    device = batch.completion_ids.device
+    prompt = batch.prompt_ids.shape[1]
     segments = _segments(batch, rows)
     tree = PrefixTree([segment[:2] for segment in segments], device)
     facts = [  # without a parent, any place would do as the one before
@@ -166,7 +168,8 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     of_tokens = of_segments.repeat_interleave(of_segments[:, 2], dim=0)
     starts, ends, _, sources, positions, shares = of_tokens.T
     place = torch.arange(len(starts))
-    sources, positions = sources + place - starts, positions + place - starts
+    sources = sources + place - starts
+    positions = positions + place - starts
     places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
     places = places.scatter(0, sources, place).view(len(rows), -1)
     firsts = dict[int, int]()
@@ -217,17 +220,21 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
         for column, offset in jumps.items():
             follows[i, column] = None
             if offset:
-                before, end = i if offset <= column else first, column - offset
+                before = i if offset <= column else first
+                end = column - offset
                 follows[i, column] = before, end
                 if end + 1 < rows[before].completion:
                     follows.setdefault((before, end + 1), (before, end))
-    segments, numbers = list[Segment](), dict[tuple[int, int], int]()
+    segments = list[Segment]()
+    numbers = dict[tuple[int, int], int]()
     sharing = Counter(row.family for row in rows if row.actions)
-    starts, prompt = sorted(follows), batch.prompt_ids.shape[1]
+    starts = sorted(follows)
+    prompt = batch.prompt_ids.shape[1]
     for (i, column), (row_after, after) in zip(starts, [*starts[1:], (-1, 0)], strict=True):
         stop = after if row_after == i else rows[i].completion
         numbers[i, stop - 1] = len(segments)
-        parent, position = -1, 0
+        parent = -1
+        position = 0
         if (followed := follows[i, column]) is not None:
             parent = numbers[followed]
             position = segments[parent].position + segments[parent].length

@@ -299,7 +299,8 @@ class Teacher(Reference):
         """
         if self.divergence is None:
             return super().forward(batch), None
-        trunk, slots = self.policy.hidden_states(batch), batch.action_slots()
+        trunk = self.policy.hidden_states(batch)
+        slots = batch.action_slots()
         before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
         hidden = before.new_zeros(batch.action_mask.numel(), before.shape[1])
         hidden[slots] = before
@@ -319,7 +320,8 @@ def fingerprint(module: nn.Module) -> str:
     """Hash the names and shapes of all tensors, and the values of frozen parameters except those of
     a moving reference (SHA-256). A resumed run compares it, since these weights are not saved.
     """
-    digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
+    digest = hashlib.sha256()
+    stays = not (isinstance(module, Reference) and module.moves)
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:

@@ -143,7 +143,8 @@ class PrefixTree:
     ) -> Tensor:
         """Attend with one fused kernel that skips unseen keys (FlexAttention; Dong et al. 2024)."""
         attend: Any = compiled_flex() if query.is_cuda else flex_attention
-        softcap, sinks = options.softcap, options.sinks
+        softcap = options.softcap
+        sinks = options.sinks
 
         def cap(score: Tensor, *indices: Tensor) -> Tensor:
             assert softcap is not None
@@ -172,9 +173,11 @@ class PrefixTree:
     ) -> Tensor:
         """Attend tree by tree, with a mask that hides siblings."""
         parts = list[Tensor]()
-        window, copies = self.within(options.window), query.shape[0] // key.shape[0]
+        window = self.within(options.window)
+        copies = query.shape[0] // key.shape[0]
         for start, _, stop, _ in sorted(span for span in self.spans if span.parent < 0):
-            place, leave = torch.arange(start, stop, device=query.device), self.leave[start:stop]
+            place = torch.arange(start, stop, device=query.device)
+            leave = self.leave[start:stop]
             sees = (place[:, None] >= place) & (place[:, None] < leave)
             if window is not None:
                 positions = self.positions[start:stop]
@@ -192,7 +195,8 @@ class PrefixTree:
 
     def mix(self, mixer: Mixer) -> Tensor:
         """Run a mixer on the rows of each part, from the states that an earlier part has left."""
-        states, outputs = dict[Key, Tensor](), list[Tensor]()
+        states = dict[Key, Tensor]()
+        outputs = list[Tensor]()
         parts, order = self.mixing(mixer.recurrent.continues, mixer.recurrent.in_one_call)
         for part in parts:
             before: dict[Key, Tensor] | None = {} if part.is_continued else None
@@ -239,7 +243,8 @@ class PrefixTree:
 
     def _mix(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
         followers = Counter(span.parent for span in self.spans)
-        rows, starts = list[list[int]](), list[int]()  # tokens since a kept segment, and its number
+        rows = list[list[int]]()
+        starts = list[int]()  # tokens since a kept segment, and its number
         level = dict[int, int]()  # of kept segments
         kept = dict[tuple[int, int], list[int]]()  # by level and length
         # By whether they continue a state, and by length, so that padding adds little.
@@ -257,8 +262,10 @@ class PrefixTree:
             elif not followers[number]:
                 size = 0 if in_one_call else math.ceil(2 * math.log2(length))
                 last.setdefault((starts[number] >= 0, size), []).append(number)
-        parts, numbers = list[MixerPart](), dict[int, int]()
-        order, end = [-1] * self.size, 0
+        parts = list[MixerPart]()
+        numbers = dict[int, int]()
+        order = [-1] * self.size
+        end = 0
         for group in [kept[key] for key in sorted(kept)] + list(last.values()):
             tokens, _ = pad_rows([rows[number] for number in group], pad=0)
             if tokens.shape[1] == 1:  # continued, it would be taken for a step of sampling
@@ -277,7 +284,9 @@ class PrefixTree:
 
     def within(self, window: int | None) -> int | None:
         """Return a window, or None if it holds all that a token follows."""
-        return None if window is None or window >= self.longest else window
+        if window is None or window >= self.longest:
+            return None
+        return window
 
     @cached_property
     def leave(self) -> Tensor:
@@ -307,7 +316,8 @@ class PrefixTree:
         return self._masks[window]
 
     def _mask(self, window: int | None) -> BlockMask:
-        leave, total = self.leave, self.size
+        leave = self.leave
+        total = self.size
         positions = leave if window is None else self.positions
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -385,10 +395,8 @@ class _Attention(torch.autograd.Function):
             )
             if bias is not None and not block.is_own:  # some queries see none of these keys
                 blind = (bias == -torch.inf).all(-1)
-                part, own = (
-                    part.masked_fill(blind[..., None], 0),
-                    own.masked_fill(blind, -torch.inf),
-                )
+                part = part.masked_fill(blind[..., None], 0)
+                own = own.masked_fill(blind, -torch.inf)
             outs = _split(out[:, block.queries], block.sequences)[:, :, block.rows]
             sums = _split(logsum[:, block.queries, None], block.sequences)[:, :, block.rows, 0]
             if block.is_own:
@@ -402,7 +410,9 @@ class _Attention(torch.autograd.Function):
             logsum = both
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logsum, sinks)
-        ctx.scale, ctx.tree, ctx.blocks = scale, tree, blocks
+        ctx.scale = scale
+        ctx.tree = tree
+        ctx.blocks = blocks
         return out
 
     @staticmethod
@@ -475,7 +485,8 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
         # here for the layer's.
         own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), own:
-            query, key = query.requires_grad_(), key.requires_grad_()
+            query = query.requires_grad_()
+            key = key.requires_grad_()
             torch.autograd.backward(layout.by_flex(query, key, key, AttentionOptions(1.0)).sum())
     except torch.OutOfMemoryError:
         raise

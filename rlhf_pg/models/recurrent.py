@@ -187,7 +187,8 @@ def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -
     NotImplementedError if a layer keeps its state elsewhere, a module takes the cache in another
     way than as a named argument, or lets a token see a later one.
     """
-    active, users = list[_Call](), dict[nn.Module, tuple[_Call, int]]()
+    active = list[_Call]()
+    users = dict[nn.Module, tuple[_Call, int]]()
 
     def noting(layer: int, update: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **named: Any) -> Any:

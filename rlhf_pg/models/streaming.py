@@ -43,7 +43,8 @@ def empty_model(
         model: PreTrainedModel = auto_class.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
         )
-    names, files = dict(model.named_parameters()).keys(), files_of(directory)
+    names = dict(model.named_parameters()).keys()
+    files = files_of(directory)
     # Some parts of these models stay in float32 (experts' biases of DeepSeek-V3).
     keeps = model._keep_in_fp32_modules_strict or model._keep_in_fp32_modules
     if names - files.keys() or (keeps and dtype != torch.float32):
@@ -138,7 +139,8 @@ def write(
 
 
 def _write(file: Path, tensors: Iterator[tuple[str, Tensor]], most: int) -> None:
-    room, end = 512 * (1 + most), 0
+    room = 512 * (1 + most)
+    end = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     with file.open("wb") as out:
         out.seek(8 + room)

@@ -89,8 +89,10 @@ def build_meta_models(
     """
     args = args.on(kind)
     dtype: torch.dtype = getattr(torch, args.dtype)
-    remote, adapter = args.trust_remote_code, adapter_of(args, None)
-    task, prompt = None, args.max_prompt_length
+    remote = args.trust_remote_code
+    adapter = adapter_of(args, None)
+    task = None
+    prompt = args.max_prompt_length
     if args.task is not None and (args.model_name_or_path is None or not prompt):
         task = load_task(args.task, args.task_options, args.seed)
     if (name := args.model_name_or_path) is None:
@@ -106,7 +108,8 @@ def build_meta_models(
         data = make_prompts(load_named_data(args, task).train, args, "train_dataset")
         models.tokenizer_of(args, None, tokenizer)
         prompt = load_prompts(data, tokenizer).longest
-    row, critic = prompt + args.max_completion_length, None
+    row = prompt + args.max_completion_length
+    critic = None
     tokens = most(kind, row) if args.micro_batch_tokens == "auto" else int(args.micro_batch_tokens)
     with META:
         model = models.load_policy(model, dtype, META, adapter)
@@ -123,7 +126,8 @@ def build_meta_models(
     meta: Any = blueprint(module, device, kind)
     policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
     update = of_update(meta, args, prompt, torch.device(device), kind)
-    teacher, path = None, args.teacher_model_name_or_path
+    teacher = None
+    path = args.teacher_model_name_or_path
     if path not in (None, "policy"):
         with models.about("teacher_model_name_or_path"):
             teacher = _without_data(str(path), dtype, AutoModelForCausalLM, remote)
@@ -154,13 +158,15 @@ def predict_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
     """Estimate the memory of a process with `room` bytes, for rows of maximal length."""
-    args, width = meta.args, meta.args.max_completion_length
+    args = meta.args
+    width = meta.args.max_completion_length
     update, rollout = (
         _weight_bytes(meta, layout, processes, sampling) for sampling in (False, True)
     )
     update["vLLM"] = engine_bytes(args, room)
     left = room - sum(update.values()) if kind == "cuda" else room
-    tokens, row = args.micro_batch_tokens, meta.prompt + width
+    tokens = args.micro_batch_tokens
+    row = meta.prompt + width
     if tokens == "auto":
         tokens = max(row, min(most(kind, row), meta.update.tokens_within(SHARE[kind] * left)))
     draws = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
@@ -264,7 +270,9 @@ def verdict(
     yield Text(
         f"It does not fit on {where}, by {_short(-spare)} GiB: {sizes}. What would make it fit:"
     )
-    changes, tried, fits = dict[str, Any](), meta, False
+    changes = dict[str, Any]()
+    tried = meta
+    fits = False
     for key, value in SAVINGS.items():
         if not fits and getattr(args, key) not in (value, "offload"):
             with suppress(ValueError):  # the recipe has a key that forbids this one

@@ -107,7 +107,9 @@ def _results(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def _spell(number: float | None) -> str:
     if number is None:
         return ABSENT
-    return f"{number:,.0f}" if abs(number) >= 1000 or number == int(number) else f"{number:.4g}"
+    if abs(number) >= 1000 or number == int(number):
+        return f"{number:,.0f}"
+    return f"{number:.4g}"
 
 
 def environment_of(files: RunFiles) -> dict[str, Any]:
@@ -174,7 +176,8 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     found: list[Place] = []
     step = 0
     if rtol == 0 and one.starts and other.starts:
-        first, second = one.starts[0], other.starts[0]
+        first = one.starts[0]
+        second = other.starts[0]
         alike = (first.backend, first.processes) == (second.backend, second.processes)
         if alike or first.backend == second.backend == "DDP":  # else they are sharded differently
             found = compare_weights(first.weights, second.weights)
@@ -292,5 +295,7 @@ def _first_token(
 
 
 def _name(record: StepTokens, i: int) -> str:
-    index, sample, row = record.prompt_index[i], record.sample[i], record.row[i]
+    index = record.prompt_index[i]
+    sample = record.sample[i]
+    row = record.row[i]
     return f"prompt {index}, sample {sample} (row {row} of the data)"

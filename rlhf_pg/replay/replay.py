@@ -79,7 +79,8 @@ class Replay:
         external would be called.
         """
         self.go_to(step - 1)
-        trainer, meter = self.trainer, Meter()
+        trainer = self.trainer
+        meter = Meter()
         if resample:
             if trainer.ahead is not None:
                 raise ValueError("--resample: with rollout_ahead, earlier weights sampled the step")
@@ -97,7 +98,8 @@ class Replay:
         records: list[StepRecord] = []
         trainer.observers = [lambda seen: records.append(trainer.recorder.record(step, seen, 0))]
         metrics = trainer.learn(batch, meter)
-        trainer.observers, [record] = (), records
+        trainer.observers = ()
+        [record] = records
         weights = trainer.recorder.fingerprints(trained=True) if step in self.run.weights else {}
         recorded = self.run.tokens(step)
         differs: list[Place] = []
@@ -120,7 +122,8 @@ class Replay:
             raise ValueError(
                 f"the run took steps {began + 1} to {self.last}: step {step + 1} is not among them"
             )
-        trainer, found = self.trainer, self._checkpoint(step)
+        trainer = self.trainer
+        found = self._checkpoint(step)
         now = trainer.state.step
         if found is not None and (now > step or found[0] > now):
             trainer.on_resume(trainer.checkpointer.restore(found[1], trainer.runtime.rank))
@@ -139,7 +142,8 @@ class Replay:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's completions of a step with their scores; ValueError without record."""
-        trace, tokens = self.run.traces.get(step), self.run.tokens(step)
+        trace = self.run.traces.get(step)
+        tokens = self.run.tokens(step)
         if trace is None or tokens is None:
             raise ValueError(
                 f"{tokens_file(self.run.directory, step)} or its line in trace.jsonl is missing or "
@@ -160,13 +164,15 @@ class Replay:
 
     def _score(self, record: StepTokens) -> Batch:
         trainer = self.trainer
-        runtime, tokenizer = trainer.runtime, trainer.processing_class
+        runtime = trainer.runtime
+        tokenizer = trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
         known: Any = trainer.model.get_input_embeddings()
         seen = np.concatenate([record.ids, record.prompt_ids])
         if not len(seen) or not 0 <= seen.min() <= seen.max() < known.num_embeddings:
             raise ValueError("there is no token, or one that the model does not have")
-        starts, prompts = record.starts, record.prompts()
+        starts = record.starts
+        prompts = record.prompts()
         spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
         ids = [record.ids[span].tolist() for span in spans]
         parents = None if record.offsets is None else record.offsets.tolist()
@@ -244,7 +250,9 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
         raise ValueError(f"the run was given {', '.join(given)} in Python: {how}")
     if not keys:  # the same run, perhaps in another directory now
         args = dataclasses.replace(args, output_dir=str(run.directory))
-    names, options, functions = args.reward_funcs, args.reward_options, list[Any]()
+    names = args.reward_funcs
+    options = args.reward_options
+    functions = list[Any]()
     if any(name.startswith(PYTHON) for name in names):
         args = dataclasses.replace(args, reward_funcs=(), reward_options={})
         for name in names:

@@ -14,13 +14,16 @@ from rlhf_pg.replay.replay import Made
 from rlhf_pg.replay.what_if import WhatIf, mean_advantages
 from rlhf_pg.report.run_files import StepTokens
 
-MOST_ROWS, MOST_TENSORS = 16, 5  # of tables, unless rows are chosen
+MOST_ROWS = 16
+MOST_TENSORS = 5  # of tables, unless rows are chosen
 METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "learning_rate", "value_loss")
 
 
 def show_step(made: Made, rows: Sequence[int] | None) -> None:
     """Print a step: its differences from the record, its metrics, and its completions."""
-    console, record, tokens = Console(), made.record, made.record.tokens
+    console = Console()
+    record = made.record
+    tokens = made.record.tokens
     assert tokens is not None
     stages = ", ".join(place.stage for place in made.differs)
     console.rule(f"step {made.step}: {f'differs: {stages}' if stages else 'as it was recorded'}")
@@ -28,7 +31,9 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
         console.print(literal(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)"))
     names = [name for name in METRICS if name in made.metrics]
     console.print("  ".join(f"{name} {_cell(made.metrics[name])}" for name in names))
-    sources, lines, total = record.trace["sources"], [], len(tokens.lengths)
+    sources = record.trace["sources"]
+    lines = []
+    total = len(tokens.lengths)
     chosen = _chosen(rows, total, range(min(MOST_ROWS, total)))
     for i, said in ((i, record.completions[i]) for i in chosen):
         prompt = f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}"
@@ -54,7 +59,9 @@ def _tokens(tokens: StepTokens, i: int) -> Table:
 
 def show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     """Print the changes: keys, metrics, gradients and completions."""
-    console, sides, batch = Console(), (found.was, found.would_be), found.batch
+    console = Console()
+    sides = (found.was, found.would_be)
+    batch = found.batch
     console.rule(f"step {found.step}, if it had been otherwise")
     lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
     console.print(_table("config", ["key", "was", "would be"], lines))
@@ -105,4 +112,6 @@ def _cell(value: Any) -> str:
     """Return a text, a number with four digits, or a dash if it is unknown."""
     if isinstance(value, str | int):
         return str(value)
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.4g}"

@@ -138,7 +138,8 @@ def _changes(
 
 def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     """Estimate advantages, and compute the gradient of the whole step at the current weights."""
-    meter, learner = Meter(), trainer.learner
+    meter = Meter()
+    learner = trainer.learner
     batch, metrics = trainer.estimate(trainer.score(batch), meter)
     learner.module.train()
     try:

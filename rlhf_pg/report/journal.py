@@ -36,7 +36,8 @@ class Journal:
     def __init__(
         self, directory: Path, after_step: int, is_main: bool, shown: Sequence[str] = SHOWN
     ) -> None:
-        self.is_main, self._shown = is_main, shown
+        self.is_main = is_main
+        self._shown = shown
         self.console = console = Console(quiet=not is_main)
         updates = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))
         text = TextColumn("{task.description}", markup=False, table_column=Column())  # may wrap
@@ -55,7 +56,8 @@ class Journal:
         self._completions = run_files.JsonLines(directory / run_files.COMPLETIONS, after_step)
         self._trace = run_files.JsonLines(directory / run_files.TRACE, after_step, synced=False)
         self._directory = directory
-        self._report_due, self._report_failed = time.monotonic() + FIRST, False
+        self._report_due = time.monotonic() + FIRST
+        self._report_failed = False
         self._lines = run_files.read(directory / run_files.METRICS)
         self._warned = {trouble.title for trouble in troubles(self._lines)}
         for left in (
@@ -183,7 +185,9 @@ def _summarize(metrics: Mapping[str, Any], *names: str) -> str:
 
 
 def _spell(number: float | None) -> str:
-    return "-" if number is None or math.isnan(number) else f"{number:.3f}"
+    if number is None or math.isnan(number):
+        return "-"
+    return f"{number:.3f}"
 
 
 def due(step: int, every: int, last: int = 0) -> bool:

@@ -103,7 +103,9 @@ def _redact(value: Any) -> Any:
         return f"{address[1] or ''}a server"
     if isinstance(value, str):
         kind, place = ("model:", value[6:]) if value.startswith("model:") else ("", value)
-        return kind + Path(place).name if os.path.isabs(place.partition(":")[0]) else value
+        if os.path.isabs(place.partition(":")[0]):
+            return kind + Path(place).name
+        return value
     if isinstance(value, list | tuple):
         return [_redact(item) for item in value]
     if isinstance(value, dict):

@@ -36,7 +36,9 @@ from rlhf_pg.report.troubles import is_number
 
 logger = logging.getLogger(__name__)
 
-METRICS, COMPLETIONS, TRACE = "metrics.jsonl", "completions.jsonl", "trace.jsonl"
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+TRACE = "trace.jsonl"
 # What reading a file of tokens that is none may raise.
 UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError)
 # What lines of trace.jsonl and completions.jsonl have; lists and objects hold texts.
@@ -123,7 +125,8 @@ class StepTokens:
     def save(self, path: Path) -> None:
         """Write the file, which gets its name when it is complete."""
         tensors = {name: x for name, x in vars(self).items() if x is not None}
-        numbers, texts = tensors.pop("numbers"), tensors.pop("texts", None)
+        numbers = tensors.pop("numbers")
+        texts = tensors.pop("texts", None)
         for name, x in numbers.items():
             tensors[f"numbers.{name}"] = _exact(x) if name in EXACT else half(x)
         tensors["scores"] = _exact(self.scores)
@@ -152,7 +155,9 @@ class StepTokens:
 
     def check(self) -> None:
         """Refuse arrays that do not fit together (ValueError)."""
-        rows, total, prompt_total = len(self.lengths), len(self.ids), len(self.prompt_ids)
+        rows = len(self.lengths)
+        total = len(self.ids)
+        prompt_total = len(self.prompt_ids)
         sizes = dict.fromkeys(("ids", "action"), total) | {"prompt_ids": prompt_total}
         sizes |= dict.fromkeys(OF_ROWS, rows) | {"score_at": len(self.scores)}
         arrays = {name: (getattr(self, name), size, "iub") for name, size in sizes.items()}
@@ -181,7 +186,9 @@ class StepTokens:
 def _exact(x: NDArray[Any]) -> NDArray[Any]:
     """Return numbers as float32 if that is exact, else as float64."""
     single = x.astype(np.float32)
-    return single if np.array_equal(single, x, equal_nan=True) else x.astype(np.float64)
+    if np.array_equal(single, x, equal_nan=True):
+        return single
+    return x.astype(np.float64)
 
 
 def half(x: NDArray[Any]) -> NDArray[Any]:
@@ -211,7 +218,9 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """The resolved config; empty if there is none. ValueError if it is not one."""
         file = self.directory / "config.yaml"
-        return read_yaml(file) if os.path.lexists(file) else {}
+        if os.path.lexists(file):
+            return read_yaml(file)
+        return {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -294,7 +303,8 @@ class JsonLines:
             logger.warning("%s has unreadable lines, which are removed", path)
         kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
         write_file(path, [line + b"\n" for line in kept])
-        self.path, self._synced = path, synced
+        self.path = path
+        self._synced = synced
         self._has_failed = False
 
     def write(self, *records: Mapping[str, Any]) -> None:
@@ -335,7 +345,9 @@ def finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): finite(inner) for key, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
 
 
 def read(path: Path, kinds: Mapping[str, type] = {}) -> list[dict[str, Any]]:
@@ -356,7 +368,9 @@ def read(path: Path, kinds: Mapping[str, type] = {}) -> list[dict[str, Any]]:
 
 def _whole(digits: str) -> float:
     """Return a number of at most 18 digits as it is, and a longer one as Python rounds it."""
-    return int(digits) if len(digits) <= 18 else float(digits)
+    if len(digits) <= 18:
+        return int(digits)
+    return float(digits)
 
 
 def _is_record(line: Any, kinds: Mapping[str, type]) -> bool:
@@ -376,7 +390,9 @@ def _has(line: Mapping[str, Any], names: Sequence[str]) -> bool:
 def _inside(value: Any) -> Sequence[Any]:
     """Return what is in a list or an object."""
     values = value.values() if isinstance(value, dict) else value
-    return list(values) if isinstance(value, dict | list) else []
+    if isinstance(value, dict | list):
+        return list(values)
+    return []
 
 
 def _is_shallow(value: Any, most: int = 60) -> bool:

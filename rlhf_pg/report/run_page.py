@@ -71,7 +71,8 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     """Write the report of a run, which reloads itself if it is `running`; return its path."""
     path = directory / REPORT if out is None else out
     files = RunFiles(directory)
-    lines, curve = files.metrics, curve_data(files)
+    lines = files.metrics
+    curve = curve_data(files)
     computed = {key for line in lines for key, value in line.items() if value is not None}
     absent = {key for line in lines for key in line} - computed
     tables = []
@@ -106,11 +107,13 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
 
 def _subtitle(files: RunFiles) -> list[str]:
     """Return short descriptions of a run: algorithm, model, steps, versions."""
-    config, lines = files.config, files.metrics
+    config = files.config
+    lines = files.metrics
     model = Path(str(config.get("model_name_or_path") or ""))
     if model.name == "final":  # an earlier run's
         model = model.parent
-    last, planned = (lines[-1]["step"] if lines else 0), config.get("max_steps")
+    last = lines[-1]["step"] if lines else 0
+    planned = config.get("max_steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > last else ""
     said = [str(config.get("algorithm") or "").upper(), model.name, f"{last}{of} steps"]
     if files.starts:
@@ -126,7 +129,8 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
     `keys`; each metric is in one of them.
     """
     left = [key for key in keys if key not in NO_CURVES]
-    charts, group = [], ""
+    charts = []
+    group = ""
     for line in CATALOGUE.strip().splitlines():
         if line.startswith("# "):
             group = line.removeprefix("# ")

@@ -65,7 +65,8 @@ class LoggedSteps:
 
     def pack(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""
-        tokens, records = self.files.tokens(step), self.records[step]
+        tokens = self.files.tokens(step)
+        records = self.records[step]
         header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}
         arrays: list[bytes] = []
         if tokens is None or tokens.texts is None:
@@ -108,11 +109,13 @@ class LoggedSteps:
             for record in self.records[step]
             if (total := _facts(record, self.weights)["total"]) is not None
         ]
-        completions, tokens = len(self.records[step]), 0
+        completions = len(self.records[step])
+        tokens = 0
         if (path := tokens_file(self.files.directory, step)).is_file():
             with suppress(*UNREADABLE), safe_open(path, "numpy") as file:
                 lengths = file.get_tensor("lengths")
-                completions, tokens = len(lengths), int(lengths.sum())
+                completions = len(lengths)
+                tokens = int(lengths.sum())
         return {
             "step": step,
             "completions": completions,
@@ -130,7 +133,8 @@ class LoggedSteps:
         if scored:
             marked.append(max(scored, key=lambda step: float(sizes[step]["best"][0])))
             marked.append(min(scored, key=lambda step: float(sizes[step]["worst"][0])))
-        room, tokens_left = MOST_COMPLETIONS, MOST_TOKENS
+        room = MOST_COMPLETIONS
+        tokens_left = MOST_TOKENS
         chosen: list[int] = []
         for step in dict.fromkeys([*marked, *reversed(steps)]):
             room -= sizes[step]["completions"]
@@ -183,7 +187,9 @@ def _turns(said: Any) -> list[list[str]]:
 
 
 def _string(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _text(value: Any, longest: int = LONGEST_TEXT) -> str:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeGuard
 from rlhf_pg.boundary.user_code import LARGEST
 
 WINDOW = 10  # steps
-ALIKE, FAR = "All groups equal", "Steps too large"
+ALIKE = "All groups equal"
+FAR = "Steps too large"
 
 Line = Mapping[str, Any]
 Points = list[tuple[int, float]]  # step, value
@@ -48,7 +49,8 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     usual_kl = median(x for _, x in kl[: max(WINDOW, len(kl) // 2)]) if kl else 0.0
     usual_norm = median(x for _, x in norms) if norms else 0.0
     paid = [(step, abs(reward) + std) for step, reward, std in _rewards(lines)]  # 0: all are 0
-    early, length = _early_entropy(lines), "completions/mean_length"
+    early = _early_entropy(lines)
+    length = "completions/mean_length"
     rules = [
         Rule(
             *("entropy", entropy, lambda mean: mean < 0.05 * first_entropy, "Entropy collapse"),
@@ -142,12 +144,16 @@ def _falls(lines: Sequence[Line]) -> Points:
     Alarming is half of the best mean's height above 0 (or above the lowest reward, if that is less)
     and beyond chance: half a standard deviation of scores, four of the means of steps.
     """
-    rows, points, best, limit = _rewards(lines), Points(), -inf, inf
+    rows = _rewards(lines)
+    points = Points()
+    best = -inf
+    limit = inf
     for i in range(5, len(rows)):
         earlier = [reward for _, reward, _ in rows[max(0, i - 1 - WINDOW) : i - 1]]
         if (mean := fmean(earlier)) > best:
             lowest = min(0.0, *(reward for _, reward, _ in rows[: i + 1]))
-            best, spread = mean, fmean(std for _, _, std in rows[max(0, i - 1 - WINDOW) : i - 1])
+            best = mean
+            spread = fmean(std for _, _, std in rows[max(0, i - 1 - WINDOW) : i - 1])
             limit = max((best - lowest) / 2, spread / 2, 4 * pstdev(earlier), 1e-9)
         points.append((rows[i][0], (best - (rows[i - 1][1] + rows[i][1]) / 2) / limit))
     return points
@@ -155,7 +161,8 @@ def _falls(lines: Sequence[Line]) -> Points:
 
 def _early_entropy(lines: Sequence[Line]) -> Points:
     """Return the entropy of the first steps, infinite where the reward has clearly risen."""
-    entropy, rows = dict(values(lines, "entropy")), _rewards(lines)[:WINDOW]
+    entropy = dict(values(lines, "entropy"))
+    rows = _rewards(lines)[:WINDOW]
     return [
         (step, inf if reward > rows[0][1] + rows[0][2] / 4 else entropy[step])
         for step, reward, _ in rows

@@ -44,7 +44,8 @@ class RewardModel:
     sees_eos: bool = True  # False appends no EOS to a string
 
     def __post_init__(self) -> None:
-        kind, trusted = AutoModelForSequenceClassification, self.trust_remote_code
+        kind = AutoModelForSequenceClassification
+        trusted = self.trust_remote_code
         if not isinstance(self.model, PreTrainedModel):
             with about(f"reward model {name_of(self.model)}"):
                 models.check_directory(self.model)
@@ -81,7 +82,8 @@ class RewardModel:
             truncated: whether a limit ended each; a stop string is not a limit. By default, all
                 that did not end by an EOS according to `ended`.
         """
-        rows, limit = [], models.max_positions(self.model)
+        rows = []
+        limit = models.max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             end = ended is not None and ended[i]
             # A limit on turns does not cut the last turn off.
@@ -95,7 +97,8 @@ class RewardModel:
                         f"max_position_embeddings of {limit}: lower max_completion_length, or "
                         "shorten the prompts"
                     )
-        scores, device = [0.0] * len(rows), self.model.device
+        scores = [0.0] * len(rows)
+        device = self.model.device
         lengths = [RowLengths(i, 0, len(ids)) for i, ids in enumerate(rows)]
         for batch in split_padded(lengths, SCORING_TOKENS):
             tokens, mask = pad_rows([rows[i] for i in batch], self.processing_class.pad_token_id)
@@ -148,13 +151,17 @@ def encode_whole(
     text = prompt + completion
     open_turn = cut and continues(text)
     ids = encode(text, tokenizer, row, "text", open_turn=open_turn, tools=tools)
-    return with_eos(ids, tokenizer) if eos and isinstance(text, str) else ids
+    if eos and isinstance(text, str):
+        return with_eos(ids, tokenizer)
+    return ids
 
 
 def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids with one EOS at the end, if the tokenizer has one."""
     eos = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1] == eos else [*ids, eos]
+    if eos is None or ids[-1] == eos:
+        return ids
+    return [*ids, eos]
 
 
 def check_head(model: PreTrainedModel, who: str) -> None:
@@ -166,4 +173,6 @@ def check_head(model: PreTrainedModel, who: str) -> None:
 def name_of(path: str | PathLike[str]) -> str:
     """Return the last part of a path or Hub id; for a run's `final/`, the name of the run."""
     whole = Path(path)
-    return whole.parent.name if whole.name == "final" else whole.name
+    if whole.name == "final":
+        return whole.parent.name
+    return whole.name

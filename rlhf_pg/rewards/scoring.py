@@ -127,7 +127,9 @@ class Rewards:
         if len(self.weights) != len(self.names):
             got = f"{len(self.weights)} for {', '.join(self.names)}"
             raise ValueError(f"reward_weights must have one entry per source of reward, got {got}")
-        self.timeout, self.on_error, self.error_value = timeout, on_error, error_value
+        self.timeout = timeout
+        self.on_error = on_error
+        self.error_value = error_value
         self.run_beside = any(source.kind in BESIDE for source in self.sources)
         if timeout is not None and not self.run_beside:
             raise ValueError(
@@ -197,7 +199,8 @@ class Rewards:
                     pending[group] = self.begin(part)
             by_group = [(own, parts[group], pending[group]) for group, own in rows_of.items()]
             for k, source in enumerate(self.sources):
-                parted, is_model = by_group, source.kind == "model"
+                parted = by_group
+                is_model = source.kind == "model"
                 if is_model:
                     parted = [(rows, inputs.select(rows), PendingCalls())] if rows else []
                 for own, part, calls in parted:

@@ -97,7 +97,8 @@ class Judge:
         retries: Count = 5,  # retries if the server fails
         cache: str | None = None,  # a file of verdicts, so that a resumed run repeats no request
     ) -> None:
-        self.__name__, self.columns = name, columns
+        self.__name__ = name
+        self.columns = columns
         if is_file_name(rubric):
             rubric = find_file(rubric.strip(), f"the rubric of judge:{name}").read_text("utf-8")
         self.rubric = rubric.strip()
@@ -125,7 +126,8 @@ class Judge:
         """Return one score per completion, from 0 to 1 (ValueError: there is no verdict)."""
         table = {"prompt": prompts, "completion": completions}
         table |= {name: columns[name] for name in self.columns}
-        bodies, keys = {}, []
+        bodies = {}
+        keys = []
         for row in zip(*table.values(), strict=True):
             parts = {name: as_text(value) for name, value in zip(table, row, strict=True)}
             # A text would have to contain its own hash to close its tag.

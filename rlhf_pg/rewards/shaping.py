@@ -63,11 +63,13 @@ class Shaping:
 
     def add_penalties(self, scores: Tensor, batch: Batch) -> Tensor:
         """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
-        args, added = self.args, []
+        args = self.args
+        added = []
         if args.missing_eos_penalty is not None:
             added.append(-args.missing_eos_penalty * batch.truncated.double())
         if args.overlong_buffer is not None:
-            lengths, longest = batch.completion_mask.sum(1), args.max_completion_length
+            lengths = batch.completion_mask.sum(1)
+            longest = args.max_completion_length
             if batch.parent_offsets is not None:  # the limit is on a path, not on the whole tree
                 rows = batch.with_counts().host_rows or ()
                 lengths = lengths.new_tensor([row.longest - row.prompt for row in rows])
@@ -95,12 +97,14 @@ class Shaping:
         for column, moments in zip(totals.T, self.moments.values(), strict=True):
             valid = column[~column.isnan()]
             if len(valid):
-                mean, var = valid.mean().item(), valid.var(correction=0).item()
+                mean = valid.mean().item()
+                var = valid.var(correction=0).item()
                 moments.update(len(valid), mean, var)
 
     def __call__(self, scores: Tensor, batch: Batch, normalize: bool = True) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds running normalisation."""
-        own, penalties = self._clip(scores), scores[:, :, self.functions :]
+        own = self._clip(scores)
+        penalties = scores[:, :, self.functions :]
         if self.args.reward_squash == "sigmoid":
             own = own.sigmoid()
         elif self.args.reward_squash == "min_max" and normalize:
@@ -134,5 +138,8 @@ class Shaping:
 
     def _clip(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
-        own, limits = scores[:, :, : self.functions], self.args.reward_clip_range
-        return own if limits is None else own.clamp(*own.new_tensor(limits))
+        own = scores[:, :, : self.functions]
+        limits = self.args.reward_clip_range
+        if limits is None:
+            return own
+        return own.clamp(*own.new_tensor(limits))

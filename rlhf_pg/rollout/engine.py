@@ -39,7 +39,9 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
 
 
 @dataclass(frozen=True)

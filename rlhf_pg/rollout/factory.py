@@ -56,7 +56,9 @@ def choose_engine(
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
     why = runtime.first_error(reason_against(args, model, runtime.device.type))
-    return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
+    if why is None:
+        return ("vllm", "auto: vLLM suits")
+    return ("native", f"auto: {why}")
 
 
 def with_engine(args: C, engine: str) -> C:
@@ -181,7 +183,8 @@ def new_episode_runner(
     """Create the runner of episodes, for a run with tools, an environment or an agent's program;
     ValueError if these do not fit together, or if a run without episodes sets keys of episodes.
     """
-    has_turns, has_agent = bool(tools) or environments is not None, program is not None
+    has_turns = bool(tools) or environments is not None
+    has_agent = program is not None
     keys_of_agents = "agent_timeout agent_call_timeout agent_host agent_credit"
     rules.refuse(
         rules.idle(

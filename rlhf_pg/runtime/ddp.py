@@ -144,9 +144,11 @@ class DDPBackend:
         optimizer: Optimizer,
         max_grad_norm: float = 0.0,
     ) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.module = module
+        self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
-        self._accelerator, self._world = accelerator, accelerator.num_processes
+        self._accelerator = accelerator
+        self._world = accelerator.num_processes
         self._wrapped: Any = self._wrap()
         self._updates = MasterWeights(self.optimizer)
 
@@ -165,7 +167,10 @@ class DDPBackend:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
-        return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
+        if last:
+            return nullcontext()
+        unsynced: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
+        return unsynced
 
     @waits
     def backward(self, loss: Tensor) -> None:
@@ -229,7 +234,9 @@ def count(optimizer: Optimizer, updated: Tensor, value: Tensor) -> Tensor | int:
     """Return the number of updates of a parameter in the optimizer's own format."""
     if not value.is_floating_point():
         return int(value)
-    return value.to(updated.device) if optimizer.defaults.get("fused") else value
+    if optimizer.defaults.get("fused"):
+        return value.to(updated.device)
+    return value
 
 
 class FullWeights:

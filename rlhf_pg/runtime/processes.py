@@ -57,7 +57,8 @@ class Runtime:
         self.rank = int(self._accelerator.process_index)
         self.world = int(self._accelerator.num_processes)
         self.is_main = self.rank == 0
-        host, self.device = torch.device("cpu"), torch.device(self._accelerator.device)
+        host = torch.device("cpu")
+        self.device = torch.device(self._accelerator.device)
         self.device_name = f"{self.device.type} ({platform.machine()})"
         if self.device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(self.device)
@@ -236,7 +237,8 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     Every process reads the weights itself, even if the launcher asks one to send them: they are
     read tensor by tensor (`rlhf_pg.models.streaming`).
     """
-    kind, state = accelerator.distributed_type, accelerator.state
+    kind = accelerator.distributed_type
+    state = accelerator.state
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         return "DDP", DDPBackend
     if kind == DistributedType.FSDP and state.fsdp_plugin.fsdp_version == 2:

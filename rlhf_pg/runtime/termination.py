@@ -55,7 +55,8 @@ class Termination:
 
     def __init__(self, runtime: Any) -> None:  # a `Runtime`; its file imports this one
         self._runtime = runtime
-        self.stopping, self._stop = False, False
+        self.stopping = False
+        self._stop = False
         self.asked: tuple[int, float] | None = None  # the first signal, and when it came
 
     @contextmanager
@@ -65,7 +66,9 @@ class Termination:
         Outside the main thread, which alone can handle them, signals are not handled. A signal that
         was ignored (as under nohup) stays ignored.
         """
-        self.stopping, self._stop, self.asked = False, False, None
+        self.stopping = False
+        self._stop = False
+        self.asked = None
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
@@ -153,7 +156,9 @@ class Watch:
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
         # A clone has its own connection: the original is locked while a thread waits for a key.
         self._store = PrefixStore(f"rlhf_pg/failure/{next(NUMBERS)}", store.clone())
-        self._rank, self._world, self._timeout = rank, world, timeout
+        self._rank = rank
+        self._world = world
+        self._timeout = timeout
         self._wait: tuple[str, float] | None = None  # the main thread's collective and start time
         self._heard: Failure | None = None
         self._launcher = os.getppid()
@@ -222,7 +227,8 @@ class Watch:
 
         Rank 0 or its launcher holds the store, and must not end while others read it.
         """
-        late, deadline = list(others), time.monotonic() + GRACE
+        late = list(others)
+        deadline = time.monotonic() + GRACE
         with suppress(RuntimeError):
             self._store.set(f"{sign}/{self._rank}", "")
             while late and time.monotonic() < deadline:
@@ -254,7 +260,8 @@ class Watch:
         """End the process once it waits for others; return if it ends on its own."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
-            wait, now = self._wait, time.monotonic()
+            wait = self._wait
+            now = time.monotonic()
             has_waited = wait is not None and now - max(wait[1], heard) > grace
             if has_waited or now - heard > patience:
                 self._leave(why)

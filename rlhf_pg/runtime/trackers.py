@@ -38,7 +38,8 @@ class Trackers:
                 raise ValueError(
                     f'report_to: {name} is not installed: pip install "rlhf-pg[trackers]"'
                 )
-        self._names, self._runtime = names, runtime
+        self._names = names
+        self._runtime = runtime
         self._open: dict[str, GeneralTracker] = {}
 
     @contextmanager
@@ -114,7 +115,8 @@ def _tracker(
     if name == "tensorboard":
         return TensorBoardTracker("tensorboard", directory)
     if name == "wandb":
-        project, options = os.environ.get("WANDB_PROJECT", PROJECT), {"resume": "allow"}
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        options = {"resume": "allow"}
         return WandBTracker(project, dir=directory, id=run_id, name=run_name, **options)
     how = "allow" if resumed else "never"
     return TrackioTracker(PROJECT, name=run_name or run_id, resume=how)

@@ -255,7 +255,8 @@ class Preference(Objective):
 
     def __init__(self, model: PreTrainedModel, pad: int, args: RewardModelConfig) -> None:
         super().__init__(model, args)
-        self.pad, self.center = pad, args.center_rewards_coefficient
+        self.pad = pad
+        self.center = args.center_rewards_coefficient
 
     def size(self, row: Pair) -> int:
         return 2 * max(len(row.chosen), len(row.rejected))

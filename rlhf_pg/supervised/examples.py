@@ -83,7 +83,8 @@ class ExampleMaker:
                     f"row {number} has {len(ids)} tokens, more than the {self.limit} of max_length "
                     "or the model: set long_examples to drop or truncate, or shorten them"
                 )
-            ids, mask = ids[: self.limit], mask[: self.limit]
+            ids = ids[: self.limit]
+            mask = mask[: self.limit]
             if self.args.long_examples == "drop" or not any(mask[1:]):
                 return None
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
@@ -192,7 +193,9 @@ def without_prompt(prompt: Any, text: str) -> str:
     before it.
     """
     rest = text.removeprefix(last_text(prompt))
-    return rest if isinstance(prompt, str) else rest.lstrip()
+    if isinstance(prompt, str):
+        return rest
+    return rest.lstrip()
 
 
 def split_repeated(prompt: Any, text: Any, row: int, column: str) -> tuple[list[Any], list[Any]]:

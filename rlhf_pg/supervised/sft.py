@@ -69,7 +69,8 @@ def train_sft(
     runtime = Runtime()
     set_seed(args.seed)
     data = settle_data(args, train_dataset, eval_dataset)
-    peft_config, model = models.adapter_of(args, peft_config), model or args.model_name_or_path
+    peft_config = models.adapter_of(args, peft_config)
+    model = model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     dtype = weight_dtype(args) if peft_config is None else None  # frozen weights are not updated
@@ -123,7 +124,8 @@ class Likelihood(Objective):
     def __init__(self, model: PreTrainedModel, pad: int, args: SFTConfig) -> None:
         super().__init__(model, args)
         self.vocabulary = model.config.get_text_config().vocab_size
-        self.pad, self.smoothing = pad, args.label_smoothing
+        self.pad = pad
+        self.smoothing = args.label_smoothing
         self.packs = DataCollatorWithFlattening() if args.packing else None
 
     def count(self, row: Example) -> int:
@@ -159,8 +161,10 @@ def token_sums(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor
     """Return the loss, the correct tokens and the trained tokens of each row, (B,3), from logits
     (B,T,V), each for the next token, and labels (B,T), `UNLABELLED` for tokens not trained on.
     """
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    learnt, flat = labels != UNLABELLED, (logits.flatten(0, 1), labels.flatten())
+    logits = logits[:, :-1]
+    labels = labels[:, 1:]
+    learnt = labels != UNLABELLED
+    flat = (logits.flatten(0, 1), labels.flatten())
     losses = nn.functional.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)
     right = (logits.argmax(-1) == labels) & learnt
     sums = [losses.view(labels.shape).sum(1), right.sum(1), learnt.sum(1)]
@@ -171,7 +175,8 @@ def token_sums(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor
 def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
     """Refuse to pack if an example changes the logits of the next one in its row (ValueError)."""
     short = [list(row["input_ids"][:16]) for row in examples[:2]]
-    first, second = short[0], short[-1]
+    first = short[0]
+    second = short[-1]
     rows = model.get_input_embeddings().weight.shape[0]
     other = [(token + 1) % rows for token in first]
     collate = DataCollatorWithFlattening()

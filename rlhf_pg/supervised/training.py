@@ -36,7 +36,8 @@ from rlhf_pg.runtime.trackers import Trackers
 
 # Limits of an automatic micro-batch: padded tokens, and their logits. The logits are 1 GiB in
 # float32, and the loss needs three to four times as much at its peak.
-TOKENS, LOGITS = 16384, 2**28
+TOKENS = 16384
+LOGITS = 2**28
 MOST_SKIPPED = 3  # consecutive steps without a finite gradient
 
 
@@ -81,7 +82,9 @@ class Objective(nn.Module, ABC):
 
 def weight_dtype(args: SupervisedConfig) -> torch.dtype:
     """Return the dtype of trained weights: bfloat16 would lose small updates."""
-    return torch.float64 if args.dtype == "float64" else torch.float32
+    if args.dtype == "float64":
+        return torch.float64
+    return torch.float32
 
 
 class SupervisedTrainer:
@@ -111,7 +114,9 @@ class SupervisedTrainer:
         if args.gradient_checkpointing:
             models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
         self.args = args
-        self.objective, self.rows, self.held_out = objective, rows, held_out
+        self.objective = objective
+        self.rows = rows
+        self.held_out = held_out
         self.runtime, self.state = runtime, TrainState()
         self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)
         steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
@@ -155,10 +160,15 @@ class SupervisedTrainer:
             FloatingPointError: several gradients in a row were not finite.
             SystemExit: after a signal; the step was finished, and a checkpoint saved.
         """
-        args, runtime, state = self.args, self.runtime, self.state
-        directory, saver = Path(args.output_dir), self.checkpointer
-        final, measured = directory / "final", dict[str, float]()
-        trackers, termination = Trackers(args.report_to, runtime), Termination(runtime)
+        args = self.args
+        runtime = self.runtime
+        state = self.state
+        directory = Path(args.output_dir)
+        saver = self.checkpointer
+        final = directory / "final"
+        measured = dict[str, float]()
+        trackers = Trackers(args.report_to, runtime)
+        termination = Termination(runtime)
         with run_dir_lock(directory, runtime):
             saver.resume(args.resume_from_checkpoint, runtime)
             if state.step > self.total:
@@ -202,7 +212,9 @@ class SupervisedTrainer:
 
     def step(self) -> dict[str, Any]:
         """Make one update, and count it; the loss is a mean over the units of all its rows."""
-        args, state, begun = self.args, self.state, time.perf_counter()
+        args = self.args
+        state = self.state
+        begun = time.perf_counter()
         rate = self.backend.optimizer.param_groups[0]["lr"]
         rows = [self.rows[i] for i in order(len(self.rows), args.batch_size, args.seed, state.step)]
         units = sum(map(self.objective.count, rows))

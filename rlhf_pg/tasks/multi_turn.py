@@ -23,7 +23,8 @@ DEMONSTRATIONS = 4096
 BLIND = 0.5  # share of demonstrated guesses that ignore the answers
 
 LIMIT = 100
-PROBLEMS, HELD_OUT = 8192, 256
+PROBLEMS = 8192
+HELD_OUT = 256
 LONGEST = 32  # characters of an expression
 # Any text without line breaks can be tokenized, such as an error message; a call has few tokens.
 CHARACTERS = "".join(map(chr, range(32, 127)))
@@ -68,7 +69,8 @@ class Guess:
 
     def reset(self, example: dict[str, str]) -> str:
         """Return the prompt, which has the range of the number."""
-        self.number, self.low = int(example["answer"]), 1
+        self.number = int(example["answer"])
+        self.low = 1
         self.high = self.highest = int(example["prompt"].strip(":").split("-")[1])
         return example["prompt"]
 
@@ -80,7 +82,8 @@ class Guess:
         """
         if not re.fullmatch("[0-9]{1,2}", completion):
             return "?", 0.0, False
-        said, before = int(completion), self.high - self.low + 1
+        said = int(completion)
+        before = self.high - self.low + 1
         if said == self.number:
             self.low = self.high = said
         elif said < self.number:

@@ -53,12 +53,15 @@ KINDS = {
     **dict.fromkeys(CONNECTIVES, "connective"),
     STOP: "stop",
 }
-MISPLACED_COST, UNFINISHED_COST = 0.5, 1.0
+MISPLACED_COST = 0.5
+UNFINISHED_COST = 1.0
 
 HELD_OUT_PROMPTS = 64
 ANSWERS_PER_PROMPT = 64
-TRAIN_PAIRS, EVAL_PAIRS = 16384, 1024
-OFF_MOOD_SHARE, CORRUPTED_SHARE = 0.3, 0.3
+TRAIN_PAIRS = 16384
+EVAL_PAIRS = 1024
+OFF_MOOD_SHARE = 0.3
+CORRUPTED_SHARE = 0.3
 NOISE_SCALE = 0.35
 
 
@@ -67,7 +70,8 @@ def preference() -> Task:
     parts = product(OWNERS, FOODS + ROOMS, TIMES)
     prompts = [f"{owner} {thing} {time} was " for owner, thing, time in parts]
     random.Random(0).shuffle(prompts)
-    train, held_out = prompts[HELD_OUT_PROMPTS:], prompts[:HELD_OUT_PROMPTS]
+    train = prompts[HELD_OUT_PROMPTS:]
+    held_out = prompts[:HELD_OUT_PROMPTS]
     return Task(
         name="preference",
         train_dataset=_reviews(train, ANSWERS_PER_PROMPT, random.Random(1)),

@@ -14,7 +14,8 @@ from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.data.chat import last_text
 from rlhf_pg.tasks.task import Task
 
-SIZE, EVAL_SIZE = 2000, 200  # default numbers of problems (options size and eval_size)
+SIZE = 2000
+EVAL_SIZE = 200  # default numbers of problems (options size and eval_size)
 # Functions that would run an answer, written by the policy, as code.
 RUNS_ANSWERS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 TUPLE = "__tuple__"  # the only key of a dict that stands for a tuple
@@ -29,7 +30,8 @@ def reasoning_gym_task(name: str, options: Mapping[str, Any], seed: int) -> Task
     own = dict(options)
     if "seed" in own:
         raise ValueError("task_options of a reasoning_gym task has seed: set the key seed instead")
-    size, eval_size = own.pop("size", SIZE), own.pop("eval_size", EVAL_SIZE)
+    size = own.pop("size", SIZE)
+    eval_size = own.pop("eval_size", EVAL_SIZE)
     train = list(_generator(name, own | {"seed": seed, "size": size}))
     known = {entry["question"] for entry in train}
     others = _generator(name, own | {"seed": seed + EVAL_SEED, "size": eval_size})
@@ -117,9 +119,13 @@ def _mark_tuples(value: Any) -> Any:
         return {key: _mark_tuples(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         inner = [_mark_tuples(one) for one in value]
-        return {TUPLE: inner} if isinstance(value, tuple) else inner
+        if isinstance(value, tuple):
+            return {TUPLE: inner}
+        return inner
     return value
 
 
 def _unmark_tuples(read: dict[str, Any]) -> Any:
-    return tuple(read[TUPLE]) if TUPLE in read else read
+    if TUPLE in read:
+        return tuple(read[TUPLE])
+    return read

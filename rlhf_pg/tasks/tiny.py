@@ -12,8 +12,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-PAD, EOS = "<pad>", "<eos>"
-TURNS, TOOLS = ["<user>", "<assistant>"], ["<tools>", "<tool>"]
+PAD = "<pad>"
+EOS = "<eos>"
+TURNS = ["<user>", "<assistant>"]
+TOOLS = ["<tools>", "<tool>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

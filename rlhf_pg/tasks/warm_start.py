@@ -46,10 +46,12 @@ def examples(
         labels = [UNLABELLED] * len(ids)
         for turn, answer in zip_longest(turns, answers):
             said = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
-            ids, labels = ids + said, labels + said
+            ids = ids + said
+            labels = labels + said
             if answer is not None:
                 heard = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id, tools)
-                ids, labels = ids + heard, labels + [UNLABELLED] * len(heard)
+                ids = ids + heard
+                labels = labels + [UNLABELLED] * len(heard)
         encoded.append({"input_ids": ids, "labels": labels})
     return encoded
 

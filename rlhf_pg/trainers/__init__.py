@@ -11,7 +11,10 @@ from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
 
 def trainer_type(algorithm: str, name: str | None) -> type[PolicyGradientTrainer]:
     """Return the trainer of an algorithm, or the user's own of this name (the key `trainer`)."""
-    return user_modules.load(name, "class") if name else TRAINERS[algorithm]
+    if not name:
+        return TRAINERS[algorithm]
+    loaded: type[PolicyGradientTrainer] = user_modules.load(name, "class")
+    return loaded
 
 
 # By the name that the key `algorithm` has.

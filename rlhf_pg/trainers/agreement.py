@@ -68,8 +68,11 @@ class Agreement:
         score: Callable[[Batch], Tensor],
         refuses: bool = True,
     ) -> None:
-        self.limits, self.runtime, self.refuses = LIMITS[dtype], runtime, refuses
-        self.policy, self.score = policy, score
+        self.limits = LIMITS[dtype]
+        self.runtime = runtime
+        self.refuses = refuses
+        self.policy = policy
+        self.score = score
         if has_experts(policy.model):
             self.limits = self.limits._replace(token=ROUTED * self.limits.token)
         self.recent = torch.zeros(4, dtype=torch.float64)  # decayed sums over steps
@@ -138,7 +141,8 @@ class Agreement:
         gaps = (batch.sampler_logprobs - logprobs).abs().where(batch.action_mask, 0.0)
         index = int((gaps.amax(1) if fault else -batch.prompt_mask.sum(1)).argmax())
         row = batch.select(torch.tensor([index]))
-        mask, width = row.action_mask, row.action_mask.shape[1]
+        mask = row.action_mask
+        width = row.action_mask.shape[1]
         alone = self.score(row)
 
         def compared(one: Tensor, other: Tensor) -> Tensor:

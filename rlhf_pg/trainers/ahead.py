@@ -63,7 +63,9 @@ class Ahead:
         runtime: Runtime,
         progress: Callable[[int, int], TrainerState],
     ) -> None:
-        self.depth, self.policy, self.runtime = depth, sampler.policy, runtime
+        self.depth = depth
+        self.policy = sampler.policy
+        self.runtime = runtime
         self.progress = progress
         beside = RuntimeBeside(runtime)
         self.sampler = dataclasses.replace(sampler, runtime=beside, policy=None, pending={})
@@ -86,7 +88,8 @@ class Ahead:
         end = min(max(last, step + 1), step + self.depth + 1)
         while (number := step + len(self.queue)) < end:
             copied = copied or self._copy()
-            before, dropped = self.queue[-1].done if self.queue else None, Event()
+            before = self.queue[-1].done if self.queue else None
+            dropped = Event()
             how = first, before, self.last, copied, dropped
             self.last = call_beside(None, self._sample, number, *how)
             self.queue.append(Job(step=number, version=step, done=self.last, dropped=dropped))
@@ -104,7 +107,8 @@ class Ahead:
 
     def _copy(self) -> Copied:
         """Copy the policy's weights."""
-        engine, runtime = self.sampler.engine, self.runtime
+        engine = self.sampler.engine
+        runtime = self.runtime
         whole = gathered_for(engine, self.policy, runtime.device)
         with runtime.raise_together(RolloutError), whole:
             return engine.copy_weights()
@@ -124,7 +128,8 @@ class Ahead:
             first = before.result()[1]
         if dropped.is_set():
             raise RolloutError("the batch was dropped")
-        meter, sampler = Meter(), self.sampler
+        meter = Meter()
+        sampler = self.sampler
         sampler.progress = partial(self.progress, step, first)
         with sampler.sampling(copied):
             batch = sampler.next_batch(first, meter)
@@ -132,7 +137,8 @@ class Ahead:
 
     def drain(self, count: int | None = None) -> None:
         """Wait for the batches under way, or the first of them, whether or not they fail."""
-        jobs, watch = {job.done for job in list(self.queue)[:count]}, self.runtime.watch
+        jobs = {job.done for job in list(self.queue)[:count]}
+        watch = self.runtime.watch
         if count is None and self.last is not None:
             jobs.add(self.last)  # it may have been dropped
         while jobs:  # it ends in time if another process fails, but works and does not hang
@@ -151,7 +157,8 @@ class Ahead:
         """Write the batches of the steps from `step` on, as far as none has failed."""
         ahead = [job for job in self.queue if job.step >= step]
         jobs = list(takewhile(lambda job: job.done.exception() is None, ahead))
-        tensors, facts = dict[str, Tensor](), []
+        tensors = dict[str, Tensor]()
+        facts = []
         for i, job in enumerate(jobs):
             batch, end, seconds = job.done.result()
             own, rest = pack(batch)
@@ -172,7 +179,8 @@ class Ahead:
         same = count == self.runtime.world
         ranks = [self.runtime.rank] if same else range(count)
         files = [directory / f"ahead-rank{rank}.safetensors" for rank in ranks]
-        prompts, device = self.sampler.prompts, self.runtime.device
+        prompts = self.sampler.prompts
+        device = self.runtime.device
         for parts in zip(*(read(file, prompts, device) for file in files), strict=True):
             (fact, _), batches = parts[0], [batch for _, batch in parts]
             done: Future[Any] = Future()
@@ -189,7 +197,9 @@ class Ahead:
         own = set(self.sampler.share(sorted(set(groups))))
         batch = together.pick([i for i, group in enumerate(groups) if group in own], **totals)
         greedy = [part.greedy for part in parts if part.greedy is not None]
-        return batch.with_columns(greedy=self._share(greedy)) if greedy else batch
+        if greedy:
+            return batch.with_columns(greedy=self._share(greedy))
+        return batch
 
 
 def pack(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -217,7 +227,8 @@ def unpack(tensors: Mapping[str, Tensor], rest: dict[str, Any], prompts: Prompts
 
 def read(file: Path, prompts: Prompts, device: torch.device) -> list[tuple[dict[str, Any], Batch]]:
     """Return what `save` wrote: numbers and batch of each step."""
-    tensors, found = {name: x.to(device) for name, x in load_file(file).items()}, []
+    tensors = {name: x.to(device) for name, x in load_file(file).items()}
+    found = []
     for i, fact in enumerate(json.loads(file.with_suffix(".json").read_text())):
         start = f"{i}."
         own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}

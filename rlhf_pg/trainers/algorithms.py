@@ -145,7 +145,9 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         args = self.args
         if args.value_lam is not None:
-            rewards, values, end = inputs.rewards, inputs.values, inputs.bootstrap_value
+            rewards = inputs.rewards
+            values = inputs.values
+            end = inputs.bootstrap_value
             return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
         targets: Tensor = advantages + inputs.values
         return targets
@@ -176,7 +178,9 @@ class PPOTrainer(PolicyGradientTrainer):
         """Return values (B,T), and the values after completions (B,), 0 for one that ended; in
         reward units.
         """
-        values, end, moments = batch.values, batch.end_values, self.value_moments
+        values = batch.values
+        end = batch.end_values
+        moments = self.value_moments
         if moments is not None:
             values = torch.where(batch.action_mask, moments.denormalize(values), 0.0)
             end = moments.denormalize(end)
@@ -188,7 +192,9 @@ class PPOTrainer(PolicyGradientTrainer):
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """Return the targets in the critic's units; the moments include this step."""
-        returns, mask, moments = self.returns(inputs, advantages), inputs.mask, self.value_moments
+        returns = self.returns(inputs, advantages)
+        mask = inputs.mask
+        moments = self.value_moments
         mean, var = self.runtime.mean_and_var(returns, mask)
         _, unexplained = self.runtime.mean_and_var(returns - inputs.values, mask)
         # 1 for a perfect critic, 0 for one no better than the mean.
@@ -206,7 +212,8 @@ class PPOTrainer(PolicyGradientTrainer):
         self.value_moments = RunningMoments() if args.normalize_values else None
         if self.value_moments is not None:
             self.running["value_moments"] = self.value_moments
-        value_model, is_shared = self.value_model, args.critic == "shared"
+        value_model = self.value_model
+        is_shared = args.critic == "shared"
         if value_model is None:
             value_model = args.value_model_name_or_path
         if value_model is not None and is_shared:

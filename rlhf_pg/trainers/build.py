@@ -56,7 +56,8 @@ def build(trainer: Any, given: Any) -> None:
     # The run's inputs, from Python or the config, which never change from here on.
     args = args.locate()
     check_precision(args.dtype)
-    trainer.callbacks, trainer.history = [], []
+    trainer.callbacks = []
+    trainer.history = []
     for callback in given.callbacks or ():
         trainer.add_callback(callback)
     names = ["tools", "environment_factory", "agent_program", "quantization_config"]
@@ -74,7 +75,8 @@ def build(trainer: Any, given: Any) -> None:
     rewards, trainer.described, recorded = settle_rewards(
         given.reward_funcs, args, None if task is None else task.reward
     )
-    hidden, trainer.privileged_prompt = args.privileged_prompt or "", given.privileged_prompt
+    hidden = args.privileged_prompt or ""
+    trainer.privileged_prompt = given.privileged_prompt
     if hidden and given.privileged_prompt is not None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
@@ -261,7 +263,8 @@ def build(trainer: Any, given: Any) -> None:
     if trainer.trains and runtime.is_main and not isinstance(prompts.rows[0]["prompt"], str):
         warn_of_turn_end(tokenizer, stops)
     whole = trainer.learner.full_policy
-    weights, save = whole.module, None
+    weights = whole.module
+    save = None
     if hasattr(weights, "stored") and trainer.peft_config is None:  # no process has it whole
 
         def save(place: Path | None) -> None:
@@ -314,7 +317,9 @@ def build(trainer: Any, given: Any) -> None:
 
 
 def _listed(value: Any) -> str:
-    return value if isinstance(value, str) else ", ".join(value)
+    if isinstance(value, str):
+        return value
+    return ", ".join(value)
 
 
 def refuse_given_twice(args: PolicyGradientConfig, arguments: Mapping[str, Any]) -> tuple[str, ...]:

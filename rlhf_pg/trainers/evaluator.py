@@ -37,9 +37,15 @@ def evaluate(
         With several completions per prompt also those of `attempt_metrics`; `*_stderr` are standard
         errors over prompts.
     """
-    runtime, shaping, args = sampler.runtime, sampler.shaping, sampler.args
+    runtime = sampler.runtime
+    shaping = sampler.shaping
+    args = sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
-    rows, groups, lengths, attempts, parts = [], [], [], [], []
+    rows = []
+    groups = []
+    lengths = []
+    attempts = []
+    parts = []
     sampler.results = []
     # Every process goes through the same batches, even with an empty share, to avoid deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
@@ -49,7 +55,8 @@ def evaluate(
         indices = [-1 - row for row in mine]
         sampled = sampler.sample(prompts, mine, indices, n, temperature)
         scored = sampler.add_rewards(sampled)
-        raw, shaped = scored.scores, shaping(scored.scores, scored, normalize=False)
+        raw = scored.scores
+        shaped = shaping(scored.scores, scored, normalize=False)
         rows.append(torch.cat([sum_step_scores(raw), sum_step_scores(shaped)], dim=1))
         groups.append(scored.groups)
         lengths.append(scored.lengths())
@@ -74,7 +81,8 @@ def evaluate(
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     if n > 1:
-        judged, names = runtime.gather(torch.cat(attempts))[0].cpu(), sampler.rewards.names
+        judged = runtime.gather(torch.cat(attempts))[0].cpu()
+        names = sampler.rewards.names
         metrics |= attempt_metrics(judged, names, args.eval_success_threshold)
     own, logged = sampler.settle()
     return merge_logged(metrics | own | sampler.episode_metrics(parts), logged)
@@ -136,7 +144,8 @@ def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> d
     (P,n,K+2) has the weighted sum, the scores of the K sources, and the majority's; pass@k of each
     source is computed only if there are several.
     """
-    n, of_prompts = judged.shape[1], dict[str, Tensor]()
+    n = judged.shape[1]
+    of_prompts = dict[str, Tensor]()
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
     heads = ["", *(f"rewards/{name}/" for name in names if len(names) > 1)]
     for head, scores in zip(heads, judged.unbind(2), strict=False):
@@ -146,7 +155,8 @@ def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> d
         of_prompts |= {f"{head}pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
     judged = judged[~judged[:, :, 0].isnan().any(dim=1)]
     judged = judged[judged[:, :, 0].amax(dim=1) > -math.inf]
-    highest, votes = judged[:, :, 0].amax(dim=1), judged[:, 0, -1]
+    highest = judged[:, :, 0].amax(dim=1)
+    votes = judged[:, 0, -1]
     of_prompts |= {f"best@{n}": highest, f"majority@{n}": votes}
     metrics = {name: values.mean().item() for name, values in of_prompts.items()}
     errors = {k: standard_error(v, torch.arange(len(v))) for k, v in of_prompts.items()}

@@ -64,9 +64,12 @@ class Learner:
     ) -> None:
         self.texts = texts
         self.policy, self.critic, self.reference, self.module, self.teacher = models
-        self.scheduler, self.loss = cast(LRScheduler, scheduler), loss
-        self.runtime, self.args = runtime, args
-        self.token_budget, self.state = token_budget, state
+        self.scheduler = cast(LRScheduler, scheduler)
+        self.loss = loss
+        self.runtime = runtime
+        self.args = args
+        self.token_budget = token_budget
+        self.state = state
         self.passes = args.num_iterations + args.critic_only_iterations
         self.updates_begun = 0
         self.size = self._size()
@@ -133,7 +136,8 @@ class Learner:
         (`needs_old_logprobs`), the reference's without a KL. `teacher_batch` is the batch with
         the prompts that the teacher sees; rows without action tokens there are not taught.
         """
-        columns, needs_old = Columns(), self.args.needs_old_logprobs
+        columns = Columns()
+        needs_old = self.args.needs_old_logprobs
 
         def own(part: Batch) -> Outputs:
             if not needs_old:
@@ -191,8 +195,11 @@ class Learner:
         return metrics
 
     def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
-        args, all_sum = self.args, self.runtime.all_reduce_sum
-        norms, skipped, drifted = list[float](), 0, False
+        args = self.args
+        all_sum = self.runtime.all_reduce_sum
+        norms = list[float]()
+        skipped = 0
+        drifted = False
         rates = {name: group["lr"] for name, group in self._rates.items()}
         for number, (iteration, minibatch) in enumerate(self._minibatches(batch, step)):
             is_extra = iteration >= args.num_iterations  # trains the critic alone
@@ -282,8 +289,10 @@ class Learner:
         if batch.old_logprobs is None:  # the only update has computed them
             batch = batch.with_columns(old_logprobs=self.first_logprobs)
         if not self.args.follows_old_kl:
-            prompts, samples = min(16, self.args.prompts_per_step), self.args.num_generations
-            groups, apart = batch.groups.tolist(), 16 // prompts
+            prompts = min(16, self.args.prompts_per_step)
+            samples = self.args.num_generations
+            groups = batch.groups.tolist()
+            apart = 16 // prompts
             rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
             batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
         batch = batch.with_columns(teacher_hidden=None)
@@ -293,7 +302,8 @@ class Learner:
 
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
-        args, all_sum = self.args, self.runtime.all_reduce_sum
+        args = self.args
+        all_sum = self.runtime.all_reduce_sum
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         count = all_sum(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self.micro_batches(minibatch))
@@ -347,11 +357,13 @@ class Learner:
 
     def _accumulate_texts(self, meter: Meter) -> None:
         """Add the gradient of -log p(texts) times `ptx_coef`, for rows drawn for this update."""
-        args, runtime = self.args, self.runtime
+        args = self.args
+        runtime = self.runtime
         key = (args.seed, self.state.step, self.updates_begun)
         drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
         own = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
-        firsts, rests = [ids[:1] for ids in own], [ids[1:] for ids in own]
+        firsts = [ids[:1] for ids in own]
+        rests = [ids[1:] for ids in own]
         nothing = [[0.0] * len(rest) for rest in rests], [False] * len(own), range(len(own))
         batch = Batch.from_tokens(firsts, rests, *nothing, 0, device=runtime.device)
         count = runtime.all_reduce_sum(batch.action_mask.sum())
@@ -369,7 +381,8 @@ class Learner:
 
     def nll_terms(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
         """Yield name, coefficient and tokens (B,T) of each -log p in the loss."""
-        args, own = self.args, batch.action_mask
+        args = self.args
+        own = batch.action_mask
         if batch.positive is not None:
             yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
         if args.tool_output_nll_coef:  # of rows that are trained on; nothing predicts a root

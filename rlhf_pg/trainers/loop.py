@@ -130,7 +130,8 @@ class TrainingLoop(ABC):
                 if self.ahead is not None:
                     self.ahead.drop()
         losses = [line["loss"] for line in self.history if line["loss"] is not None]
-        last, mean = self.history[-1:], sum(losses) / len(losses) if losses else math.nan
+        last = self.history[-1:]
+        mean = sum(losses) / len(losses) if losses else math.nan
         return TrainOutput(self.state.step, mean, dict(*last))
 
     def _train(self, choice: str | bool | None) -> None:
@@ -177,7 +178,9 @@ class TrainingLoop(ABC):
     def push_to_hub(self) -> str | None:
         """Upload `final/`, which `train` has written; return its address, or None if it fails."""
         final = Path(self.args.output_dir) / "final"
-        return export.push(final, self.args) if self.runtime.is_main else None
+        if self.runtime.is_main:
+            return export.push(final, self.args)
+        return None
 
     def add_callback(self, callback: Callback) -> None:
         """Add a callback, as the argument `callbacks` does."""
@@ -192,7 +195,8 @@ class TrainingLoop(ABC):
     def _take_step(self, journal: Journal) -> None:
         """Take one step, then evaluate, log and save if due."""
         self._tell("on_step_begin")
-        rng, numbers = rng_tensors(), self.checkpointer.numbers()
+        rng = rng_tensors()
+        numbers = self.checkpointer.numbers()
         try:
             metrics = self.step()
         except BaseException:  # updates that reached the weights are not undone
@@ -200,13 +204,15 @@ class TrainingLoop(ABC):
             self.checkpointer.put_back(numbers)
             raise
         failpoint("stepped")
-        args, step = self.args, self.state.step
+        args = self.args
+        step = self.state.step
         reported = due(step, args.logging_steps, self.total_steps)
         try:
             self._tell("on_step_end")
             if due(step, args.eval_steps):
                 metrics |= self.evaluate()
-                reward, best = metrics["eval_reward"], self.state.best_reward
+                reward = metrics["eval_reward"]
+                best = self.state.best_reward
                 # NaN (no source applied) would never be exceeded as the best reward.
                 if not math.isnan(reward) and (best is None or reward > best):
                     self.state.best_reward = reward  # which best/ holds too
@@ -241,7 +247,8 @@ class TrainingLoop(ABC):
     def _record(self, batch: Batch) -> None:
         """Record a step that is not yet counted in `state`; collective."""
         assert self.journal is not None
-        step, args = self.state.step + 1, self.args
+        step = self.state.step + 1
+        args = self.args
         every = args.log_completions_steps
         logged = due(step, every, self.total_steps) or (step == 1 and every > 0)
         shown = args.num_completions_to_print if logged else None
@@ -255,7 +262,8 @@ class TrainingLoop(ABC):
         if "micro_batch_tokens" in found:  # another order of sums rounds differently
             self.learner.token_budget = saved["micro_batch_tokens"]
         if "rollout_engine" in found:  # another engine samples differently
-            engine, here = saved["rollout_engine"], self.engine_name
+            engine = saved["rollout_engine"]
+            here = self.engine_name
             if (engine, here) == ("native", "vllm"):
                 self.engine_name = "native"
                 self.sampler.engine = self.make_engine("native")
@@ -287,7 +295,9 @@ class TrainingLoop(ABC):
         except FloatingPointError:  # it diverged: older checkpoints are better
             raise
         except BaseException as error:
-            step, begun, saver = self.state.step, self.learner.updates_begun, self.checkpointer
+            step = self.state.step
+            begun = self.learner.updates_begun
+            saver = self.checkpointer
             if step == 0 or (isinstance(error, KeyboardInterrupt) and self.termination.asked):
                 raise
             try:
@@ -310,7 +320,9 @@ class TrainingLoop(ABC):
     def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step; save it if there is none yet."""
         saved = self.checkpointer.saved == self.state.step
-        return self.checkpointer.path() if saved else self.save_checkpoint()
+        if saved:
+            return self.checkpointer.path()
+        return self.save_checkpoint()
 
     @broadcasts_failure
     def save_checkpoint(self, prunes: bool = True) -> Path:
@@ -386,7 +398,8 @@ class TrainingLoop(ABC):
     def progress(self, step: int | None = None, prompt_index: int = 0) -> TrainerState:
         """Return the progress of the run, now or at a step, for reward functions that take it."""
         if step is None:
-            step, prompt_index = self.state.step, self.state.prompt_index
+            step = self.state.step
+            prompt_index = self.state.prompt_index
         epoch = prompt_index / len(self.train_prompts)
         return TrainerState(epoch=epoch, global_step=step, max_steps=self.total_steps)
 

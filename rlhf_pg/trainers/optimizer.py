@@ -83,7 +83,8 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
     modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
         modules.append((critic, args.value_learning_rate or args.learning_rate))
-    groups, matrices = list[Any](), list[Any]()
+    groups = list[Any]()
+    matrices = list[Any]()
     for module, rate in modules:
         trained = [p for p in module.parameters() if p.requires_grad]
         muon = _matrices(module) if args.optim == "muon" else set[int]()
@@ -118,7 +119,9 @@ def _schedule(
     value = _rates(args, total_steps)
 
     def policy(step: int) -> float:
-        return 0.0 if step < alone else later(step - alone)
+        if step < alone:
+            return 0.0
+        return later(step - alone)
 
     values = {id(p) for p in critic.parameters()}
     is_critic = [any(id(p) in values for p in g["params"]) for g in optimizer.param_groups]

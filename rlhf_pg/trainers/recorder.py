@@ -76,7 +76,9 @@ class Recorder:
     def _completions(self, batch: Batch) -> list[dict[str, Any]]:
         """Return a readable record of each completion, with its total scores."""
         total = sum_step_scores(batch.scores).tolist()
-        groups, truncated, mask = batch.groups.tolist(), batch.truncated.tolist(), batch.action_mask
+        groups = batch.groups.tolist()
+        truncated = batch.truncated.tolist()
+        mask = batch.action_mask
         sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
         means = (sums / mask.sum(1)).tolist()  # NaN for a row without policy tokens
         records = []
@@ -100,7 +102,8 @@ class Recorder:
         self, batch: Batch, numbers: Mapping[str, Tensor], with_texts: bool = False
     ) -> StepTokens | None:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
-        mask, device = batch.completion_mask, batch.groups.device
+        mask = batch.completion_mask
+        device = batch.groups.device
         chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
         tree = [batch.completion_ids, batch.action_mask, batch.all_offsets()]
         columns = [*tree, *chosen, *batch.scores.unbind(2)]
@@ -156,12 +159,14 @@ class Recorder:
 
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     """Return numbers per token (B,T) by name; logged steps add those of the token view."""
-    sampled, old = batch.sampler_logprobs, batch.old_logprobs
+    sampled = batch.sampler_logprobs
+    old = batch.old_logprobs
     numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
     if batch.lines is not None:
         numbers["line"] = batch.lines.double()
     if logged:
-        more, before = {"reward": batch.rewards, "value": batch.values}, sampled
+        more = {"reward": batch.rewards, "value": batch.values}
+        before = sampled
         if old is not None:
             before = old
             more["log_ratio"] = old - sampled

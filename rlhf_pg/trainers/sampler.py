@@ -95,13 +95,16 @@ class Sampler:
 
     def roll_out(self, indices: range) -> Batch:
         """Sample this rank's share of the prompts, in whole groups."""
-        args, mine = self.args, self.share(indices)
+        args = self.args
+        mine = self.share(indices)
         rows = self.order.rows(mine)
         return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
 
     def share(self, indices: Sequence[int]) -> list[int]:
         """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
-        count, runtime, own = self.args.num_mini_batches, self.runtime, list[int]()
+        count = self.args.num_mini_batches
+        runtime = self.runtime
+        own = list[int]()
         for m in range(count):
             minibatch = [index for index in indices if index % count == m]
             # The first share may be one larger; it goes to a different rank in each minibatch.
@@ -123,7 +126,9 @@ class Sampler:
         Asynchronous rewards of a prompt begin as soon as all its completions are sampled. The
         prompt index of a row seeds the noise and names the group.
         """
-        args, runner, device = self.args, self.episode_runner, self.runtime.device
+        args = self.args
+        runner = self.episode_runner
+        device = self.runtime.device
         params = SamplingParams(
             temperature=temperature,
             top_k=args.top_k,
@@ -134,7 +139,8 @@ class Sampler:
         )
         tokens = [prompts.tokens[row] for row in rows]
         give_up(self.pending.values())  # of completions that were never scored
-        self.pending, self.pending_batch = {}, None
+        self.pending = {}
+        self.pending_batch = None
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
                 examples = [prompts.rows[row] for row in rows]
@@ -151,7 +157,8 @@ class Sampler:
                         i = place // n
                         groups[i][place % n] = completion
                         if self.rewards.run_beside and len(groups[i]) == n:
-                            index, own = prompt_indices[i], [groups[i][k] for k in range(n)]
+                            index = prompt_indices[i]
+                            own = [groups[i][k] for k in range(n)]
                             # On the CPU, so that sampling the others does not wait for the GPU.
                             one = self._batch(prompts, [rows[i]], [index], own, torch.device("cpu"))
                             self.pending[index] = self.rewards.begin(self._inputs(one))
@@ -184,10 +191,12 @@ class Sampler:
         """Return completions, the same number for each row, as a batch."""
         n = len(said) // max(1, len(rows))
         repeated = [row for row in rows for _ in range(n)]
-        tokens, columns = [prompts.tokens[row] for row in repeated], prompts.rows[repeated]
+        tokens = [prompts.tokens[row] for row in repeated]
+        columns = prompts.rows[repeated]
         opened = columns.pop("prompt", [])
         has_episodes = self.episode_runner is not None
-        texts, fields = list[tuple[Any, Any]](), dict[str, Any]()
+        texts = list[tuple[Any, Any]]()
+        fields = dict[str, Any]()
         if has_episodes:
             fields["actions"] = [episode.trained for episode in said]
             fields["truncated"] = [episode.truncated for episode in said]
@@ -237,7 +246,9 @@ class Sampler:
                 paid = self.episode_runner.rewards(batch.episodes)
             begun = {}
             if batch is self.pending_batch:
-                begun, self.pending, self.pending_batch = self.pending, {}, None
+                begun = self.pending
+                self.pending = {}
+                self.pending_batch = None
             result = self.rewards.score(
                 self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
             )
@@ -286,7 +297,8 @@ class Sampler:
         `rewards/{name}/failed` is the share of completions on which a function failed. ValueError
         on all processes if every call failed, or every episode (its entry in `errors` is not None).
         """
-        results, self.results = self.results, []
+        results = self.results
+        self.results = []
         logged: dict[str, list[float]] = {}
         for name, numbers in (pair for one in results for pair in one.metrics.items()):
             logged.setdefault(name, []).extend(numbers)
@@ -335,7 +347,8 @@ class Sampler:
         earliest of those set aside are used, so every step has the same number. The groups are
         renumbered from the first index of the step, which keeps minibatches equally large.
         """
-        args, runtime = self.args, self.runtime
+        args = self.args
+        runtime = self.runtime
         parts: list[Batch] = []
         kept: list[int] = []
         aside: list[int] = []
@@ -370,7 +383,8 @@ class Sampler:
         paid, _ = self.runtime.gather(said)
         groups, _ = self.runtime.gather(part.groups)
         # On the CPU, where sums are deterministic: if processes disagreed, they would deadlock.
-        paid, groups = paid.cpu(), groups.cpu()
+        paid = paid.cpu()
+        groups = groups.cpu()
         scores = total_scores(paid, groups)
         constant = group_stats(scores, ~scores.isnan(), groups).constant
         return set(groups[constant].tolist())

@@ -142,7 +142,8 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def step(self) -> dict[str, Any]:
         """Take one step: a rollout batch and every update on it; return its metrics.jsonl line."""
-        meter, state = Meter(), self.state
+        meter = Meter()
+        state = self.state
         if self.ahead is None:
             batch = self.sampler.next_batch(state.prompt_index, meter)  # ids, raw scores (B,T,K)
         else:
@@ -181,8 +182,11 @@ class PolicyGradientTrainer(TrainingLoop):
         """Turn scores into per-token rewards, and these into advantages; return the batch with
         these columns, and metrics over all ranks. Collective.
         """
-        runtime, args, shaping = self.runtime, self.args, self.shaping
-        scores, mask = batch.scores, batch.action_mask
+        runtime = self.runtime
+        args = self.args
+        shaping = self.shaping
+        scores = batch.scores
+        mask = batch.action_mask
 
         # Shape the scores and place each at the end of its step, after updating the statistics.
         shaping.observe(scores, lambda own: runtime.gather(own)[0])
@@ -206,7 +210,8 @@ class PolicyGradientTrainer(TrainingLoop):
             meter.add_masked("teacher/divergence", -log_ratio, mask)
             teacher_rewards = args.teacher_coef * log_ratio
             if self.critic is not None:
-                rewards, teacher_rewards = rewards + teacher_rewards, None
+                rewards = rewards + teacher_rewards
+                teacher_rewards = None
         if args.whiten_rewards:  # divide by their standard deviation over the step
             stats = runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
@@ -223,9 +228,13 @@ class PolicyGradientTrainer(TrainingLoop):
 
         def inputs_of(line: Tensor | None = None) -> AdvantageInputs:
             """Return the inputs for all action tokens, or for those of a line (B,T)."""
-            own, steps, parts, end = mask, step_mask, shaped, bootstrap_value
+            own = mask
+            steps = step_mask
+            parts = shaped
+            end = bootstrap_value
             if line is not None:
-                own, steps = mask & line, step_mask & line
+                own = mask & line
+                steps = step_mask & line
                 parts = shaped.where(line[:, :, None], torch.nan)
             if line is not None and end is not None:  # it is for the line of the last action
                 end = end * own.gather(1, (batch.action_ends[:, None] - 1).clamp(min=0)).squeeze(1)
@@ -248,8 +257,10 @@ class PolicyGradientTrainer(TrainingLoop):
                 moving_average=average.value if average else 0.0,
             )
 
-        inputs, raw = inputs_of(), runtime.gather(sum_step_scores(scores))[0]
-        trained, parts = inputs.scores, [inputs]
+        inputs = inputs_of()
+        raw = runtime.gather(sum_step_scores(scores))[0]
+        trained = inputs.scores
+        parts = [inputs]
         if batch.lines is not None:
             own = int(batch.lines.max()) + 1 if len(batch.lines) else 0  # a process may have no row
             count = max(runtime.gather_objects(own))
@@ -316,7 +327,8 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def finish_step(self, batch: Batch, metrics: dict[str, Any], meter: Meter) -> dict[str, Any]:
         """Count the step, update the controllers, and reduce the metrics over all processes."""
-        args, state = self.args, self.state
+        args = self.args
+        state = self.state
         policy_frozen = self.learner.trains_critic_alone(state.step)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
         state.step += 1
@@ -362,9 +374,11 @@ class PolicyGradientTrainer(TrainingLoop):
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        args, correction = self.args, self.args.correction_of(self.engine_name)
+        args = self.args
+        correction = self.args.correction_of(self.engine_name)
         if args.target_kl is not None and "approx_kl" not in metrics:  # a loss of the user's own
-            olds, mask = batch.old_logprobs, batch.action_mask
+            olds = batch.old_logprobs
+            mask = batch.action_mask
             metrics |= ratio_terms(new.logprobs, olds, batch.advantages, mask).metrics
         if correction != "none" or self.engine_name != "native" or args.rollout_ahead:
             weights, measured = against_sampler(
@@ -441,7 +455,9 @@ class PolicyGradientTrainer(TrainingLoop):
 
     def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
         """Return the prompts of every evaluation set, by its name."""
-        sets, source, rows = dict(datasets), self.environments, self.args.prompts_per_step
+        sets = dict(datasets)
+        source = self.environments
+        rows = self.args.prompts_per_step
         if source is not None:
             sets = {name: source.add_prompts(data, rows) for name, data in sets.items()}
         return {n: self.prompts_of(own, f"eval_dataset {n}".rstrip()) for n, own in sets.items()}
@@ -490,7 +506,8 @@ class PolicyGradientTrainer(TrainingLoop):
             temperatures["greedy_"] = 0.0
         if self.ahead is not None:
             self.ahead.drain()  # the engine has one copy of the weights
-        prefix, metrics = metric_key_prefix, dict[str, float]()
+        prefix = metric_key_prefix
+        metrics = dict[str, float]()
         with self.sampler.sampling():
             for name, prompts in sets.items():
                 for mode, heat in temperatures.items():

@@ -36,11 +36,15 @@ def load_teacher(
     name = args.teacher_model_name_or_path
     if name is None:
         return None
-    own, kind, top_k = policy.model, args.teacher_divergence, args.teacher_top_k
+    own = policy.model
+    kind = args.teacher_divergence
+    top_k = args.teacher_top_k
     compare = partial(divergence, kind=kind, mixture=args.teacher_mixture, top_k=top_k)
-    whole, moves = policy, args.teacher_mixup_alpha > 0
+    whole = policy
+    moves = args.teacher_mixup_alpha > 0
     if name != "policy":
-        dtype, code = getattr(torch, args.dtype), args.trust_remote_code
+        dtype = getattr(torch, args.dtype)
+        code = args.trust_remote_code
         with loading.about(KEY):
             adapts = PeftConfig.from_pretrained(name) if loading.is_adapter(name) else None
             base = adapts.base_model_name_or_path if adapts else ""
@@ -62,7 +66,8 @@ def load_teacher(
         if theirs > rows:
             model.resize_token_embeddings(rows)
         model.to(device).requires_grad_(False)
-        whole, moves = Policy(model, args.temperature, False, most_tokens, policy.chunk_size), False
+        whole = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
+        moves = False
     teacher = Teacher(whole, moves, compare if args.compares_distributions else None)
     if teacher.divergence is not None and (policy.head is None or teacher.layer == [None]):
         raise ValueError(
@@ -85,7 +90,8 @@ def check_privileged(
     """
     positions = max_positions(teacher.policy.model)
     room = None if positions is None else positions - args.max_completion_length
-    rows, longest = prompts.rows, prompts.longest
+    rows = prompts.rows
+    longest = prompts.longest
     hidden: list[Any] = list(rows[PRIVILEGED]) if PRIVILEGED in rows.column_names else []
     if room is not None and longest > room and not (hidden or has_function):
         raise ValueError(f"{KEY}: the teacher has room for prompts of {room} tokens, not {longest}")
@@ -127,7 +133,8 @@ def privileged_batch(
     if function is not None:
         columns = {**batch.columns, "rewards": rewards}
         inputs = RewardInputs(batch.prompts, batch.completions, batch.token_lists(), columns)
-        source, groups = Source.of(PRIVILEGED, function), batch.groups.tolist()
+        source = Source.of(PRIVILEGED, function)
+        groups = batch.groups.tolist()
         prompts = []
         for _, run in groupby(range(len(groups)), key=lambda i: groups[i]):
             rows = list(run)

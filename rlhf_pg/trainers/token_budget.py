@@ -143,14 +143,18 @@ def copy_bytes(
     fresh = args.use_peft and not moves  # an adapter that adds nothing yet
     copied = 0 if fresh else sum(p.nbytes for p in parameters if p.requires_grad)
     frozen = sum(p.nbytes for p in parameters if not p.requires_grad)
-    return (copied + frozen) / processes if layout.weights else float(copied)
+    if layout.weights:
+        return (copied + frozen) / processes
+    return float(copied)
 
 
 def engine_bytes(args: PolicyGradientConfig, total: float) -> float:
     """Return the bytes that a vLLM in the process keeps of a GPU's `total` during updates."""
     if args.rollout_engine != "vllm":
         return 0.0
-    return ASLEEP if args.vllm_enable_sleep_mode else args.vllm_gpu_memory_utilization * total
+    if args.vllm_enable_sleep_mode:
+        return ASLEEP
+    return args.vllm_gpu_memory_utilization * total
 
 
 def _room(
@@ -211,7 +215,9 @@ def of_update(
     A run has a `kind` of device; the module may be measured on another one, which is here.
     """
     kind = kind or device.type
-    rows, prompt, completion = args.num_generations, longest_prompt, args.max_completion_length
+    rows = args.num_generations
+    prompt = longest_prompt
+    completion = args.max_completion_length
     measured = blueprint(module, device, kind)
     packs = can_pack(probe(1, rows, prompt, completion), _policy_of(module).window)
     tokens = rows * completion + prompt * (1 if packs else rows)
@@ -292,7 +298,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == self._kind:
                 storage = tensor.untyped_storage()  # a view has no memory of its own
-                key, bytes_ = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                bytes_ = storage.nbytes()
                 if key not in self._known:
                     self._known.add(key)
                     self.alive += bytes_

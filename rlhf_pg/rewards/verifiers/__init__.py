@@ -46,7 +46,9 @@ class Verifier:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the dataset that the reward needs."""
-        return (self.options["column"],) if "column" in self.options else ()
+        if "column" in self.options:
+            return (self.options["column"],)
+        return ()
 
     def __call__(
         self, prompts: Any, completions: Any = None, completion_ids: Any = (), **columns: Any
@@ -57,11 +59,14 @@ class Verifier:
         column: Any = self.options.get("column")
         completions = prompts if completions is None else completions
         if isinstance(completions, str):
-            completions, columns = [completions], {key: [one] for key, one in columns.items()}
+            completions = [completions]
+            columns = {key: [one] for key, one in columns.items()}
 
         def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
             try:
-                return None if truth is None else self.score(texts.text_of(completion), ids, truth)
+                if truth is None:
+                    return None
+                return self.score(texts.text_of(completion), ids, truth)
             except texts.Unreadable as error:
                 where = f"where the column {column!r} holds {show(truth)}"
                 texts.warn_once(f"reward {self.name} does not apply {where}: {error}")

@@ -78,7 +78,9 @@ def number_in(text: str) -> Decimal | None:
         return None
     above, below = (Decimal(_IGNORED.sub("", group or "1")) for group in match.groups())
     try:
-        return above if match[2] is None else above / below
+        if match[2] is None:
+            return above
+        return above / below
     except ArithmeticError:  # division by zero
         return None
 
@@ -90,7 +92,8 @@ def numeric(
     right = [found for one in as_list(truth) if (found := number_in(str(one))) is not None]
     if not right:
         raise Unreadable("there is no number in it")
-    number, most = number_in(answer), Decimal(str(abs_tol))
+    number = number_in(answer)
+    most = Decimal(str(abs_tol))
     return float(number is not None and any(abs(number - one) <= most for one in right))
 
 
@@ -127,7 +130,8 @@ def math(
     """
     require("math_verify", "math")
     pool = workers()  # made by the call that checks the options, not by many threads at once
-    golds, score = [text for one in as_list(truth) if (text := str(one)).strip()], None
+    golds = [text for one in as_list(truth) if (text := str(one)).strip()]
+    score = None
     try:
         if golds:
             asked = (golds, answer[-LONGEST:], boxed)
@@ -287,7 +291,9 @@ def length(
     if longest is not None and shortest > longest:
         raise ValueError(f"shortest ({shortest}) must not be above longest ({longest})")
     beyond = max(shortest - len(ids), 0 if longest is None else len(ids) - longest, 0)
-    return max(0.0, 1 - beyond / slack) if slack else float(not beyond)
+    if slack:
+        return max(0.0, 1 - beyond / slack)
+    return float(not beyond)
 
 
 def repetition(
@@ -302,4 +308,6 @@ def repetition(
     """
     words = text.lower().split()
     grams = [tuple(words[i : i + ngram_size]) for i in range(len(words) - ngram_size + 1)]
-    return max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+    if grams:
+        return max_penalty * (1 - len(set(grams)) / len(grams))
+    return 0.0

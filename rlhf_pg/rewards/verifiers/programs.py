@@ -82,14 +82,17 @@ def code(
             tests count as failed.
     """
     check_sandbox()
-    cases, program = cases_in(truth), program_in(answer)
+    cases = cases_in(truth)
+    program = program_in(answer)
     if not cases:
         raise Unreadable("there is no test in it")
     if not program.strip():
         return 0.0
     end = time.monotonic() + total_timeout
     results = (passes(program, case, min(timeout, end - time.monotonic())) for case in cases)
-    return sum(results) / len(cases) if partial else float(all(results))
+    if partial:
+        return sum(results) / len(cases)
+    return float(all(results))
 
 
 def cases_in(truth: Any) -> list[str | tuple[str, str]]:
@@ -115,7 +118,9 @@ def program_in(answer: str) -> str:
     """Return the last fenced block of Python in an answer, or all of it if it has no block."""
     python = ("python", "py", "python3", "")
     blocks = [text for language, text in fenced_blocks(answer) if language.lower() in python]
-    return blocks[-1] if blocks else answer if FENCE not in answer else ""
+    if blocks:
+        return blocks[-1]
+    return answer if FENCE not in answer else ""
 
 
 def fenced_blocks(answer: str) -> list[tuple[str, str]]:
@@ -191,8 +196,13 @@ def kill(process: Popen[bytes], info: IO[bytes]) -> None:
 
 def seccomp_filter() -> bytes:
     """Return a program for the kernel by which the calls in `BLOCKED` fail with EPERM."""
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    kills, fails, allows = 1 << 31, 0x50001, 0x7FFF0000
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    answer = 0x06
+    kills = 1 << 31
+    fails = 0x50001
+    allows = 0x7FFF0000
     # A call's number is at 0, its processor at 4; a test has how many steps to leave out.
     steps = [(load, 0, 0, 4), (equal, 1, 0, PROCESSORS[platform.machine()]), (answer, 0, 0, kills)]
     steps += [(load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (answer, 0, 0, fails)]  # other numbers
@@ -238,7 +248,8 @@ def sandbox_command(timeout: float, blocked: int, info: int) -> list[str]:
     """
     if (bwrap := shutil.which("bwrap")) is None:
         raise no_sandbox("there is no `bwrap`")
-    visible, python = [], str(Path(sys.executable).resolve().parents[1])
+    visible = []
+    python = str(Path(sys.executable).resolve().parents[1])
     for name in dict.fromkeys((*SYSTEM.split(), sys.prefix, sys.base_prefix, python)):
         for folder in reversed(Path(name).parents[:-1]):  # readable by everybody
             visible += ["--dir", str(folder)]

@@ -36,7 +36,9 @@ def require(module: str, extra: str) -> None:
 
 def as_list(truth: Any) -> list[Any]:
     """Return right answers as a list; a truth may be one or a list."""
-    return list(truth) if isinstance(truth, list | tuple) else [truth]
+    if isinstance(truth, list | tuple):
+        return list(truth)
+    return [truth]
 
 
 def cores_of_process() -> int:
@@ -50,7 +52,9 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     turns = [turn for turn in completion if turn.get("role", "assistant") == "assistant"]
-    return chat.text_of(turns[-1]) if turns else ""
+    if turns:
+        return chat.text_of(turns[-1])
+    return ""
 
 
 def answer_of(text: str) -> str:
@@ -60,7 +64,9 @@ def answer_of(text: str) -> str:
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     _, opened, inside = text.rpartition("<answer>")
-    return inside.partition("</answer>")[0] if opened else text
+    if opened:
+        return inside.partition("</answer>")[0]
+    return text
 
 
 def last_boxed(text: str) -> str | None:
@@ -68,7 +74,8 @@ def last_boxed(text: str) -> str | None:
     start = text.rfind(BOXED)
     if start < 0:
         return None
-    depth, start = 1, start + len(BOXED)
+    depth = 1
+    start = start + len(BOXED)
     for i in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if not depth:

@@ -53,7 +53,8 @@ class Refused(Exception):
 
     def __init__(self, text: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(text)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class CallOptions(BaseModel):
@@ -81,7 +82,9 @@ class CallOptions(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(filter(None, self.stop or ()))
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return list(filter(None, self.stop or ()))
 
 
 @dataclass(eq=False)
@@ -246,7 +249,8 @@ class Server:
 
     def open(self, line: Line) -> Endpoint:
         """Return an endpoint with a new key; Refused if the episode has ended."""
-        key, episode = secrets.token_urlsafe(24), line.agent.episode
+        key = secrets.token_urlsafe(24)
+        episode = line.agent.episode
         if line.agent.closed:
             raise Refused(ENDED, 401, "invalid_api_key")
         self.lines[key] = line.agent.lines[key] = line
@@ -276,7 +280,8 @@ class Server:
             line = self._line(request)
             request.state.connection.agent = line.agent
             line.agent.connections.add(request.state.connection)
-            body, longest = bytearray(), line.agent.longest
+            body = bytearray()
+            longest = line.agent.longest
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MOST_BYTES:
@@ -312,9 +317,12 @@ class Server:
     ) -> list[Answer]:
         """Wait for the answers to a call, and keep them unless the client has left."""
         self._line(request)  # the episode may have ended while the call was read
-        agent, count, stops = line.agent, options.n or 1, tuple(options.stops)
+        agent = line.agent
+        count = options.n or 1
+        stops = tuple(options.stops)
         room = max(1, line.room(prompt) // count)
-        most, number = min(room, options.limit or room), line.next()
+        most = min(room, options.limit or room)
+        number = line.next()
         calls = [
             Call(agent=agent, number=(*number, i), prompt=prompt, max_tokens=most, stop=stops)
             for i in range(count)
@@ -350,7 +358,8 @@ class Server:
 
     def _read(self, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any) -> Answer:
         """Turn a completion into an answer, with its calls of tools."""
-        history, episode = call.agent.history, call.agent.episode
+        history = call.agent.history
+        episode = call.agent.episode
         words = call.done.result().tokens
         if words[-1] in history.stop_token_ids:
             words = words[:-1]
@@ -379,7 +388,8 @@ class Server:
         self, line: Line, options: CallOptions, sent: Any
     ) -> tuple[list[dict[str, Any]], list[int], Toolbox | None]:
         """Return messages in plain form, their ids, and what reads calls of their tools."""
-        history, messages = line.agent.history, formats.plain(sent)
+        history = line.agent.history
+        messages = formats.plain(sent)
         schemas = read_tools(options.tools, "tools")
         if options.tool_choice == "none" or not schemas:
             return messages, history.encode_chat(messages), None
@@ -407,10 +417,13 @@ class Server:
         answers = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_chat(answers, bool(options.logprobs), line.agent.history.tokenizer)
         usage = bool((options.stream_options or {}).get("include_usage"))
-        return events(formats.chat_chunks(body, usage)) if options.stream else as_json(body)
+        if options.stream:
+            return events(formats.chat_chunks(body, usage))
+        return as_json(body)
 
     async def _text(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        history, prompt = line.agent.history, options.prompt
+        history = line.agent.history
+        prompt = options.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
@@ -418,10 +431,13 @@ class Server:
         ids, text = await self._beside(self._encode_text, history, prompt)
         answers = await self._sample(request, line, options, ids, text)
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
-        return events([body, None]) if options.stream else as_json(body)
+        if options.stream:
+            return events([body, None])
+        return as_json(body)
 
     async def _response(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        kept, before = line.agent.responses, options.previous_response_id
+        kept = line.agent.responses
+        before = options.previous_response_id
         if before is not None and before not in kept:
             raise Refused("previous_response_id: there is no such response in this episode", 404)
         rule = options.instructions
@@ -432,7 +448,9 @@ class Server:
         (answer,) = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_response(answer)
         kept[body["id"]] = [*messages[len(first) :], *formats.plain([answer.message])]
-        return events(formats.response_events(body)) if options.stream else as_json(body)
+        if options.stream:
+            return events(formats.response_events(body))
+        return as_json(body)
 
 
 def as_json(body: dict[str, Any], status: int = 200) -> Response:

@@ -49,7 +49,9 @@ def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def finish(answer: Answer) -> str:
-    return "tool_calls" if answer.tools else answer.completion.finish_reason
+    if answer.tools:
+        return "tool_calls"
+    return answer.completion.finish_reason
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -105,7 +107,8 @@ def of_text(
 
 
 def of_response(answer: Answer) -> dict[str, Any]:
-    said, output = answer.message, list[dict[str, Any]]()
+    said = answer.message
+    output = list[dict[str, Any]]()
     if said["content"] is not None:
         text = {"type": "output_text", "text": said["content"], "annotations": []}
         item = {"type": "message", "id": f"msg_{answer.name}", "role": "assistant"}
@@ -147,8 +150,10 @@ def response_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         new = item | ({"content": []} if "content" in item else {})
         found.append({"type": "response.output_item.added", "output_index": i, "item": new})
         if item["type"] == "message":
-            [part], text = item["content"], place | {"content_index": 0}
-            empty, words = part | {"text": ""}, part["text"]
+            [part] = item["content"]
+            text = place | {"content_index": 0}
+            empty = part | {"text": ""}
+            words = part["text"]
             found.append({"type": "response.content_part.added", **text, "part": empty})
             more = text | {"logprobs": []}
             found.append({"type": "response.output_text.delta", **more, "delta": words})

@@ -79,11 +79,14 @@ class History:
 
     def _words(self, answer: Answer, text: str) -> list[int]:
         """Return the first ids of an answer, which are its `text`; none if a token is cut."""
-        words, decode = list(answer.words), self._decode(answer)
+        words = list(answer.words)
+        decode = self._decode(answer)
         last = bisect_left(
             range(len(words)), len(text), key=lambda i: len(decode(words[:i]).rstrip(HALF))
         )
-        return words[:last] if decode(words[:last]) == text else []
+        if decode(words[:last]) == text:
+            return words[:last]
+        return []
 
     def _decode(self, answer: Answer) -> Callable[[list[int]], str]:
         skips = self.skip_special_tokens and not answer.calls
@@ -91,14 +94,16 @@ class History:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, which may begin with an earlier prompt and its answer."""
-        begun, ids = "", list[int]()
+        begun = ""
+        ids = list[int]()
         for answer in self.answers:
             asked = answer.chat
             whole = asked if isinstance(asked, str) else self.tokenizer.decode(answer.prompt)
             whole += answer.content
             longer = len(whole) > len(begun) and text.startswith(whole)
             if longer and (words := self._words(answer, answer.content)):
-                begun, ids = whole, [*answer.prompt, *words]
+                begun = whole
+                ids = [*answer.prompt, *words]
         if not begun:
             return encode(text, self.tokenizer, what=WHERE)
         rest = text.removeprefix(begun)
@@ -141,7 +146,8 @@ class History:
         else:
             text = whole
         ids = list[int]()
-        pieces, places = END.split(text)[::2], END.findall(text)
+        pieces = END.split(text)[::2]
+        places = END.findall(text)
         for piece, place in zip_longest(pieces, places):
             if place is None:
                 ids = ids + tokenize_chat(self.tokenizer, piece, WHERE)
@@ -149,7 +155,9 @@ class History:
             found = [self._find(ids, piece, answer, strips) for answer in known[int(place)]]
             _, ids, again = max(found, key=lambda one: one[0])
             self.encoded_again += again
-        return ids[1:] if ids[:2] == [self.tokenizer.bos_token_id] * 2 else ids
+        if ids[:2] == [self.tokenizer.bos_token_id] * 2:
+            return ids[1:]
+        return ids
 
     def _find(
         self, ids: list[int], piece: str, answer: Answer, strips: bool
@@ -159,7 +167,8 @@ class History:
         Return whether the ids before the words are those that it answers; the ids through the
         words; how many of the words were encoded.
         """
-        wanted, decode = answer.content.rstrip() if strips else answer.content, self._decode(answer)
+        wanted = answer.content.rstrip() if strips else answer.content
+        decode = self._decode(answer)
         words = self._words(answer, wanted)
 
         def quoted(first: int) -> str:
@@ -204,7 +213,8 @@ class TokenTree:
 
     def find(self, ids: Sequence[int]) -> tuple[int, int]:
         """Return how many of these ids are there from the start, and the place of the last."""
-        places, length = [-1], 0
+        places = [-1]
+        length = 0
         for length, token in enumerate(ids):
             following = [x for place in places for x in self._next.get((place, token), ())]
             if not following:

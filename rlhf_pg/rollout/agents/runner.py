@@ -49,7 +49,8 @@ class AgentRunner(EpisodeRunner):
         The noise of a token depends only on (seed, prompt index, sample, number of the call in its
         episode, position in the answer).
         """
-        server, arrivals = serve(self.host), SimpleQueue[Any]()
+        server = serve(self.host)
+        arrivals = SimpleQueue[Any]()
         longest = self.longest_prompt and self.longest_prompt + 1
         running: dict[Future[Any], tuple[Episode, Agent]] = {}
         sampled: dict[int, Call] = {}  # by the id of the request
@@ -112,17 +113,22 @@ class AgentRunner(EpisodeRunner):
         except Exception as error:  # the program may raise anything
             episode.error = tell(error)
             rewards = [None] * len(answers)
-        episode.turns, episode.overlaps = len(answers), agent.overlaps
+        episode.turns = len(answers)
+        episode.overlaps = agent.overlaps
         episode.encoded_again = agent.history.encoded_again
         if not answers:
             return
-        tree, paths = TokenTree(), sorted(line.path for line in agent.lines.values())
+        tree = TokenTree()
+        paths = sorted(line.path for line in agent.lines.values())
         for answer in answers:
             tree.add(answer, paths.index(answer.number[:-2]))
-        first, last = answers[0], answers[-1]
+        first = answers[0]
+        last = answers[-1]
         episode.prompt_ids, start = first.prompt, len(first.prompt)
-        episode.tokens, episode.actions = tree.tokens[start:], tree.actions[start:]
-        episode.logprobs, episode.lines = tree.logprobs[start:], tree.lines[start:]
+        episode.tokens = tree.tokens[start:]
+        episode.actions = tree.actions[start:]
+        episode.logprobs = tree.logprobs[start:]
+        episode.lines = tree.lines[start:]
         follows = enumerate(tree.follows[start:], start)
         episode.offsets = [place - before if before >= 0 else 0 for place, before in follows]
         episode.rewards = [math.nan] * len(episode.tokens)

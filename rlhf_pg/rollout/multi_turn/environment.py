@@ -80,11 +80,13 @@ def check_observation(answer: Any, prompt: Messages) -> Observation:
         )
     messages, reward, done = answer
     if isinstance(prompt, str):
-        fits, kind = isinstance(messages, str), "a string, as the prompt is"
+        fits = isinstance(messages, str)
+        kind = "a string, as the prompt is"
     else:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        fits, kind = _is_chat(messages), "messages or a string"
+        fits = _is_chat(messages)
+        kind = "messages or a string"
     if not (done or fits):
         raise ValueError(f"step must answer with {kind}, got {show(messages)}")
     return Observation(messages, check_reward(reward, "a turn"), bool(done))

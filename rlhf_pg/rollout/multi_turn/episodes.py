@@ -61,7 +61,9 @@ class Episode:
     @property
     def trained(self) -> list[bool]:
         """Mask of the tokens that losses and statistics use: empty if the episode failed."""
-        return self.actions if self.error is None else [False] * len(self.actions)
+        if self.error is None:
+            return self.actions
+        return [False] * len(self.actions)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append a turn of the policy, or (without log-probabilities) an answer to it."""
@@ -190,7 +192,8 @@ class EpisodeRunner:
         """
         with foreign("environment_factory"):
             environment = episode.environment = self.environment_factory()
-        example, prompt_ids = dict(episode.example), episode.prompt_ids
+        example = dict(episode.example)
+        prompt_ids = episode.prompt_ids
         tools = tools_of_row(self.tools, example)
         reset = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
         prompt = check_prompt(reset.result(), example["prompt"])
@@ -199,7 +202,8 @@ class EpisodeRunner:
             prompt_ids = encode(prompt, self.tokenizer, tools=tools, most=most)
         while True:
             completion = yield [*prompt_ids, *episode.tokens]
-            episode.prompt, episode.prompt_ids = prompt, prompt_ids
+            episode.prompt = prompt
+            episode.prompt_ids = prompt_ids
             ids = completion.tokens
             stop_id = ids[-1] if ids[-1] in self.stop_token_ids else None
             skips = self.skip_special_tokens

@@ -86,7 +86,8 @@ class ToolEnvironment:
     """The environment of one episode with tools, which ends with a turn that calls none."""
 
     def __init__(self, toolbox: Toolbox) -> None:
-        self.toolbox, self.functions = toolbox, toolbox.functions
+        self.toolbox = toolbox
+        self.functions = toolbox.functions
         self.calls = self.failures = 0  # failed: unreadable, unknown tool, raised or timed out
         self.prompt: Any = None
 
@@ -137,7 +138,8 @@ class EnvironmentSource:
     pays = True  # whether its environments give rewards
 
     def __init__(self, factory: Callable[..., Any], schemas: Schemas = ()) -> None:
-        self.factory, self.schemas = factory, schemas
+        self.factory = factory
+        self.schemas = schemas
 
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
@@ -178,7 +180,8 @@ def _read_call(call: Any) -> ToolCall:
     """Parse the name and arguments of a call; the call or its arguments may be JSON text."""
     try:
         call = json.loads(call) if isinstance(call, str) else call
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the call is not JSON: {error}")

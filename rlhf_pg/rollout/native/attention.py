@@ -31,7 +31,8 @@ class KeyValues:
     """
 
     def __init__(self, spare: int, longest: int) -> None:
-        self.spare, self.longest = spare, longest
+        self.spare = spare
+        self.longest = longest
         self.slots = self.width = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._limits: dict[int, int | None] = {}
@@ -49,7 +50,8 @@ class KeyValues:
             slots = max(2 * self.slots, slots)
         if width > self.width and slots * 2 * self.width <= self.spare:
             wide = max(min(2 * self.width, self.longest), wide)
-        self.slots, self.width = slots, wide
+        self.slots = slots
+        self.width = wide
         for layer, (keys, values) in self._layers.items():  # one by one, to save memory
             limit = self._limits[layer]
             self._layers[layer] = (self._resize(keys, limit), self._resize(values, limit))
@@ -78,7 +80,8 @@ class KeyValues:
 
     def _resize(self, old: Tensor, limit: int | None) -> Tensor:
         new = self._empty(old[0], limit)
-        slots, width = min(len(old), self.slots), min(old.shape[2], new.shape[2])
+        slots = min(len(old), self.slots)
+        width = min(old.shape[2], new.shape[2])
         new[:slots, :, :width] = old[:slots, :, :width]
         return new
 
@@ -163,7 +166,10 @@ class Prefill:
         lengths: Sequence[int],
         device: torch.device,
     ) -> None:
-        self.store, self.states, self.lengths, self.device = store, states, lengths, device
+        self.store = store
+        self.states = states
+        self.lengths = lengths
+        self.device = device
         self.size = sum(lengths)
         self.runs: list[tuple[list[int], int, int]] = []  # slots, first token, length of each
         start = 0
@@ -250,12 +256,15 @@ class Decode:
         return self._seen[window]
 
     def _see(self, window: int | None) -> Seen:
-        members, last = self.members, self.last
+        members = self.members
+        last = self.last
         device = members.places.device
-        longest, columns = int(last.max()) + 1, last
+        longest = int(last.max()) + 1
+        columns = last
         prompt = bias(members.seen, self.dtype)[:, None, None]
         if window is not None:
-            columns, longest = last % window, min(longest, window)
+            columns = last % window
+            longest = min(longest, window)
             kept = members.lengths.clamp(max=window - 1)[:, None]
             column = torch.arange(max(int(kept.max()), 1))
             # A token in column c of the kept ones is kept - c tokens before the row's first.
@@ -272,7 +281,8 @@ class Decode:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        rows, heads = query.shape[1], key.shape[0]
+        rows = query.shape[1]
+        heads = key.shape[0]
         seen = self.seen(options.window)
         own_keys, own_values = self.own.of(layer, key, value, options.window)
         one = isinstance(seen.columns, int)
@@ -318,7 +328,9 @@ class Decode:
 
 def _kept(window: int | None) -> int | None:
     """Return how many tokens of a prompt the tokens after it may see."""
-    return None if window is None else max(window - 1, 1)
+    if window is None:
+        return None
+    return max(window - 1, 1)
 
 
 class PartialSoftmax(NamedTuple):
@@ -338,8 +350,10 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, options: AttentionOptions
 ) -> PartialSoftmax:
     """Attend with query (B,K,Q,D) to B slots, with a bias (B,1,Q or 1,W) added to the scores."""
-    slots, width = len(bias), bias.shape[-1]
-    keys, values = keys[:slots, :, :width], values[:slots, :, :width]
+    slots = len(bias)
+    width = bias.shape[-1]
+    keys = keys[:slots, :, :width]
+    values = values[:slots, :, :width]
     is_fused = keys.device.type == "cpu" and options.softcap is None
     if is_fused and keys.dtype == bias.dtype and keys.shape == values.shape:
         out, logsum = fused_on_cpu(query, keys, values, attn_mask=bias, scale=options.scale)

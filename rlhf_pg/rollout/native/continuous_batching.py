@@ -90,8 +90,12 @@ class BatchingSession:
         cache_tokens: int,
         row_tokens: int = 0,
     ) -> None:
-        self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
-        self.cache_tokens, self.row_tokens = cache_tokens, row_tokens
+        self.model = model
+        self.params = params
+        self.seed = seed
+        self.stopping = stopping
+        self.cache_tokens = cache_tokens
+        self.row_tokens = row_tokens
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
@@ -283,4 +287,5 @@ class BatchingSession:
         if last is not prompt:
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompt_states.move([last.slot], [prompt.slot])
-            self.prompts[prompt.slot], last.slot = last, prompt.slot
+            self.prompts[prompt.slot] = last
+            last.slot = prompt.slot

@@ -63,7 +63,8 @@ class NativeEngine(RolloutEngine):
         self.model = self.weights = model
         ends = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
         self.eos_token_ids = sorted(set(ends))
-        self.pad_token_id, self.tokenizer = pad_token_id, tokenizer
+        self.pad_token_id = pad_token_id
+        self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
 
     @contextmanager
@@ -93,7 +94,8 @@ class NativeEngine(RolloutEngine):
 
     def check(self, request: Request, params: SamplingParams) -> int:
         """Return the tokens of the longest row of a request; ValueError as `Request.limit`."""
-        limit, what = max_positions(self.model), "the model's max_position_embeddings"
+        limit = max_positions(self.model)
+        what = "the model's max_position_embeddings"
         return len(request.tokens) + request.limit(params, limit, what)
 
     def unsupported_reason(self, longest: int) -> str | None:
@@ -114,7 +116,8 @@ class NativeEngine(RolloutEngine):
         """Return the number of tokens whose keys and values fit in memory."""
         if self.cache_tokens is not None:
             return self.cache_tokens
-        device, room = self.model.device, 4 * 2**30
+        device = self.model.device
+        room = 4 * 2**30
         if device.type == "cuda":  # memory that torch has reserved but not allocated is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
@@ -132,7 +135,10 @@ class _NativeSession:
     def __init__(
         self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
     ) -> None:
-        self.engine, self.params, self.seed, self.stopping = engine, params, seed, stopping
+        self.engine = engine
+        self.params = params
+        self.seed = seed
+        self.stopping = stopping
         self.sessions: dict[bool, Session] = {}  # by whether they use `generate`
 
     def add(self, request: Request) -> None:
@@ -171,8 +177,11 @@ class HFGenerateSession:
     ) -> None:
         # The base model includes the adapter; peft's `generate` would change the generation config.
         self.model = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.params, self.seed, self.stopping = params, seed, stopping
-        self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
+        self.params = params
+        self.seed = seed
+        self.stopping = stopping
+        self.pad_token_id = pad_token_id
+        self.cache_tokens = cache_tokens
         self.waiting: list[Row] = []
 
     def add(self, request: Request) -> None:
@@ -194,7 +203,8 @@ class HFGenerateSession:
         if self.cache_tokens is not None:
             longest = max(row.prompt.length for row in self.waiting[:count])
             count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1
-        rows, self.waiting = self.waiting[:count], self.waiting[count:]
+        rows = self.waiting[:count]
+        self.waiting = self.waiting[count:]
         device = self.model.device
         numbers = [(row.key, row.prompt.request.position) for row in rows]
         keys, positions = torch.tensor(numbers, device=device).T

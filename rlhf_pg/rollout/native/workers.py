@@ -62,7 +62,8 @@ def map_memory(place: Place) -> Tensor:
 
 def places(model: nn.Module) -> list[tuple[Tensor, slice]]:
     """Return every parameter of a model with its place among the bytes of all."""
-    found, end = list[tuple[Tensor, slice]](), 0
+    found = list[tuple[Tensor, slice]]()
+    end = 0
     for parameter in model.parameters():
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + parameter.nbytes
@@ -106,7 +107,8 @@ class WorkerEngine(RolloutEngine):
     def copy_weights(self) -> Copied:
         native = self.native
         with native.weights_synced():
-            model, merged = native.weights, native.weights is not native.model
+            model = native.weights
+            merged = native.weights is not native.model
             if merged not in self.pickled:
                 self.pickled[merged] = self._pickle(model)
             placed = places(model)
@@ -122,7 +124,8 @@ class WorkerEngine(RolloutEngine):
         self.copy = None
 
     def _pickle(self, model: PreTrainedModel) -> SharedMemory:
-        native, empty = self.native, hollow(model)
+        native = self.native
+        empty = hollow(model)
         if (reason := native.unsupported_reason(0)) is not None:
             logger.warning("sampling by transformers' generate, which is slower: %s", reason)
         for part in empty.modules():
@@ -140,14 +143,17 @@ class WorkerSession(FutureSession):
 
     def __init__(self, engine: WorkerEngine, params: SamplingParams, seed: int) -> None:
         super().__init__()
-        self.engine, self.params, self.seed = engine, params, seed
+        self.engine = engine
+        self.params = params
+        self.seed = seed
 
     def add(self, request: Request) -> None:
         self.engine.native.check(request, self.params)
         self._ask(request, 1)
 
     def _ask(self, request: Request, attempt: int) -> None:
-        engine, plain = self.engine, dataclasses.replace(request, cancelled=bool)
+        engine = self.engine
+        plain = dataclasses.replace(request, cancelled=bool)
         assert engine.copy is not None
         places = [memory.place for memory in engine.copy]
         future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
@@ -178,7 +184,8 @@ def engine_of(place: Place) -> NativeEngine:
 @lru_cache(maxsize=1)
 def engine_with(pickled: Place, weights: Place) -> NativeEngine:
     """Return the engine of this worker, which samples from these weights."""
-    engine, whole = engine_of(pickled), map_memory(weights)
+    engine = engine_of(pickled)
+    whole = map_memory(weights)
     for parameter, place in places(engine.model):
         put_in_place(parameter, whole[place].view(parameter.dtype).view(parameter.shape))
     return engine
@@ -188,7 +195,8 @@ def sample_alone(
     pickled: Place, weights: Place, request: Request, params: SamplingParams, seed: int
 ) -> list[tuple[int, Completion]] | FloatingPointError:
     """Sample the completions of a request in a worker; return them with their sample numbers."""
-    engine, found = engine_with(pickled, weights), []
+    engine = engine_with(pickled, weights)
+    found = []
     try:
         # They are merged already.
         with engine.weights_synced(nullcontext), engine.session(params, seed) as session:

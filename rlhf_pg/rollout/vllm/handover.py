@@ -19,7 +19,9 @@ from rlhf_pg import models
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
     """Return the base model of an adapter, or the model itself."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 def parts_tied_weights(model: PreTrainedModel) -> bool:
@@ -46,7 +48,9 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     def layer_of(pair: tuple[str, Tensor]) -> str:
         found = re.match(r".*?\.\d+\.", pair[0])  # such as "model.layers.3."
-        return found[0] if found else pair[0]
+        if found:
+            return found[0]
+        return pair[0]
 
     for _, layer in groupby(weights, key=layer_of):
         yield from revert_weight_conversion(names, dict(layer)).items()

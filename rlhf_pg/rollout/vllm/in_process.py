@@ -163,7 +163,9 @@ class _InProcessSession:
     """A session in which every sample is a separate vLLM request with its own seed."""
 
     def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
-        self._engine, self._params, self._seed = engine, params, seed
+        self._engine = engine
+        self._params = params
+        self._seed = seed
         self._options = options(params, engine.eos_token_ids)
         self._asked: dict[str, tuple[Request, int]] = {}
 

@@ -127,7 +127,8 @@ class VllmServerEngine(RolloutEngine):
 
     def leave_out(self, server: "Server", error: RolloutError) -> None:
         """Ask a server no more that has failed; raise the error if it was the last."""
-        lost, server.lost = server.lost, True
+        lost = server.lost
+        server.lost = True
         if not self.alive:
             raise error
         if not lost:
@@ -156,7 +157,8 @@ class VllmServerEngine(RolloutEngine):
         if not self.alive:  # they may have been started again
             self.copy = None
             for server in self.servers:
-                server.lost, server.name = False, server.served
+                server.lost = False
+                server.name = server.served
         new = self.copy is None or self.copy.name != copy.name
         for server in self.alive if new else ():
             try:
@@ -213,7 +215,8 @@ class WeightsCopy:
     """A directory of weights, removed with the object; None where another process has it."""
 
     def __init__(self, name: str, place: Path | None) -> None:
-        self.name, self.place = name, place
+        self.name = name
+        self.place = place
         if place is not None:
             weakref.finalize(self, _remove, place, os.getpid())
 
@@ -340,7 +343,9 @@ class _ServerSession(FutureSession):
 
     def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
         super().__init__()
-        self._engine, self._params, self._seed = engine, params, seed
+        self._engine = engine
+        self._params = params
+        self._seed = seed
         self._options = options(params, engine.eos_token_ids) | {
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -367,7 +372,8 @@ class _ServerSession(FutureSession):
             if answer["model"] != body["model"]:
                 raise ValueError(f"an answer of {show(answer['model'])}, not {body['model']}")
             vocabulary = engine.model.config.get_text_config().vocab_size
-            eos, limits = engine.eos_token_ids, (max_tokens, vocabulary)
+            eos = engine.eos_token_ids
+            limits = (max_tokens, vocabulary)
             completion = _completion(answer, *limits, eos, bool(stop))
             return Finished(request, sample, completion)
 
@@ -400,7 +406,8 @@ def _completion(
     ValueError, LookupError or TypeError if a field is missing or impossible.
     """
     [choice] = answer["choices"]
-    tokens, reason = choice["token_ids"], choice["finish_reason"]
+    tokens = choice["token_ids"]
+    reason = choice["finish_reason"]
     logprobs = [_logprob(number) for number in choice["logprobs"]["token_logprobs"]]
     if not 0 < len(tokens) == len(logprobs) <= max_tokens:
         raise ValueError(f"{len(tokens)} of {max_tokens} tokens, {len(logprobs)} log-probabilities")

@@ -40,9 +40,11 @@ def load(
         source: EnvironmentSource = found.result()
     except Exception as error:
         raise ValueError(f"the environment server {quote(url)}: {tell(error)}") from error
-    total, first = episodes + eval_episodes, [{"role": "user", "content": prompt}]
+    total = episodes + eval_episodes
+    first = [{"role": "user", "content": prompt}]
     rows = [{"prompt": first, "seed": 2 * seed * total + i} for i in range(total)]
-    train, held_out = Dataset.from_list(rows[:episodes]), Dataset.from_list(rows[episodes:])
+    train = Dataset.from_list(rows[:episodes])
+    held_out = Dataset.from_list(rows[episodes:])
     return train, held_out if len(held_out) else None, source
 
 
@@ -96,7 +98,9 @@ class Session(SettlingEnvironment):
             result = await self.client.step({self.action_key: completion})
             return Observation(self._text(result.observation), result.reward, bool(result.done))
         calls = self.box.parse(completion, self.prompt)
-        messages, rewards, done = list[dict[str, Any]](), list[float](), not calls
+        messages = list[dict[str, Any]]()
+        rewards = list[float]()
+        done = not calls
         for call in calls:
             content = f"Error: {call.error}"
             if call.error is None:
@@ -109,7 +113,8 @@ class Session(SettlingEnvironment):
         return Observation(messages, sum(rewards) if rewards else None, done)
 
     async def settle(self) -> None:
-        client, self.client = self.client, None
+        client = self.client
+        self.client = None
         await client.close()
 
     def close(self) -> None:
@@ -120,12 +125,16 @@ class Session(SettlingEnvironment):
         if self.observation_key is not None:
             return str(observation.get(self.observation_key, ""))
         visible = {k: v for k, v in observation.items() if k not in ASIDE and v is not None}
-        return json.dumps(visible, ensure_ascii=False, default=str) if visible else ""
+        if visible:
+            return json.dumps(visible, ensure_ascii=False, default=str)
+        return ""
 
 
 def _only_text(fields: Mapping[str, Any]) -> str | None:
     texts = [k for k, v in fields.items() if v.get("type") == "string" and k not in ASIDE]
-    return texts[0] if len(texts) == 1 else None
+    if len(texts) == 1:
+        return texts[0]
+    return None
 
 
 def _result(observation: Mapping[str, Any]) -> str:
@@ -134,4 +143,6 @@ def _result(observation: Mapping[str, Any]) -> str:
     result = observation.get("result")
     if isinstance(result, Mapping) and "content" in result:
         return ("Error: " if result.get("is_error") else "") + text_of(result)
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=str)

@@ -73,13 +73,15 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
 
     def __init__(self, factories: Mapping[Any, Any], boxes: Mapping[Any, Toolbox]) -> None:
         super().__init__(next(iter(boxes.values())))
-        self.factories, self.boxes = factories, boxes
+        self.factories = factories
+        self.boxes = boxes
 
     def reset(self, example: dict[str, Any]) -> Messages:
         """Reset an instance with the row, and append its text to the last message."""
         row = dict(example)
         name = None if None in self.boxes else row.pop(COLUMN)
-        self.trl_instance, self.toolbox = self.factories[name](), self.boxes[name]
+        self.trl_instance = self.factories[name]()
+        self.toolbox = self.boxes[name]
         self.functions = {**self.toolbox.functions, **_methods(self.trl_instance)}
         parameters = inspect.signature(self.trl_instance.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -24,7 +24,8 @@ def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, Environment
     """Load an installed environment with its arguments; its rubric gives the rewards."""
     try:
         environment = load_environment(name, **options)
-        train, evaluation = environment.build_dataset(), environment.build_eval_dataset()
+        train = environment.build_dataset()
+        evaluation = environment.build_eval_dataset()
     except Exception as error:
         raise ValueError(f"environment {quote(name)} cannot be loaded: {tell(error)}") from error
     if environment.rubric.has_group_rewards:
@@ -70,7 +71,8 @@ class VerifiersEnvironment(SettlingEnvironment):
         )
         response = Response(id="turn", created=0, model="policy", message=message)
         self.client.turn.set_result(response)
-        before, now = self.messages, await self._next_request()
+        before = self.messages
+        now = await self._next_request()
         if now is None:
             return Observation(done=True)
         if now[: len(before)] != before or len(now) <= len(before) + 1:
