@@ -123,11 +123,10 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $@
 
 test-lowest: $(LOWEST)/.installed  ## the lowest versions of all requirements, in an environment of their own (.venv-lowest)
-	@# Without what transformers 5.6 lacks: models, the router logits of one, states of several
+	@# Without what transformers 5.6 lacks: models, states of several
 	@# tokens in its caches (such layers are padded), and capped scores in its SDPA.
 	$(LOWEST)/bin/pytest -n 2 --dist loadfile $(LOWEST_TESTS) \
-		-k "not (head_with_other_input or minimax_m3_vl_text or (granitemoe and balance_loss) \
-		or inkling_text or qwen3_5_text or windows_sinks_and_states)"
+		-k "not (head_with_other_input or minimax_m3_vl_text or inkling_text or qwen3_5_text or windows_sinks_and_states)"
 	$(LOWEST)/bin/python -m tests.last_green $@
 
 release: $(VENV)/.installed  ## build dist/, and try it in an environment of its own: ten minutes

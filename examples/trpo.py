@@ -46,8 +46,6 @@ class TRPOConfig(ReinforceConfig):
     """Must be None: there is no entropy bonus to control."""
     positive_nll_coef: float = option(0.0, ge=0, le=0)
     """Must be 0: the line search knows no likelihood of right completions."""
-    router_aux_loss_coef: float = option(0.0, ge=0, le=0)
-    """Must be 0: the line search knows no load-balancing loss of routers."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Must be the mean over tokens, which the constraint takes too."""
     kl_adaptive_lr: None = None

@@ -27,7 +27,7 @@ WARMTH = 1.05  # temperature of an engine other than the policy, over the policy
 MOST = 3  # completions of a prompt in a step
 # Keys that are not about one expected gradient, or need what the world lacks.
 LEFT_OUT = {"dynamic_sampling_rounds", "normalize_rewards", "normalize_values", "reward_weights"}
-LEFT_OUT |= {"reward_workers", "router_aux_loss_coef", "value_model_name_or_path", "value_init"}
+LEFT_OUT |= {"reward_workers", "value_model_name_or_path", "value_init"}
 LEFT_OUT |= {"tool_output_nll_coef", "ptx_coef", "ptx_dataset_name", "privileged_prompt"}
 
 

@@ -67,9 +67,11 @@ SUPERVISED_HINTS = _by_key({
 })
 # Keys without a replacement: the reason, or another way.
 REASONS = _by_key({
-    "it was removed in November 2026 (CHANGELOG.md)":
+    "it was removed in November 2026 (CHANGELOG.md): leave it out":
         "skip_zero_advantages old_logprobs_source reward_model_closes_truncated kl_adaptive_lr_min "
         "kl_adaptive_lr_max bfloat16_update rollout_drafts model_check value_warmup_steps",
+    "it was removed in November 2026: leave it out, and the policy loss alone trains routers":
+        "router_aux_loss_coef",
     "models are decoders alone": "is_encoder_decoder",
     "an adapter that the model has is trained, and the reference is a copy of it":
         "is_peft_model model_adapter_name ref_adapter_name",
@@ -90,11 +92,17 @@ REASONS = _by_key({
     "the loss already computes logits in chunks": "use_liger_kernel",
 })
 # fmt: on
-# Values of other libraries' keys of the same name.
-VALUE_REASONS = dict.fromkeys(
-    [("dtype", name) for name in ("float16", "fp16", "half")],
-    "gradients in float16 underflow, and nothing here scales them: set bfloat16",
-)
+HALF = "gradients in float16 underflow, and nothing here scales them: set bfloat16"
+# Values of other libraries, and removed ones.
+VALUE_REASONS = {
+    ("dtype", "float16"): HALF,
+    ("dtype", "fp16"): HALF,
+    ("dtype", "half"): HALF,
+    (
+        "optim",
+        "muon",
+    ): "it was removed in November 2026: choose AdamW, or give an optimizer in Python",
+}
 # Sections of verl's config: mappings, where ours has none.
 VERL = {"actor_rollout_ref", "algorithm", "critic", "data", "reward_model", "trainer"}
 VERL |= {"custom_reward_function"}

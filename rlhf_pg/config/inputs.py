@@ -11,19 +11,10 @@ from rlhf_pg.config.fields import Day, Mapping, Names, Numbers, Split, Text, con
 logger = logging.getLogger(__name__)
 
 
-class _NotForArgparse:
-    def __get__(self, *_: Any) -> None:
-        raise TypeError(
-            "HfArgumentParser cannot read a config of rlhf_pg: use rlhf_pg.config.parse"
-        )
-
-
 # fmt: off
 @config
 class ModelConfig:
     """Keys of the model to start from."""
-
-    _argument_group_name = _NotForArgparse()  # HfArgumentParser asks for it first
 
     model_name_or_path: Text | None = option(None, help=
         "Path or Hub id of the model to train. None: the task's own tiny model.")

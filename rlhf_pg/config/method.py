@@ -160,8 +160,6 @@ class MethodConfig:
         "Dataset of these texts, the column text of its split train; each is cut after "
         "max_completion_length tokens.")
     ptx_batch_size: int = option(32, ge=1, help="Texts per update, over all processes.")
-    router_aux_loss_coef: float = option(0.0, ge=0, help=
-        "Coefficient of the load-balancing loss of experts, metric aux_loss (a pass per update).")
 
     teacher_model_name_or_path: Text | None = option(None, help=
         "Teacher of on-policy distillation: a model, an adapter, a GGUF file, or `policy` for the "

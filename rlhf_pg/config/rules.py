@@ -163,10 +163,6 @@ def of_updates(args: Any) -> Iterator[str]:
             yield f"target_kl {several}"
         if "old_kl_coef" in args.loss_options:
             yield f"policy_loss {args.policy_loss!r} {several}"
-    if args.router_aux_loss_coef and args.tool_output_nll_coef:
-        yield "router_aux_loss_coef counts other tokens than tool_output_nll_coef: set one to 0"
-    if args.router_aux_loss_coef and not args.disable_dropout:
-        yield "router_aux_loss_coef needs disable_dropout: true: its pass has another dropout mask"
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"

@@ -11,7 +11,7 @@ SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial"),
     *("constant", "constant_with_warmup", "inverse_sqrt"),
 )
-Optim = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "muon"]
+Optim = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"]
 Trackers = Annotated[
     tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...],
     BeforeValidator(lambda value: as_list(value) or ()),
@@ -66,8 +66,7 @@ class RunConfig:
     micro_batch_tokens: Auto = option("auto", help=
         "Most tokens per forward pass; never changes the result. auto: as many as fit.")
     optim: Optim = option("adamw_torch_fused", help=
-        "AdamW in one kernel (fused), in several, or with 8-bit moments (bitsandbytes); or Muon "
-        "for the matrices of the blocks, with steps as long as AdamW's at the same rate.")
+        "AdamW in one kernel (fused), in several, or with 8-bit moments (bitsandbytes).")
     learning_rate: float = option(1e-06, gt=0, help="Peak learning rate.")
     lr_scheduler_type: Text = option("linear", names=SCHEDULES, help=
         "Schedule of the learning rate; the first four span the whole run.")

@@ -93,7 +93,7 @@ class Critic(nn.Module):
         """
         if self.head is None:  # the module computes the values itself
             assert self.model is not None
-            inputs, states, _ = lay_out_padded(batch)
+            inputs, states = lay_out_padded(batch)
             given: Tensor = self.model(**inputs)
             values = given.squeeze(-1) if given.ndim == 3 else given
             if values.shape != inputs["input_ids"].shape:
@@ -162,12 +162,10 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.recompute = recompute
 
-    def forward(self, batch: Batch, values_alone: bool = False, routes_alone: bool = False) -> Any:
-        """Return the output of `Policy.forward` with values, or only the critic's output or the
-        policy's routes. (FSDP2 needs every call to begin with the wrapped module.)
+    def forward(self, batch: Batch, values_alone: bool = False) -> Any:
+        """Return the output of `Policy.forward` with values, or only the critic's output. (FSDP2
+        needs every call to begin with the wrapped module.)
         """
-        if routes_alone:
-            return self.policy(batch, routes_alone=True)
         shared = self.policy.hidden_states(batch) if self.critic.shares_trunk else None
         if values_alone:
             return self.critic(batch, shared)
@@ -198,8 +196,7 @@ def assemble(
 ) -> tuple[Policy, nn.Module]:
     """Return the policy, and the trained module: the policy, or policy and critic."""
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    balanced = args.router_aux_loss_coef > 0
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size)
     module: nn.Module = policy
     if critic is not None:
         # With adapters, activations take most of the memory. Checkpointing recomputes them already.

@@ -7,7 +7,6 @@ Shapes: B rows, P prompt width, T completion width; N computed tokens.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ class DecoderInput(NamedTuple):
 
     inputs: dict[str, Any]  # (rows, columns) each
     states: Tensor  # (B,T+1) of the N tokens: the one that each follows, and the last action
-    rows: Tensor  # (N,) the number of rows with actions that share each token
 
 
 class Hidden(NamedTuple):
@@ -42,19 +40,15 @@ class Hidden(NamedTuple):
 
     hidden: Tensor  # (N,width) last hidden states
     states: Tensor  # as in `DecoderInput`
-    rows: Tensor  # as in `DecoderInput`
-    router_logits: tuple[Tensor, ...] = ()  # (N,experts) per layer, if `routes`
 
 
-def hidden_states(trunk: nn.Module, batch: Batch, window: float, routes: bool = False) -> Hidden:
-    """Run a trunk over a batch, packed within the `window`, with router logits for `routes`."""
+def hidden_states(trunk: nn.Module, batch: Batch, window: float) -> Hidden:
+    """Run a trunk over a batch, packed within the `window`."""
     packs = can_pack(batch, window)
     tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
-    asked = {"output_router_logits": True} if routes else {}
     with arranged(trunk, tokens.inputs["layout"]) if packs else nullcontext():
-        output = trunk(**tokens.inputs, **asked, use_cache=False)
-    logits = output.router_logits if routes else ()
-    return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states, tokens.rows, logits)
+        output = trunk(**tokens.inputs, use_cache=False)
+    return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states)
 
 
 @contextmanager
@@ -117,12 +111,10 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
     """Lay prompts and completions side by side, (B,P+T), or each path of the trees in a row."""
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
-    shares = (mask * batch.action_mask.any(1, keepdim=True)).flatten()
     places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
     if batch.parent_offsets is not None:
         sources, mask, places = (to_device(x, mask.device) for x in _paths(batch))
         ids = ids.flatten()[sources]
-        shares = shares.new_zeros(ids.numel()).scatter_add(0, places.flatten(), shares)
     inputs = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -131,7 +123,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
     }
     before = (torch.arange(mask.numel(), device=mask.device) - 1).clamp(min=0)
     states = _states(places, before, batch.action_ends, batch.prompt_ids.shape[1])
-    return DecoderInput(inputs, states, shares)
+    return DecoderInput(inputs, states)
 
 
 def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +158,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     ]
     of_segments = torch.tensor(sorted(facts))
     of_tokens = of_segments.repeat_interleave(of_segments[:, 2], dim=0)
-    starts, ends, _, sources, positions, shares = of_tokens.T
+    starts, ends, _, sources, positions = of_tokens.T
     place = torch.arange(len(starts))
     sources = sources + place - starts
     positions = positions + place - starts
@@ -177,8 +169,8 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     places[:, prompt - 1] = places[shared, prompt - 1]
     before = torch.where(place == starts, ends, place - 1)
     states = _states(places, before, torch.tensor([row.end for row in rows]), prompt)
-    together = to_device(torch.cat([sources, positions, shares, states.flatten()]), device)
-    sources, positions, shares, flat = together.tensor_split([len(place) * i for i in (1, 2, 3)])
+    together = to_device(torch.cat([sources, positions, states.flatten()]), device)
+    sources, positions, flat = together.tensor_split([len(place), 2 * len(place)])
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
     inputs = {
         "input_ids": ids[None],
@@ -186,7 +178,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
         "position_ids": positions[None],
         "layout": tree,
     }
-    return DecoderInput(inputs, flat.view_as(states), shares)
+    return DecoderInput(inputs, flat.view_as(states))
 
 
 def _states(places: Tensor, before: Tensor, ends: Tensor, prompt: int) -> Tensor:
@@ -204,7 +196,6 @@ class Segment(NamedTuple):
     length: int
     source: int  # index of its first token in flattened (B,P+T)
     position: int  # of its first token, on the path from the root
-    shares: int  # as in `DecoderInput.rows`
 
 
 def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
@@ -227,7 +218,6 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
                     follows.setdefault((before, end + 1), (before, end))
     segments = list[Segment]()
     numbers = dict[tuple[int, int], int]()
-    sharing = Counter(row.family for row in rows if row.actions)
     starts = sorted(follows)
     prompt = batch.prompt_ids.shape[1]
     for (i, column), (row_after, after) in zip(starts, [*starts[1:], (-1, 0)], strict=True):
@@ -238,7 +228,6 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
         if (followed := follows[i, column]) is not None:
             parent = numbers[followed]
             position = segments[parent].position + segments[parent].length
-        shares = sharing[rows[i].family] if column < 0 else int(rows[i].actions > 0)
         source = i * batch.width + prompt + column
-        segments.append(Segment(parent, stop - column, source, position, shares))
+        segments.append(Segment(parent, stop - column, source, position))
     return segments

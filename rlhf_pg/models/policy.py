@@ -1,9 +1,8 @@
-"""The policy, its frozen reference, load balancing of experts, recomputation and dropout."""
+"""The policy, its frozen reference, recomputation of activations, and dropout."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -25,64 +24,6 @@ from rlhf_pg.models.recurrent import forwards, replaced_forwards
 from rlhf_pg.models.streaming import stored_value
 
 
-class Routed(NamedTuple):
-    """Sums over the tokens of a batch, (L,E), which add up over micro-batches and processes."""
-
-    chosen: Tensor  # number of tokens with the expert among their `top_k`; no gradient
-    probability: Tensor  # sum of the expert's probabilities by the router's softmax
-
-
-@dataclass(frozen=True)
-class Balance:
-    """The router auxiliary loss (Fedus et al. 2021, Switch Transformers, equations 4 to 6), for L
-    layers with a router, E experts and N computed tokens.
-
-        1/L sum_l E sum_e f_le P_le
-
-    where f_le is the share of the tokens that chose expert e in layer l, and P_le its mean
-    probability. The loss is `top_k` for perfect balance. `transformers` averages f and P over all
-    layers, which lets every layer have its own favourite.
-
-    The tokens are those of all rows of an optimizer update, each prompt counted once per row. f has
-    no gradient, so given the f of the whole update the loss is a sum over micro-batches.
-    """
-
-    top_k: int
-
-    def count_choices(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """Sum choices and probabilities over tokens with weights `rows` (N,); logits are (N,E)."""
-        layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
-        wide = torch.promote_types(layers.dtype, torch.float32)
-        probability = layers.softmax(-1, dtype=wide)
-        favourites = probability.detach().topk(self.top_k).indices
-        chosen = torch.zeros_like(probability).scatter(-1, favourites, 1)
-        weights = rows[:, None].to(wide)
-        return Routed((chosen * weights).sum(1), (probability * weights).sum(1))
-
-    def loss(self, chosen: Tensor, probability: Tensor) -> Tensor:
-        """Return the part of the loss from `probability`, given all tokens' choices."""
-        tokens = (chosen.sum(1, keepdim=True) / self.top_k).clamp(min=1)
-        share = (chosen / tokens) * (probability / tokens)
-        return chosen.shape[1] * share.sum(1).mean()
-
-
-def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
-    """Return the balance of a mixture of experts; ValueError unless `transformers` has an auxiliary
-    loss for it, and its trunk returns router logits by which alone experts are chosen.
-    """
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = bare.config.get_text_config()
-    top_k = getattr(config, "num_experts_per_tok", None)
-    is_balanced = has_trunk and getattr(bare, "router_aux_loss_coef", None) is not None
-    is_balanced &= getattr(config, "scoring_func", "softmax") == "softmax"
-    if not (top_k and is_balanced) or any("correction_bias" in name for name in bare.state_dict()):
-        raise ValueError(
-            "router_aux_loss_coef is for a mixture of experts with a loss for its routers, which "
-            f"{type(bare).__name__} is not (some are balanced by a bias): set it to 0"
-        )
-    return Balance(top_k)
-
-
 class PolicyOutput(NamedTuple):
     """Scores of the action tokens, (B,T), in at least float32; 0 in masked slots."""
 
@@ -90,7 +31,6 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor  # of each token's distribution
     values: Any = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
-    routed: Routed | None = None  # over all tokens, if the policy is balanced
     divergence: Tensor | None = None  # (B,T) from the teacher, during updates
 
 
@@ -102,8 +42,6 @@ class Policy(nn.Module):
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
         most_tokens: the most tokens of a batch on any process.
         chunk_size: logits in memory at a time, the same on every process (`chunk_size_for`).
-        balanced: whether the loss includes the router auxiliary loss of a mixture of experts;
-            ValueError if the model has none.
     """
 
     def __init__(
@@ -113,7 +51,6 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         most_tokens: int = 1,
         chunk_size: int = lm_head.CHUNK_SIZE,
-        balanced: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -133,7 +70,6 @@ class Policy(nn.Module):
                 model, temperature, entropy_gradient, chunks, transform
             )
             self.window = packing_window(lm_head.trunk(model))
-        self.balance = balance_of(model, self.head is not None) if balanced else None
 
     def train(self, mode: bool = True) -> Self:
         """Switch train mode; without dropout the model trains in evaluation mode."""
@@ -147,14 +83,8 @@ class Policy(nn.Module):
         self.drops = True
         self.window = self.window and packing_window(lm_head.trunk(self.model), training=True)
 
-    def forward(self, batch: Batch, routes_alone: bool = False) -> Any:
-        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch,
-        or only the routers' choices, (L,E).
-        """
-        if routes_alone:
-            routed = self._route(self.hidden_states(batch))
-            assert routed is not None
-            return routed.chosen
+    def forward(self, batch: Batch) -> PolicyOutput:
+        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token."""
         if self.head is not None:
             return self.score(batch, self.hidden_states(batch))
         slots = batch.action_slots()
@@ -165,9 +95,7 @@ class Policy(nn.Module):
 
     def hidden_states(self, batch: Batch) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
-        return hidden_states(
-            lm_head.trunk(self.model), batch, self.window, self.balance is not None
-        )
+        return hidden_states(lm_head.trunk(self.model), batch, self.window)
 
     def score(self, batch: Batch, trunk: Hidden) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
@@ -179,13 +107,7 @@ class Policy(nn.Module):
         if self.teacher is not None and batch.teacher_hidden is not None:
             teacher = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        scored = _spread(batch, slots, *self.head(before, tokens, teacher))
-        return scored._replace(routed=self._route(trunk))
-
-    def _route(self, trunk: Hidden) -> Routed | None:
-        if self.balance is None:
-            return None
-        return self.balance.count_choices(trunk.router_logits, trunk.rows)
+        return _spread(batch, slots, *self.head(before, tokens, teacher))
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the model's logits for all tokens of the completions, (B,T,V), not of trees."""
@@ -229,7 +151,6 @@ class Reference(nn.Module):
     def __init__(self, policy: Policy, moves: bool = False) -> None:
         super().__init__()
         self.policy = share_frozen(policy).eval().requires_grad_(False)
-        self.policy.balance = None  # the choices of its routers are not needed
         self.moves = moves
         if adds_nothing(policy.model) and not moves:
             self.policy.model = self.policy.model.unload()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from rlhf_pg.boundary.input_files import read_file
 from rlhf_pg.boundary.quoted import quote, visible
@@ -40,42 +40,36 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     training data, and the run's `metrics.jsonl`.
     """
     algorithm = str(config["algorithm"])
-    base = config.get("model_name_or_path")
-    start = f", from {literal(_redact(base))}" if base else ""
-    names = config.get("dataset_name") or [config.get("task")]
-    data = ", ".join(literal(_redact(name)) for name in names if name)
-    known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
-    rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
-    scored = ", ".join(literal(_redact(name)) for name in rewards if name)
-    # The header for the Hub, with names that can be Hub ids.
+    model = config.get("model_name_or_path")
+    shown = json.loads(json.dumps(_redact(dict(config)), default=str))
+    settings = {key: value for key, value in shown.items() if value not in (None, [], {}, "")}
+    text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
+    data = shown.get("dataset_name") or [shown.get("task")]
+    rewards = [shown.get("reward_model_name_or_path"), *(shown.get("reward_funcs") or ())]
+    backquotes = [len(run) for run in re.findall("`+", text)]
     header = ModelCardData(
         library_name="peft" if config.get("use_peft") else "transformers",
-        base_model=_base_model(base) if base else None,
-        datasets=list(filter(_is_hub_id, config.get("dataset_name") or ())) or None,
+        base_model=_base_model(model) if model else None,
+        datasets=[name for name in config.get("dataset_name") or () if _is_hub_id(name)] or None,
         tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
     )
-    plain = json.loads(json.dumps(_redact(dict(config)), default=str))
-    settings = {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
-    text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
-    # A fence that is longer than any in the text.
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    parts = [
-        f"---\n{header.to_yaml()}\n---\n",
-        f"# {literal(directory.name)}",
-        f"Trained by {literal(algorithm)} with `rlhf_pg`{start}.",
-        "## Data and rewards",
-        f"- Data: {data or 'given in Python'}{known}\n"
-        f"- Rewards: {scored or 'of the task, or given in Python'}",
-        "## How it went",
-        _curve(directory),
-        "## Config",
-        "Keys that are not listed are at their defaults or empty.",
-        f"{fence}yaml\n{text}\n{fence}",
-        "## Versions",
-        ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
-        *[f"Method: {paper}." for name, paper in PAPERS.items() if name == algorithm],
-    ]
-    return "\n\n".join(parts) + "\n"
+    card = ModelCard.from_template(
+        header,
+        template_path=str(Path(__file__).with_suffix(".md")),
+        literal=literal,
+        directory=directory.name,
+        algorithm=algorithm,
+        model=shown.get("model_name_or_path"),
+        data=list(filter(None, data)),
+        fingerprint=fingerprint,
+        rewards=list(filter(None, rewards)),
+        curve=_curve(directory),
+        settings=text,
+        fence="`" * max([3, *(1 + length for length in backquotes)]),  # longer than any in the text
+        versions=", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
+        paper=PAPERS.get(algorithm),
+    )
+    return str(card)
 
 
 def literal(text: Any) -> str:
@@ -99,37 +93,44 @@ def _is_hub_id(name: Any) -> bool:
 
 def _redact(value: Any) -> Any:
     """Return a value without local directories and addresses of servers."""
-    if isinstance(value, str) and (address := ADDRESS.fullmatch(value)):
-        return f"{address[1] or ''}a server"
     if isinstance(value, str):
-        kind, place = ("model:", value[6:]) if value.startswith("model:") else ("", value)
-        if os.path.isabs(place.partition(":")[0]):
-            return kind + Path(place).name
-        return value
+        return _redact_text(value)
     if isinstance(value, list | tuple):
         return [_redact(item) for item in value]
-    if isinstance(value, dict):
-        return {
-            _redact(key): textwrap.shorten(str(_redact(item)), LONGEST_RUBRIC, placeholder=" ...")
-            if key == "rubric"
-            else _redact(item)
-            for key, item in value.items()
-            if key not in PLACES and key != "base_url"
-        }
-    return value
+    if not isinstance(value, dict):
+        return value
+    redacted = {}
+    for key, item in value.items():
+        if key == "rubric":
+            item = textwrap.shorten(str(item), LONGEST_RUBRIC, placeholder=" ...")
+        if key not in PLACES and key != "base_url":
+            redacted[_redact(key)] = _redact(item)
+    return redacted
 
 
-def _curve(directory: Path) -> str:
-    """Return a table of a few steps, including the last."""
+def _redact_text(text: str) -> str:
+    if address := ADDRESS.fullmatch(text):
+        return f"{address[1] or ''}a server"
+    place = text.removeprefix("model:")
+    if not os.path.isabs(place.partition(":")[0]):
+        return text
+    return text.removesuffix(place) + Path(place).name
+
+
+def _curve(directory: Path) -> list[list[str]]:
+    """Return the rows of a table of a few steps, including the last."""
     lines = RunFiles(directory).metrics
-    if not lines:
-        return "No step was taken."
     every = -(-len(lines) // MOST_ROWS)
-    kept = [line for i, line in enumerate(lines, 1) if i % every == 0 or i == len(lines)]
-    kept = [line for line in lines if "eval_reward" in line or line in kept][-2 * MOST_ROWS :]
+    kept = []
+    for number, line in enumerate(lines, 1):
+        if number % every == 0 or number == len(lines) or "eval_reward" in line:
+            kept.append(line)
+    kept = kept[-2 * MOST_ROWS :]
+    if not kept:
+        return []
     columns = [name for name in COLUMNS if any(line.get(name) is not None for line in kept)]
     rows = [["step", *columns], ["---"] * (1 + len(columns))]
     for line in kept:
         numbers = [line.get(name) for name in columns]
         rows.append([str(line["step"]), *("" if x is None else f"{x:.4g}" for x in numbers)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return rows

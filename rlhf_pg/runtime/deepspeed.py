@@ -38,8 +38,6 @@ class DeepSpeedBackend(DDPBackend):
 
     def _wrap(self) -> Any:
         check_divisible(self.module, self.optimizer)
-        if any("ns_steps" in group for group in self.optimizer.param_groups):  # Muon's
-            raise ValueError("optim muon is for DDP and FSDP: DeepSpeed has no matrices left")
         dtypes = {p.dtype for p in self.module.parameters()}
         self._bf16 = torch.bfloat16 in dtypes
         if torch.float64 in dtypes:

@@ -309,14 +309,6 @@ class Learner:
         micro_batches = list(self.micro_batches(minibatch))
         # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
         share = 1 / (self.runtime.world * len(micro_batches))
-        balance = self.policy.balance
-        chosen: Any = None
-        if balance is not None:
-            # The balancing loss of the first micro-batch depends on the experts chosen in the
-            # last: one more pass counts them.
-            with torch.no_grad():
-                parts = [self.backend(batch, routes_alone=True) for _, batch in micro_batches]
-            chosen = all_sum(torch.stack(parts).sum(0))
         nll_counts = {name: all_sum(mask.sum()) for name, _, mask in self.nll_terms(minibatch)}
         if self.texts:
             self._accumulate_texts(meter)
@@ -340,11 +332,6 @@ class Learner:
                 how = args.aggregation, args.max_completion_length, count, per_token.dtype
                 weights = token_weights(batch.action_mask, *how)
                 loss = (per_token * weights).sum()
-                if balance is not None:
-                    assert new.routed is not None  # a balanced policy returns it
-                    aux_loss = balance.loss(chosen, new.routed.probability)
-                    loss = loss + args.router_aux_loss_coef * aux_loss
-                    meter.add("aux_loss", aux_loss, share)
                 for name, coef, mask in self.nll_terms(batch):
                     term = nll(new.logprobs, mask, nll_counts[name])
                     loss = loss + coef * term

@@ -1,13 +1,13 @@
-"""AdamW or Muon, and a schedule, with separate rates and warm-ups for policy and critic."""
+"""AdamW and a schedule, with separate rates and warm-ups for policy and critic."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.models import Critic
@@ -45,68 +45,31 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
 
 
-class MuonAndAdamW(Optimizer):
-    """Muon for its groups of matrices, AdamW for the other groups, with one state.
-
-    A matrix moves by lr 0.2 sqrt(max(rows, columns)) times its orthogonalised momentum, which is as
-    far as AdamW moves it on average, so rates and decays carry over (Moonlight; Liu et al. 2025).
-    torch iterates in bfloat16: where gradients differ by rounding, as with another number of
-    processes, weights part by a few percent of the way in five steps. Resuming is exact.
-    """
-
-    def __init__(self, matrices: list[Any], others: list[Any], rest: dict[str, Any]) -> None:
-        muon = [Muon(matrices, rest["lr"], adjust_lr_fn="match_rms_adamw")] if matrices else []
-        self.parts = [*muon, *([AdamW(others, fused=True, **rest)] if others else [])]
-        groups = [group for part in self.parts for group in part.param_groups]
-        super().__init__(groups, self.parts[-1].defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:  # which backends and checkpoints do not know
-            own = isinstance(part, Muon)
-            part.state = self.state
-            part.param_groups = [g for g in self.param_groups if ("ns_steps" in g) == own]
-            part.step()
-
-
-def _matrices(module: nn.Module) -> set[int]:
-    """Return the ids of the matrices of the blocks: not those of embeddings and heads."""
-    parts = list(module.modules())
-    outer: list[Any] = [part for part in parts if isinstance(part, nn.Embedding)]
-    outer += [part.get_output_embeddings() for part in parts if isinstance(part, PreTrainedModel)]
-    outside = {id(p) for part in filter(None, outer) for p in part.parameters()}
-    return {id(p) for p in module.parameters() if p.ndim == 2 and min(p.shape) > 1} - outside
-
-
 def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
     """Make an optimizer without decay for vectors (biases, norms), with the critic's own rate."""
     modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
         modules.append((critic, args.value_learning_rate or args.learning_rate))
-    groups = list[Any]()
-    matrices = list[Any]()
+    groups = list[dict[str, Any]]()
     for module, rate in modules:
         trained = [p for p in module.parameters() if p.requires_grad]
-        muon = _matrices(module) if args.optim == "muon" else set[int]()
-        for into, of_muon, decay, is_wide in (
-            (matrices, True, args.weight_decay, True),
-            (groups, False, args.weight_decay, True),
-            (groups, False, 0.0, False),
-        ):
-            own = [p for p in trained if (p.ndim >= 2) == is_wide and (id(p) in muon) == of_muon]
-            if own:  # DeepSpeed: none empty
-                into.append({"params": own, "weight_decay": decay, "lr": rate})
-    betas = (args.adam_beta1, args.adam_beta2)
-    rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
-    if args.optim == "muon":
-        return MuonAndAdamW(matrices, groups, rest)
+        matrices = [p for p in trained if p.ndim >= 2]
+        vectors = [p for p in trained if p.ndim < 2]
+        for parameters, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
+            if parameters:  # DeepSpeed refuses an empty group
+                groups.append({"params": parameters, "weight_decay": decay, "lr": rate})
+    options: Any = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
     if args.optim != "adamw_8bit":
-        return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **rest)
+        return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **options)
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ValueError("optim adamw_8bit needs bitsandbytes: pip install bitsandbytes") from error
-    eight_bit: Optimizer = AdamW8bit(groups, **rest)
+    eight_bit: Optimizer = AdamW8bit(groups, **options)
     return eight_bit
 
 

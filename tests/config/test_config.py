@@ -121,7 +121,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"target_kl": 0.1}, "num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r .*use_peft"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "disable_dropout"),
-        (GRPOConfig, {"router_aux_loss_coef": 0.1, "disable_dropout": False}, "disable_dropout"),
         (GRPOConfig, {"rollout_engine": "native", "vllm_max_model_length": 9}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm", "rollout_cache_tokens": 9}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm", "vllm_server_timeout": 9.0}, "rollout_engine"),
@@ -148,11 +147,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
             GRPOConfig,
             {"model_init_kwargs": {"use_kernels": True}},
             "model_init_kwargs .*use_kernels",
-        ),
-        (
-            GRPOConfig,
-            {"router_aux_loss_coef": 0.1, "tool_output_nll_coef": 0.1},
-            "router_aux_loss_coef .*tool_output_nll_coef",
         ),
     ],
 )

@@ -87,14 +87,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "warmup_steps": 2,
         "lr_scheduler_type": "cosine",
     },
-    # Gradients summed in another order are other bfloat16 numbers in Muon's iteration, and weights
-    # a few percent of the way apart; pieces made orthogonal one by one would be far more.
-    "grpo, Muon": {
-        "algorithm": "grpo",
-        "num_generations": 4,
-        "prompts_per_step": 5,
-        "optim": "muon",
-    },
     "rloo, LoRA": {
         "algorithm": "rloo",
         "lora": "fresh",
@@ -148,7 +140,6 @@ TRAINED_WITH = {
     "ppo, shared critic": "two",
     "rloo, taught": "two",
     "grpo, LoRA": "one",
-    "grpo, Muon": "two",
     "rloo, LoRA": "two",
     "reinforce, LoRA": "one",
     "ppo, LoRA": "all",
@@ -192,7 +183,7 @@ class Layout:
         return [job for job in JOBS | DOUBLE if not self.refuses(job)]
 
     def refuses(self, job: str) -> bool:
-        return (job in DOUBLE or "Muon" in job) and self.backend.startswith("zero")
+        return job in DOUBLE and self.backend.startswith("zero")
 
 
 ONE = Layout("ddp", 1)

@@ -107,7 +107,7 @@ def test_weights_after_five_steps_match_single_process(launched, layout, job) ->
     assert own.start.equal(one.start)
     distance = float((own.end - one.end).norm() / (one.end - one.start).norm())
     noted(layout, job, weights=distance)
-    assert distance <= (1e-9 if job in DOUBLE else 0.1 if "Muon" in job else 1e-4)
+    assert distance <= (1e-9 if job in DOUBLE else 1e-4)
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)

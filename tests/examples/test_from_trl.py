@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf_pg
 from rlhf_pg import NAMES_OF_TRL
@@ -66,8 +66,3 @@ def test_name_of_trl_is_an_error_with_what_to_use(name):
         getattr(rlhf_pg, name)
     for ours in re.findall(r"rlhf_pg\.[\w.]+", str(caught.value)):
         pkgutil.resolve_name(ours)
-
-
-def test_argument_parser_of_transformers_is_told_what_to_use():
-    with pytest.raises(TypeError, match=r"use rlhf_pg\.config\.parse"):
-        HfArgumentParser(rlhf_pg.PPOConfig)

@@ -108,7 +108,7 @@ def test_attention_dropout_disables_packing():
 
 
 def test_packed_layout_computes_every_real_token_once():
-    inputs, states, _ = lay_out_packed(batch_of())
+    inputs, states = lay_out_packed(batch_of())
     ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
     assert inputs["input_ids"].tolist() == [ids]
     rows = zip(PROMPTS, COMPLETIONS, strict=True)

@@ -248,7 +248,7 @@ SMALL = Row([10, 11, 12], list(range(13, 20)), [1, 1, 4, 3, 2, 0, 1], [0, 1, 2, 
 
 
 def test_packed_tree_has_every_token_once_depth_first():
-    inputs, states, shares = lay_out_packed(batch_of([SMALL, replace(SMALL, tokens=[5] * 7)]))
+    inputs, states = lay_out_packed(batch_of([SMALL, replace(SMALL, tokens=[5] * 7)]))
     ids = [10, 11, 12, 13, 14, 16, 5, 5, 5, 15, 17, 5, 5, 18, 19, 5, 5]
     assert inputs["input_ids"].tolist() == [ids]
     depths = [0, 1, 2, 3, 4, 4, 3, 4, 4, 2, 3, 2, 3, 0, 1, 0, 1]
@@ -256,18 +256,15 @@ def test_packed_tree_has_every_token_once_depth_first():
     followed = [True] * 5 + [False] + [True] * 2
     expected = [[2, 3, 1, 3, 9, 13, 14], [2, 6, 1, 6, 11, 15, 16]]
     assert states[:, followed].tolist() == expected
-    assert shares.tolist() == [2] * 3 + [1] * 14
 
 
 def test_padded_tree_has_a_row_for_each_path():
-    inputs, states, shares = lay_out_padded(batch_of([SMALL, replace(SMALL, tokens=[5] * 7)]))
+    inputs, states = lay_out_padded(batch_of([SMALL, replace(SMALL, tokens=[5] * 7)]))
     paths = [[10, 11, 12, 13, 14], [10, 11, 12, 13, 16], [10, 11, 15, 17], [18, 19]]
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     assert mask[:4].sum(1).tolist() == [5, 5, 4, 2]
     assert [row[there > 0].tolist() for row, there in zip(ids[:4], mask[:4], strict=True)] == paths
     assert states[0, [0, 1, 2, 3, 4, 6, 7]].tolist() == [2, 3, 11, 8, 12, 15, 16]
-    counted = torch.tensor([[1] * 5, [0] * 4 + [1], [0, 0, 1, 1, 0], [1, 1, 0, 0, 0]])
-    assert shares.view(2, 4, 5).tolist() == [counted.tolist()] * 2
 
 
 def test_budget_counts_tokens_and_window_depth():
@@ -275,14 +272,6 @@ def test_budget_counts_tokens_and_window_depth():
     assert batch.longest == 5
     limits = [(17, 5), (16, 5), (40, 4), (39, 4)]  # 3 + 7 + 7 packed, 8 paths of 5 padded
     assert [len(batch.micro_batches(*limit)) for limit in limits] == [1, 2, 1, 2]
-
-
-def test_balance_counts_each_token_of_a_tree_once():
-    policy, rows = Policy(tiny_model("mixtral"), balanced=True), [SMALL] * 2
-    packed = policy(batch_of(rows)).routed
-    policy.window = 0.0
-    torch.testing.assert_close(policy(batch_of(rows)).routed, packed)
-    assert packed.chosen.sum(1).tolist() == [2 * 2 * 10] * 2
 
 
 def test_policy_without_linear_head_refuses_trees():

@@ -1,4 +1,4 @@
-"""AdamW in its three forms, Muon, and bfloat16 weights in theirs, in whole runs."""
+"""AdamW in its three forms, and bfloat16 weights in theirs, in whole runs."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,6 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from rlhf_pg import PPOTrainer
 from rlhf_pg.models import quantization
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime.ddp import check_divisible
@@ -22,48 +21,6 @@ FOUR_BIT = {"use_peft": True, "load_in_4bit": True}
 
 def flat(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().float() for p in trainer.learner.module.parameters()])
-
-
-def test_muon_moves_block_matrices_orthogonally_and_the_rest_as_adamw(make, tmp_path) -> None:
-    """One step of PPO: by 0.2 sqrt(larger side) of the rate along its singular vectors."""
-    moved = []
-    for optim in ("adamw_torch_fused", "muon"):
-        options = {"num_iterations": 1, "learning_rate": 1e-4, "value_learning_rate": 3e-4}
-        trainer = make(
-            PPOTrainer, max_steps=1, optim=optim, output_dir=str(tmp_path / optim), **options
-        )
-        module = trainer.learner.module
-        trainer.critic.head.weight.detach().fill_(0.1)  # at 0 its trunk would have no gradient
-        start = {name: p.detach().clone() for name, p in module.named_parameters()}
-        trainer.train()
-        moved.append({name: p.detach() - start[name] for name, p in module.named_parameters()})
-    blocks = 0
-    for name, change in moved[1].items():
-        if change.ndim == 2 and ".layers." in name:
-            blocks += 1
-            rate = 3e-4 if name.startswith("critic") else 1e-4
-            along = torch.linalg.svdvals(change) / (rate * 0.2 * max(change.shape) ** 0.5)
-            assert 0.7 < along.max() < 1.3, name
-        else:
-            assert change.equal(moved[0][name]), name
-    assert 0 < blocks < len(moved[1])
-
-
-@pytest.mark.parametrize("peft_config", [None, LoraConfig(r=2, target_modules="all-linear")])
-def test_muon_has_all_trained_parameters(make, peft_config) -> None:
-    """With an adapter all are matrices of the blocks."""
-    optimizer = make(optim="muon", peft_config=peft_config).learner.optimizer
-    kinds = {"ns_steps" in group for group in optimizer.param_groups}
-    assert kinds == ({True} if peft_config else {True, False})
-
-
-def test_deepspeed_refuses_muon(make) -> None:
-    deepspeed = pytest.importorskip("rlhf_pg.runtime.deepspeed")
-    trained = make(optim="muon").learner.backend
-    backend = object.__new__(deepspeed.DeepSpeedBackend)
-    backend.module, backend.optimizer = trained.module, trained.optimizer
-    with pytest.raises(ValueError, match="optim muon"):
-        backend._wrap()
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "bfloat16": (PPOTrainer, {"dtype": "bfloat16", "num_mini_batches": 2}),
     "QLoRA": (GRPOTrainer, {"load_in_4bit": True, "use_peft": True, "beta": 0.05}),
-    "Muon, bfloat16, texts": (
+    "bfloat16, texts": (
         PPOTrainer,
-        {"optim": "muon", "dtype": "bfloat16", "num_mini_batches": 2, "ptx_coef": 0.1}
+        {"dtype": "bfloat16", "num_mini_batches": 2, "ptx_coef": 0.1}
         | {"ptx_dataset_name": str(Path(__file__).with_name("texts.txt")), "ptx_batch_size": 2},
     ),
     "states along the rows": (
