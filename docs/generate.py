@@ -35,6 +35,7 @@ import scaling
 
 import rlhf_pg
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.config.fields import help_of
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
 from rlhf_pg.config.method import MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig, TrainingConfig
@@ -441,7 +442,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _key_row(field: dataclasses.Field[Any], config: type) -> str:
     value = _default(field)
     default = value if isinstance(value, str) else json.dumps(value)
-    meaning = field.metadata["help"]
+    meaning = help_of(field.metadata)
     choices = ", ".join(f"`{value}`" for value in _choices(config, field.name))
     if choices:
         meaning += f" One of {choices}."

@@ -29,12 +29,6 @@ Many papers correspond to one estimator with one or two options:
 """
 
 from rlhf_pg.advantages.estimators import ADVANTAGES as ADVANTAGES
-from rlhf_pg.advantages.estimators import IN_BATCH as IN_BATCH
-from rlhf_pg.advantages.estimators import IN_GROUP as IN_GROUP
-from rlhf_pg.advantages.estimators import NEED_GREEDY as NEED_GREEDY
-from rlhf_pg.advantages.estimators import NEED_VALUES as NEED_VALUES
-from rlhf_pg.advantages.estimators import PER_TOKEN as PER_TOKEN
-from rlhf_pg.advantages.estimators import READ_REWARDS as READ_REWARDS
 from rlhf_pg.advantages.estimators import AdvantageInputs as AdvantageInputs
 from rlhf_pg.advantages.estimators import total_scores as total_scores
 from rlhf_pg.advantages.per_group import SCALES as SCALES

@@ -1,7 +1,8 @@
 """The advantage estimators that a config selects: functions of `AdvantageInputs`.
 
-To add one, write the function, give it a line in `ADVANTAGES`, and add its name to the sets below
-where it belongs. Its keyword-only parameters are config keys of the same name.
+To add one, write the function, and give it a line in `ADVANTAGES` and one in `ESTIMATORS` of
+`rlhf_pg.config.method`, with what it needs. Its keyword-only parameters are config keys of the same
+name.
 
 `estimate_x` applies `x` of `per_group` or `per_token`, which documents the formula. "Unbiased"
 refers to the policy gradient, with gamma 1 and with the rewards that are given.
@@ -265,11 +266,3 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "returns_minus_values": returns_minus_values,
     "total_returns": total_returns,
 }
-NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # need a critic
-NEED_GREEDY = {"returns_minus_greedy"}  # need a scored greedy completion of every prompt
-# These use per-token rewards; the others use only the scores of a completion.
-READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
-PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
-# These compare completions, so they need several of a prompt, or of the batch.
-IN_GROUP = {"leave_one_out", *(name for name in ADVANTAGES if "group_normalized" in name)}
-IN_BATCH = {"returns_minus_others", "returns_minus_mean", "returns_minus_optimal"}

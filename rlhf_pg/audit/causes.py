@@ -9,29 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.audit.expectation import Measured, changed, measure
+from rlhf_pg.config.fields import default_of, metadata
 from rlhf_pg.models import PolicyOutput
 
-# Keys that go together, and what they do to the expected gradient.
-CAUSES = {
-    "advantage_estimator": "own scores are in mean and std, or a critic's guesses in the returns",
-    "vf_coef": "the critic's loss moves weights that the policy shares",
-    "scale_rewards": "every prompt weighs the same, hard or easy",
-    "normalize_advantages": "divides by a std of the same samples",
-    "aggregation": "weighs by the lengths that were drawn",
-    "policy_loss": "leaves out ratios of updates after the first",
-    "num_iterations num_mini_batches": "later updates have an older policy's prefixes",
-    "kl_placement kl_estimator": "is not grad KL(policy || reference), or is scaled with scores",
-    "gamma": "later rewards count less",
-    "mask_truncated_completions bootstrap_truncated": "truncated completions lose their scores",
-    "missing_eos_penalty overlong_buffer": "long completions cost more than their scores say",
-    "reward_clip_range reward_squash whiten_rewards": "maximises other scores",
-    "entropy_coef entropy_target": "maximises the entropy too",
-    "top_entropy_quantile": "leaves out tokens that have a gradient too",
-    "positive_nll_coef": "maximises a likelihood too",
-    "teacher_top_k": "takes the teacher's other tokens for one",
-    "teacher_gamma": "pays a token little for what it leads to",
-    "rollout_engine sampler_correction top_k top_p min_p": "samples from another distribution",
-}
 # The estimator or loss that is without its bias.
 LIKE = dict.fromkeys(("clipped_surrogate", "cispo", "sapo", "dppo", "kl_penalty"), "surrogate")
 LIKE |= {"returns_minus_mean": "returns_minus_others", "process_group_normalized": "leave_one_out"}
@@ -55,9 +35,9 @@ def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]
         own = measure(args)
         factor = (whole.gradient @ own.gradient / own.gradient.square().sum()).item()
         yield f"policy_loss: {args.policy_loss}", own, f"the loss has {factor:.4g} times this"
-    for keys, effect in CAUSES.items():
-        now = {key: getattr(args, key) for key in keys.split() if hasattr(args, key)}
-        plain = {key: UNBIASED.get(key, getattr(type(args), key)) for key in now}
+    for keys, effect in causes(args).items():
+        now = {key: getattr(args, key) for key in keys}
+        plain = {key: UNBIASED.get(key, default_of(args, key)) for key in now}
         plain = {k: LIKE.get(now[k], now[k]) if v is LIKE else v for k, v in plain.items()}
         changes = {key: value for key, value in plain.items() if value != now[key]}
         if (other := changed(args, changes)) == args:
@@ -68,6 +48,18 @@ def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]
             yield ", ".join(f"{key}: {value}" for key, value in changes.items()), found, effect
     if without:
         yield "all of these", measure(changed(args, without), foreign), ""
+
+
+def causes(args: Any) -> dict[tuple[str, ...], str]:
+    """Return what may bias the expected gradient: keys tried together, and their effect."""
+    words = metadata(args)
+    effects = {key: of_key.get("bias", "") or "" for key, of_key in words.items()}
+    groups = {}
+    for key, effect in effects.items():
+        if effect and effect not in words:
+            partners = [other for other, first in effects.items() if first == key]
+            groups[(key, *partners)] = effect
+    return groups
 
 
 def adapt(function: Callable[..., Any], micro_batches: int) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_pg.audit import world
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import ConfigError
+from rlhf_pg.config.fields import ConfigError, metadata
 from rlhf_pg.config.method import MethodConfig
 from rlhf_pg.kl import divergence
 from rlhf_pg.report.metrics import Meter
@@ -25,10 +25,6 @@ from rlhf_pg.trainers import trainer_type
 RATE = 0.03  # of the SGD step that a step's later updates come after: KL(old || new) 0.01 per token
 WARMTH = 1.05  # temperature of an engine other than the policy, over the policy's
 MOST = 3  # completions of a prompt in a step
-# Keys that are not about one expected gradient, or need what the world lacks.
-LEFT_OUT = {"dynamic_sampling_rounds", "normalize_rewards", "normalize_values", "reward_weights"}
-LEFT_OUT |= {"reward_workers", "value_model_name_or_path", "value_init"}
-LEFT_OUT |= {"tool_output_nll_coef", "ptx_coef", "ptx_dataset_name", "privileged_prompt"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,8 @@ def make_trainer(args: Any) -> Any:
     shared, method = ({one.name for one in fields(x)} for x in (PolicyGradientConfig, MethodConfig))
     names = vars(args).keys() - shared | method
     longest = world.MAX_LENGTH
-    keys = {name: getattr(args, name) for name in names - LEFT_OUT}
+    words = metadata(args)
+    keys = {name: getattr(args, name) for name in names if words[name].get("bias", "") is not None}
     keys |= {"temperature": args.temperature, "max_completion_length": longest}
     keys |= {"overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest)}
     keys |= {"sampler_correction": args.correction_of(args.rollout_engine)}

@@ -5,39 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys of the training data: only the rows matter, which have a fingerprint.
-OF_DATA = {
-    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
-    *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
-    *("chat_template", "chat_template_date"),
-}
-# Keys of a config with locations, which do not affect the result.
-PLACES = {
-    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
-    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
-    "vllm_sync_directory",
-}
-# Keys that a resumed run may change: length, intervals, paths, failures, and keys that never change
-# a result.
-MAY_CHANGE = PLACES | {
-    *("model_name_or_path", "value_model_name_or_path", "max_steps", "num_train_epochs"),
-    *("save_best", "save_merged", "trust_remote_code", "max_skipped_steps"),
-    *("eval_steps", "num_generations_eval", "eval_success_threshold", "gradient_checkpointing"),
-    *("micro_batch_tokens", "micro_batch_size", "rollout_cache_tokens", "rollout_workers"),
-    *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
-    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-    *("vllm_server_timeout", "environment_timeout"),
-    *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
-    # Models and adapters have fingerprints.
-    *("teacher_model_name_or_path", "trainer", "given_in_python"),
-}
-# Keys that may change with a warning: peaks of the schedule; the length of the run, which changes
-# later learning rates; and names of rewards, to allow fixed functions.
-WARNED = {
-    *("learning_rate", "value_learning_rate", "max_steps", "num_train_epochs"),
-    *("reward_funcs", "reward_options", "reward_model_name_or_path"),
-}
+from rlhf_pg.config.fields import EFFECTS
+from rlhf_pg.config.run import effect_of
 
 # Inputs that must be the same as in the resumed run, and how to provide them.
 REMEDIES = {
@@ -67,7 +36,7 @@ def check(
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))
-    fixed = saved["config"].keys() - MAY_CHANGE - WARNED
+    fixed = [key for key in saved["config"] if EFFECTS[effect_of(key)].resume == "fixed"]
     if other := describe_changes(saved["config"], now, fixed):
         raise ValueError(
             f"{path} was saved with another config: {other}. Resume with the same config, or "
@@ -82,7 +51,8 @@ def check(
             f"{path} was saved with running statistics of {theirs}, but this run has them of "
             f"{ours}: resume with the same reward functions"
         )
-    return describe_changes(saved["config"], now, WARNED)
+    warned = [key for key in saved["config"] if EFFECTS[effect_of(key)].resume == "warned"]
+    return describe_changes(saved["config"], now, warned)
 
 
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:

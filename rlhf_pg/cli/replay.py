@@ -19,8 +19,9 @@ def replay(flags: Sequence[str]) -> None:
         fail("--resample is for an unchanged step: leave it out, or the other keys")
     if run.config:
         check_found(run.directory / "config.yaml", keys, options.trust_run)
+    other = rebuild(run, keys) if keys else None  # first, since it may be refused
     again = Replay(rebuild(run), run)
-    if keys:
-        show_what_if(what_if(again, rebuild(run, keys), options.step), options.rows)
+    if other is not None:
+        show_what_if(what_if(again, other, options.step), options.rows)
     elif (made := again.make(options.step, options.resample)) and again.trainer.runtime.is_main:
         show_step(made, options.rows)

@@ -4,9 +4,16 @@ import math
 from typing import ClassVar, Literal
 
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import FunctionName, Text, config, option, parameters, registry
+from rlhf_pg.config.fields import FunctionName, Text, config, option, registry
 from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
-from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
+from rlhf_pg.config.method import (
+    ESTIMATORS,
+    LOSSES,
+    KLEstimator,
+    MethodConfig,
+    SamplingConfig,
+    Traits,
+)
 from rlhf_pg.config.run import RunConfig, TrainingConfig
 
 
@@ -89,9 +96,20 @@ class PolicyGradientConfig(
         return self.old_kl_target is not None or self.kl_adaptive_lr is not None
 
     @property
-    def loss_options(self) -> set[str]:
-        """The names of the policy loss's parameters."""
-        return parameters(registry("policy_loss")[self.policy_loss])
+    def estimator_traits(self) -> Traits:
+        """What the advantage estimator needs; nothing if it is the user's."""
+        return ESTIMATORS.get(self.advantage_estimator, Traits())
+
+    @property
+    def loss_traits(self) -> Traits:
+        """What the policy loss needs; nothing if it is the user's."""
+        return LOSSES.get(self.policy_loss, Traits())
+
+    @property
+    def has_functions(self) -> bool:
+        """True unless the estimator or the loss is of another file, which `locate` loads."""
+        names = {"advantage_estimator": self.advantage_estimator, "policy_loss": self.policy_loss}
+        return all(name in registry(key) for key, name in names.items())
 
     @property
     def policy_frozen_until(self) -> int:
@@ -112,9 +130,12 @@ class GRPOConfig(PolicyGradientConfig):
     algorithm: Literal["grpo"] = option("grpo")
     output_dir: Text = option("runs/grpo")
     num_generations: int = option(8, ge=2)
-    scale_rewards: Literal["group", "batch", "mean", "none"] = option("group", help=
+    scale_rewards: Literal["group", "batch", "mean", "none"] = option("group", "update",
+        bias="every prompt weighs the same, hard or easy", help=
         "Divide centred scores by the group's or batch's deviation, the group's mean, or nothing.")
-    scale_rewards_eps: float = option(1e-4, ge=0, help="Added to the deviation (verl: 1e-6).")
+    scale_rewards_eps: float = option(1e-4, "update", ge=0, needs="scale_rewards group or batch",
+        help=
+        "Added to the deviation (verl: 1e-6).")
 
 
 @config
@@ -138,7 +159,8 @@ class ReinforceConfig(PolicyGradientConfig):
     algorithm: Literal["reinforce"] = option("reinforce")
     output_dir: Text = option("runs/reinforce")
     num_generations: int = option(1, ge=1)
-    gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
+    gamma: float = option(1.0, "update", gt=0, le=1, bias="later rewards count less", help=
+        "Discount factor per token.")
     advantage_estimator: FunctionName = option("returns_minus_others", names=ESTIMATORS, help=
         "Advantage estimator: returns has no baseline, returns_minus_others the mean of the other "
         "completions, returns_minus_mean the batch's (docs/algorithms.md).")
@@ -164,34 +186,41 @@ class PPOConfig(PolicyGradientConfig):
     kl_estimator: KLEstimator = option("k1")
     advantage_estimator: FunctionName = option("gae", names=ESTIMATORS, help=
         "Advantage estimator with a critic: gae, n_step or returns_minus_values.")
-    gamma: float = option(1.0, gt=0, le=1, help="Discount factor per token.")
-    lam: float = option(0.95, ge=0, le=1, help="Lambda of GAE: 0 trusts the critic, 1 the rewards.")
-    lam_alpha: float | None = option(None, gt=0, help=
+    gamma: float = option(1.0, "update", gt=0, le=1, bias="later rewards count less", help=
+        "Discount factor per token.")
+    lam: float = option(0.95, "update", ge=0, le=1, needs="lam_alpha none", help=
+        "Lambda of GAE: 0 trusts the critic, 1 the rewards.")
+    lam_alpha: float | None = option(None, "update", gt=0, help=
         "Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length). None uses lam.")
-    value_lam: float | None = option(None, ge=0, le=1, help=
+    value_lam: float | None = option(None, "update", ge=0, le=1,
+        needs="agent_credit episode and vf_coef", help=
         "Lambda of the critic's targets (VAPO: 1). None: the target is advantage + value.")
-    n_steps: int | None = option(1, ge=1, help=
+    n_steps: int | None = option(1, "update", ge=1, help=
         "Rewards that n_step sums before the critic's value. None: all to the end.")
-    bootstrap_truncated: bool = option(False, help=
+    bootstrap_truncated: bool = option(False, "update", bias="mask_truncated_completions", help=
         "After a truncated completion use the critic's value instead of 0.")
     normalize_advantages: bool = option(True)
 
-    critic: Literal["separate", "shared"] = option("separate", help=
+    critic: Literal["separate", "shared"] = option("separate", "run", help=
         "A separate model, or a head on the policy's trunk, which saves memory.")
-    value_model_name_or_path: Text | None = option(None, help=
+    value_model_name_or_path: Text | None = option(None, "inputs",
+        needs="critic separate and value_init pretrained", bias=None, help=
         "Model that a separate critic starts from, such as a reward model. None: the policy's.")
-    value_init: Literal["pretrained", "random"] = option("pretrained", help=
+    value_init: Literal["pretrained", "random"] = option("pretrained", "run",
+        needs="critic separate", bias=None, help=
         "Initialise a separate critic from pretrained or random weights.")
-    value_learning_rate: float | None = option(None, gt=0, help=
+    value_learning_rate: float | None = option(None, "later", gt=0, help=
         "Learning rate of the critic. None: learning_rate.")
-    value_pretraining_steps: int = option(0, ge=0, help=
+    value_pretraining_steps: int = option(0, "update", ge=0, needs="vf_coef", help=
         "Steps at the start that train only the critic (VAPO), before the policy's schedule.")
-    value_iterations: int = option(0, ge=0, help=
+    value_iterations: int = option(0, "update", ge=0, needs="vf_coef", help=
         "Additional passes over a batch for the critic, or a shared critic's head (VPG, A2C).")
-    normalize_values: bool = option(False, help=
+    normalize_values: bool = option(False, "run", needs="vf_coef", bias=None, help=
         "Train the critic on (return - running mean) / running std.")
-    vf_coef: float = option(0.1, ge=0, help="Coefficient of the value loss; 0: no loss.")
-    cliprange_value: float | None = option(0.2, gt=0, help=
+    vf_coef: float = option(0.1, "update", ge=0,
+        bias="the critic's loss moves weights that the policy shares", help=
+        "Coefficient of the value loss; 0: no loss.")
+    cliprange_value: float | None = option(0.2, "update", gt=0, help=
         "Largest change of a value before its loss is clipped. None: no clipping.")
 
     @property

@@ -8,48 +8,87 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import date
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
     Literal,
-    Required,
+    NamedTuple,
     TypeVar,
     dataclass_transform,
-    get_origin,
     get_type_hints,
 )
 
 import yaml
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-)
-from typing_extensions import TypedDict
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic.dataclasses import dataclass, rebuild_dataclass
 
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.config.foreign_keys import KEYS, VALUE_REASONS, unknown
+from rlhf_pg.config.foreign_keys import VALUE_REASONS, unknown
 
 C = TypeVar("C")
 V = TypeVar("V")
-CHECKS = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
-SAID = re.compile(r"^Input should be |^Value error, |, (?:unable to parse|got) .*")
+CHECKS = ConfigDict(
+    extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, defer_build=True
+)
+LIMITS = ("ge", "gt", "le", "lt")
+PYDANTIC = re.compile(r"^Input should be |^Value error, |, (?:unable to parse|got) .*")
 
 
-def option(default: Any, *, names: Collection[str] = (), help: str = "", **limits: float) -> Any:
-    """Declare a key.
+class Effect(NamedTuple):
+    """Whether a resumed run may change a key, and whether replay may show a step with another."""
+
+    resume: Literal["free", "warned", "fixed"]
+    replay: Literal["computed", "other run", "none"]  # none: a step does not depend on it
+
+
+EFFECTS = {
+    "output": Effect("free", "none"),  # what a run writes, and where
+    "evaluation": Effect("free", "none"),
+    "cost": Effect("free", "computed"),  # time and memory, never a result
+    "later": Effect("warned", "computed"),  # learning rates of later steps
+    "rewards": Effect("warned", "computed"),  # the scores, by calling their sources again
+    "update": Effect("fixed", "computed"),  # what becomes of completions and their scores
+    "inputs": Effect("free", "other run"),  # models and rows, which have fingerprints; code
+    "run": Effect("fixed", "other run"),  # what is sampled, and by what
+}
+
+
+def option(
+    default: Any,
+    effect: str = "",
+    *,
+    help: str = "",
+    needs: str = "",
+    bias: str | None = "",
+    replaced_by: str = "",
+    names: Collection[str] = (),
+    **limits: float,
+) -> Any:
+    """Declare a key. What it does not say, except limits, it has from the key that it overrides.
 
     Args:
+        effect: one of `EFFECTS`; without one it is an update.
+        needs: what else must be set for it to have an effect: "KEY", "KEY VALUE", joined by " or "
+            and " and ".
+        bias: what it does to the expected gradient: `audit` tries its default instead; or the key
+            with which it is tried together. None: `audit` leaves it out.
+        replaced_by: keys of data or rewards, of which a flag resets it in a recipe.
         names: allowed values, to which users may add by registering; `rules` checks them.
-        help: by default the help of the key that it overrides.
         limits: pydantic's `ge`, `gt`, `le`, `lt`.
     """
-    metadata = {"help": help, "names": tuple(names), "limits": limits}
+    stated = {
+        "effect": effect,
+        "help": help,
+        "needs": needs,
+        "replaced_by": replaced_by,
+        "names": tuple(names),
+    }
+    metadata: dict[str, Any] = {word: value for word, value in stated.items() if value}
+    if bias != "":
+        metadata["bias"] = bias
+    metadata |= limits
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -57,53 +96,41 @@ def option(default: Any, *, names: Collection[str] = (), help: str = "", **limit
 
 @dataclass_transform(kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
-    """Make a class a config: a dataclass that raises ConfigError for wrong keys."""
+    """Make a class a config: a pydantic dataclass that raises ConfigError for wrong keys."""
     inherited = getattr(cls, "__dataclass_fields__", {})
-    for name, key in vars(cls).items():
-        if isinstance(key, dataclasses.Field) and name in inherited:
-            text = key.metadata.get("help") or inherited[name].metadata["help"]
-            key.metadata = MappingProxyType({**key.metadata, "help": text})
-    is_made = "__dataclass_fields__" in vars(cls)
-    made: Any = cls if is_made else dataclasses.dataclass(kw_only=True)(cls)
-    assign = made.__init__
-    if get_origin(inspect.get_annotations(cls).get("algorithm")) is Literal:
-        KEYS[made.algorithm] = {field.name for field in dataclasses.fields(made)}
+    for name, hint in inspect.get_annotations(cls, eval_str=True).items():
+        if hint in (int, float, int | None, float | None):
+            cls.__annotations__[name] = Annotated[hint, BeforeValidator(_number)]
+        if name in inherited and name in vars(cls):
+            default = vars(cls)[name]
+            key = default if isinstance(default, dataclasses.Field) else option(default)
+            words = {word: x for word, x in inherited[name].metadata.items() if word not in LIMITS}
+            key.metadata = MappingProxyType({**words, **key.metadata})
+            setattr(cls, name, key)
+    made: Any = dataclass(cls, kw_only=True, config=CHECKS)
+    validate = made.__init__
 
-    @cache
-    def checker() -> Any:  # slow, and not needed for `--help`
-        hints = get_type_hints(made, include_extras=True)
-        keys = {}
-        for field in dataclasses.fields(made):
-            name = field.name
-            hint = hints[field.name]
-            keys[name] = Annotated[hint, Field(**field.metadata.get("limits", {}))]
-            if hint in (int, float, int | None, float | None):
-                keys[name] = Annotated[keys[name], BeforeValidator(_number)]
-            if field.default is field.default_factory is dataclasses.MISSING:
-                keys[name] = Required[keys[name]]
-        kind: Any = TypedDict
-        known = kind(made.__name__, keys, total=False)
-        known.__pydantic_config__ = CHECKS
-        return TypeAdapter(known)
-
-    @wraps(assign)
-    def __init__(self: Any, **given: Any) -> None:
+    @wraps(validate)
+    def __init__(self: Any, **values: Any) -> None:
+        if not made.__pydantic_complete__:  # slow, and not needed for `--help`
+            rebuild_dataclass(made)
+            made.__init__ = __init__
         try:
-            checked = checker().validate_python(given)
+            validate(self, **values)
         except ValidationError as error:
             messages = list(_messages(made, error))
-            wrong = {key for key, _ in messages}
-            rest = {key: value for key, value in given.items() if key not in wrong}
-            if len(rest) < len(given):  # what the rules say of the other keys, in the same round
-                try:
-                    type(self)(**rest)
-                except ConfigError as more:
-                    messages += [one for one in more.messages if not wrong & {*one[1].split()}]
-            raise ConfigError(messages) from None
-        assign(self, **checked)
+        else:
+            return
+        wrong = {key for key, _ in messages}
+        right = {key: value for key, value in values.items() if key not in wrong}
+        if len(right) < len(values):  # what the rules say of the other keys, in the same round
+            try:
+                type(self)(**right)
+            except ConfigError as error:
+                messages += [one for one in error.messages if not wrong & {*one[1].split()}]
+        raise ConfigError(messages)
 
     made.__init__ = __init__
-    made.__init__.checks_keys = True
     return made  # type: ignore[no-any-return]
 
 
@@ -116,30 +143,50 @@ class ConfigError(ValueError):
 
 
 def _messages(cls: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Yield each key that pydantic refuses, with one line for all types that it has tried."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    found: dict[str, list[Any]] = {}
-    for one in error.errors():
-        found.setdefault(str(one["loc"][0]), []).append(one)
-    for key, ones in found.items():
-        if ones[0]["type"] == "extra_forbidden":
-            yield key, unknown(key, known)
-        elif ones[0]["type"] == "missing":
+    """Yield each wrong key with one line, for all types that pydantic has tried, or for a rule."""
+    details: dict[str, list[Any]] = {}
+    for detail in error.errors():
+        if not detail["loc"]:  # of `__post_init__`
+            refusal: Any = detail["ctx"]["error"]
+            yield from getattr(refusal, "messages", [("", str(refusal))])
+        else:
+            details.setdefault(str(detail["loc"][0]), []).append(detail)
+    for key, tried in details.items():
+        value = tried[0]["input"]
+        if tried[0]["type"] == "unexpected_keyword_argument":
+            yield key, unknown(key, cls)
+        elif tried[0]["type"] == "missing":
             yield key, f"{key} is required"
         else:
-            said = dict.fromkeys(SAID.sub("", one["msg"]) for one in ones)
-            reason = VALUE_REASONS.get((key, str(ones[0]["input"])))
+            expected = dict.fromkeys(PYDANTIC.sub("", detail["msg"]) for detail in tried)
+            reason = VALUE_REASONS.get((key, str(value)))
             hint = "" if reason is None else f": {reason}"
-            yield key, f"{key} must be {' or '.join(said)}, got {show(ones[0]['input'])}{hint}"
+            yield key, f"{key} must be {' or '.join(expected)}, got {show(value)}{hint}"
+
+
+def metadata(config: Any) -> dict[str, Any]:
+    """Return what each key of a config, or of its class, says of itself."""
+    return {field.name: field.metadata for field in dataclasses.fields(config)}
+
+
+def help_of(words: Any) -> str:
+    """Return the help of a key from its metadata."""
+    text: str = words.get("help", "")
+    if "needs" in words:
+        text += f" Needs {words['needs']}."
+    return text
 
 
 def is_set(config: Any, key: str) -> bool:
     """Return whether a key exists and is not at its default."""
-    field = getattr(config, "__dataclass_fields__", {}).get(key)
-    if field is None:
-        return False
+    return hasattr(config, key) and bool(getattr(config, key) != default_of(config, key))
+
+
+def default_of(config: Any, key: str) -> Any:
+    """Return the default of a key."""
+    field = config.__dataclass_fields__[key]
     made = field.default_factory is not dataclasses.MISSING
-    return bool(getattr(config, key) != (field.default_factory() if made else field.default))
+    return field.default_factory() if made else field.default
 
 
 def as_list(value: Any) -> Any:
@@ -228,12 +275,13 @@ Mapping = Annotated[dict[str, V], BeforeValidator(_read)]
 def check_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
     """Return the keyword-only arguments of a function, checked by its annotations."""
     hints = get_type_hints(function, include_extras=True)
-    fields: list[Any] = [
-        (p.name, hints[p.name], *([] if p.default is p.empty else [p.default]))
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    ]
-    kind: Any = config(dataclasses.make_dataclass(function.__name__, fields, kw_only=True))
+    keys: dict[str, Any] = {"__annotations__": {}}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keys["__annotations__"][parameter.name] = hints[parameter.name]
+            if parameter.default is not parameter.empty:
+                keys[parameter.name] = parameter.default
+    kind: Any = config(type(function.__name__, (), keys))
     checked: dict[str, Any] = vars(kind(**options))
     return checked
 

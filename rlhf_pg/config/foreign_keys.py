@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_origin
 
 
 def _by_key(hints: Mapping[str, str]) -> dict[str, str]:
@@ -98,15 +99,11 @@ VALUE_REASONS = {
     ("dtype", "float16"): HALF,
     ("dtype", "fp16"): HALF,
     ("dtype", "half"): HALF,
-    (
-        "optim",
-        "muon",
-    ): "it was removed in November 2026: choose AdamW, or give an optimizer in Python",
+    ("optim", "muon"): "it was removed in November 2026: choose AdamW, or give your own in Python",
 }
 # Sections of verl's config: mappings, where ours has none.
 VERL = {"actor_rollout_ref", "algorithm", "critic", "data", "reward_model", "trainer"}
 VERL |= {"custom_reward_function"}
-KEYS = dict[str, set[str]]()  # of each algorithm, as its config is declared
 FOREIGN_ARGUMENTS = {
     "tokenizer": "is processing_class here",
     "config": "is args here",
@@ -117,9 +114,23 @@ FOREIGN_ARGUMENTS = {
 }
 
 
-def algorithms_with(key: str) -> list[str]:
-    """Return the algorithms whose configs have a key, supervised runs among them."""
-    return [algorithm for algorithm, keys in KEYS.items() if key in keys]
+def configs(kind: type) -> list[Any]:
+    """Return all config classes of algorithms, users' own among them, given one of them."""
+    bases = [base for base in kind.__mro__ if "algorithm" in _fields(base)]
+    kinds: list[Any] = bases[-1:]
+    for base in kinds:
+        kinds += base.__subclasses__()
+    return kinds
+
+
+def algorithms_with(key: str, kind: type) -> list[str]:
+    """Return the algorithms whose configs have a key, given one of these."""
+    algorithms = []
+    for owner in configs(kind):
+        fields = _fields(owner)
+        if key in fields and get_origin(fields["algorithm"].type) is Literal:  # not a base class
+            algorithms.append(owner.algorithm)
+    return list(dict.fromkeys(algorithms))
 
 
 def of_verl(keys: Iterable[str]) -> str | None:
@@ -130,18 +141,23 @@ def of_verl(keys: Iterable[str]) -> str | None:
     return f"{section} is of verl's config: docs/from-verl.md has our name for each of its keys"
 
 
-def unknown(key: str, known: Collection[str]) -> str:
-    """Return the error for an unknown key, with its replacement or the nearest known key."""
+def _fields(kind: type) -> Mapping[str, Any]:
+    return getattr(kind, "__dataclass_fields__", {})
+
+
+def unknown(key: str, kind: type) -> str:
+    """Return the error for an unknown key of a config, with its replacement or the nearest key."""
+    known = _fields(kind)
     if "." in key and (message := of_verl([key])):
         return message
     hints = HINTS | SUPERVISED_HINTS if "batch_size" in known else HINTS
     if hint := hints.get(key):
         ours = re.split(r"\W", hint)[0]
-        where = "" if ours in known else f", of {', '.join(algorithms_with(ours))}"
+        where = "" if ours in known else f", of {', '.join(algorithms_with(ours, kind))}"
         return f"{key!r} is not a key here; see {hint}{where}"
     if key in REASONS:
         return f"{key!r} is not a key here: {REASONS[key]}"
-    if owners := algorithms_with(key):
+    if owners := algorithms_with(key, kind):
         return f"{key!r} is a key of {', '.join(owners)} alone: leave it out"
     return f"unknown key {key!r}{nearest(key, known)}"
 

@@ -17,24 +17,12 @@ from rlhf_pg.boundary.input_files import read_yaml
 from rlhf_pg.boundary.launcher import is_first_process
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.config.fields import ConfigError, as_list, config
+from rlhf_pg.config.fields import ConfigError, as_list, config, help_of, metadata
 from rlhf_pg.config.foreign_keys import algorithms_with, of_verl
 
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C")
-
-# A flag for one of these keys resets a recipe's other keys that belong to the replaced data.
-# Another dataset may have the same columns and the same kind of split, but a task has neither.
-_SOURCE = "task_options dataset_config dataset_train_split dataset_weights dataset_fingerprint"
-_HELD_OUT = "dataset_test_split eval_dataset_name"
-REPLACED = {
-    "dataset_name": f"task {_SOURCE}".split(),
-    "task": f"dataset_name dataset_columns prompt_template {_HELD_OUT} {_SOURCE}".split(),
-    "eval_dataset_name": ["dataset_test_split"],
-    "reward_funcs": ["reward_options", "reward_weights"],
-    "use_peft": ["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"],
-}
 
 
 def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
@@ -50,7 +38,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         print(help_on_keys(config_type))
         raise SystemExit(0)
     kind: Any = config_type
-    if not hasattr(kind.__init__, "checks_keys"):  # a dataclass that is derived from a config
+    if "__pydantic_fields__" not in vars(kind):  # a dataclass that is derived from a config
         kind = config(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
@@ -60,7 +48,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         own = load(Path(recipe))
         if own.get("algorithm") != getattr(kind, "algorithm", None):
             names = {field.name for field in dataclasses.fields(kind)}
-            idle = [key for key in own if key not in names and algorithms_with(key)]
+            idle = [key for key in own if key not in names and algorithms_with(key, kind)]
             own = {key: value for key, value in own.items() if key not in idle}
             if idle:
                 logger.warning(
@@ -68,9 +56,9 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
                 )
         values |= own
         origin |= dict.fromkeys(map(str, own), f"{recipe}: ")
-    for key in REPLACED.keys() & flags:
-        if key != "use_peft" or str(flags[key]).lower() in ("false", "no", "off", "0"):
-            values = {other: v for other, v in values.items() if other not in REPLACED[key]}
+    for key, words in metadata(kind).items():
+        if replacing(flags) & {*words.get("replaced_by", "").split()}:
+            values.pop(key, None)
     origin |= dict.fromkeys(flags, "")
     given = {str(k): None if v in ("None", "null") else v for k, v in (values | flags).items()}
     try:
@@ -79,6 +67,12 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         fail("\n".join(f"{origin.get(key, '')}{text}" for key, text in error.messages))
     beside = Path(recipes[0]).absolute().parent if recipes else None
     return made.locate(beside)  # type: ignore[no-any-return]
+
+
+def replacing(flags: Mapping[str, Any]) -> set[str]:
+    """Return the flags that reset keys of a recipe: what these describe is no longer used."""
+    keeps_adapter = str(flags.get("use_peft", True)).lower() not in ("false", "no", "off", "0")
+    return flags.keys() - ({"use_peft"} if keeps_adapter else set())
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -138,9 +132,9 @@ def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:
         for field in fields:
             made = field.default_factory is not dataclasses.MISSING
             default = values.get(field.name, "none" if made else field.default)
-            text = field.metadata.get("help", "")
-            names = field.metadata.get("names", ())
-            text += f" One of: {', '.join(names)}." * bool(names)
+            text = help_of(field.metadata)
+            if names := field.metadata.get("names"):
+                text += f" One of: {', '.join(names)}."
             several = default if isinstance(default, tuple | list) else [default]
             shown = " ".join(map(str, several))
             shown = shown.lower() if shown in ("True", "False", "None") else shown or "none"

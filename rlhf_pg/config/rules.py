@@ -1,15 +1,24 @@
 """Rules on which keys go together; each yields a message for every key that is ignored or wrong."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rlhf_pg.boundary.quoted import SECRET, USER, quote, texts
-from rlhf_pg.config.fields import ConfigError, is_set, parameters, registry
+from rlhf_pg.config.fields import (
+    ConfigError,
+    default_of,
+    is_set,
+    metadata,
+    parameters,
+    registry,
+)
 from rlhf_pg.config.foreign_keys import nearest
+from rlhf_pg.config.method import ESTIMATORS
 from rlhf_pg.config.run import SCHEDULES
 
 EMBEDDED = ("arithmetic", "preference", "guess", "calculator")
 THIRD_PARTY = ("reasoning_gym", "verifiers", "openenv")  # before a colon and a name
+IN_PYTHON = ("tools", "environment_factory", "agent_program")  # keys that a trainer may be given
 # Arguments of from_pretrained that have their own keys or would break a run.
 OWN_KEYS = {
     **{key: f"set {key}" for key in ("attn_implementation", "trust_remote_code", "dtype")},
@@ -26,11 +35,14 @@ OWN_KEYS = {
 
 def check(args: Any) -> None:
     """Refuse the keys of a config that do not go together."""
+    rules = [of_inputs]
     if not hasattr(args, "advantage_estimator"):
-        messages = [*of_supervised(args)]
-    elif not (messages := [*of_names(args)]):  # the other rules need the functions of these names
-        messages = [*of_samples(args), *of_estimator(args), *of_updates(args), *of_use(args)]
-    refuse([*of_inputs(args), *filter(None, messages)])
+        rules += [of_supervised, of_needs]
+    elif args.has_functions:  # others are refused by name, or loaded by `locate`
+        rules += [of_samples, of_estimator, of_updates, of_needs, of_functions]
+    else:
+        rules += [of_names]
+    refuse(message for rule in rules for message in rule(args))
 
 
 def refuse(messages: Iterable[str]) -> None:
@@ -52,8 +64,6 @@ def of_inputs(args: Any) -> Iterator[str]:
             )
     if "/" in (args.attn_implementation or "") and not args.trust_remote_code:
         yield "trust_remote_code must be true for kernels of the Hub, which are code"
-    if args.lora_dropout and args.disable_dropout:
-        yield "lora_dropout needs disable_dropout: false"
     if args.max_steps == 0:
         yield "max_steps must be at least 1, or -1 to go by num_train_epochs, got 0"
     if args.lr_scheduler_type not in SCHEDULES:
@@ -70,20 +80,14 @@ def of_inputs(args: Any) -> Iterator[str]:
         yield f"dataset_weights must have one number above 0 for each dataset, got {weights}"
     if isinstance(args.dataset_test_split, float) and args.eval_dataset_name:
         yield "dataset_test_split and eval_dataset_name both name evaluation data: leave one out"
-    of_all = "dataset_config dataset_test_split dataset_columns"
-    yield from idle(
-        args,
-        ("use_peft", args.use_peft, "lora_r lora_alpha lora_dropout lora_target_modules"),
-        ("a task of another library", is_third_party, "task_options"),
-        ("dataset_name", bool(names), "dataset_train_split"),
-        ("dataset_name", bool(names + args.eval_dataset_name), of_all),
-    )
+    if args.task_options and not is_third_party:
+        yield "task_options has no effect without a task of another library: leave it out"
 
 
 def of_names(args: Any) -> Iterator[str]:
     for key in ("advantage_estimator", "policy_loss"):
-        if getattr(args, key) not in registry(key):  # `locate` loads a function of the user's
-            yield "" if ":" in getattr(args, key) else _not_one_of(args, key, registry(key))
+        if getattr(args, key) not in registry(key) and ":" not in getattr(args, key):
+            yield _not_one_of(args, key, registry(key))
 
 
 def of_samples(args: Any) -> Iterator[str]:
@@ -101,8 +105,6 @@ def of_samples(args: Any) -> Iterator[str]:
     elif not all(x.startswith(("http://", "https://")) for x in args.vllm_server_base_url):
         given = quote(", ".join(args.vllm_server_base_url))
         yield f"vllm_server_base_url must begin with http:// or https://, got {given!r}"
-    if args.rollout_ahead and not args.rollout_workers and args.rollout_engine != "vllm_server":
-        yield "rollout_ahead needs rollout_workers, or rollout_engine vllm_server"
     bounds = args.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         yield f"reward_clip_range must be a lower and a higher number, got {bounds}"
@@ -115,26 +117,29 @@ def of_samples(args: Any) -> Iterator[str]:
 
 
 def of_estimator(args: Any) -> Iterator[str]:
-    from rlhf_pg.advantages import IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
-
     name = args.advantage_estimator
-    this = f"advantage_estimator {name!r}"
-    if args.has_critic and name not in NEED_VALUES and ":" not in name:
-        yield f"{this} does not use the critic: choose {', '.join(sorted(NEED_VALUES))}"
-    if name in NEED_VALUES and not args.has_critic:
-        yield f"{this} needs a critic: only PPO has one"
-    compared = args.num_generations * (args.prompts_per_step if name in IN_BATCH else 1)
-    if compared < 2 and name in IN_GROUP | IN_BATCH:
-        yield f"{this} compares completions: raise num_generations"
-    if args.whiten_rewards and name not in {"returns", "total_returns", *NEED_VALUES}:
+    traits = args.estimator_traits
+    label = f"advantage_estimator {name!r}"
+    if args.has_critic and traits.needs != "critic" and ":" not in name:
+        others = [other for other, its in ESTIMATORS.items() if its.needs == "critic"]
+        yield f"{label} does not use the critic: choose {', '.join(others)}"
+    if traits.needs == "critic" and not args.has_critic:
+        yield f"{label} needs a critic: only PPO has one"
+    compared = args.num_generations
+    if traits.compares == "batch":
+        compared *= args.prompts_per_step
+    if traits.compares and compared < 2:
+        yield f"{label} compares completions: raise num_generations"
+    has_baseline = traits.compares or traits.needs in ("greedy", "average")
+    if args.whiten_rewards and (traits.reads != "rewards" or has_baseline):
         yield f"whiten_rewards is for rewards per token, which {name!r} does not use: leave it out"
     pays = args.teacher_model_name_or_path is not None and args.teacher_placement == "reward"
     if args.importance_sampling_level == "sequence" and pays:
         yield "importance_sampling_level must be 'token': the teacher pays every token"
-    if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
+    if args.importance_sampling_level == "sequence" and traits.reads in ("rewards", "steps"):
         yield f"importance_sampling_level must be 'token': {name!r} gives one advantage per token"
     # These normalise the scores of steps or sources instead of their sum.
-    in_parts = name in ("process_group_normalized", "group_normalized_per_source")
+    in_parts = traits.reads in ("steps", "sources")
     if in_parts and args.beta > 0 and args.kl_placement == "reward":
         yield f'kl_placement must be "loss" with {name}'
     if in_parts and args.dynamic_sampling_rounds:
@@ -149,11 +154,12 @@ def of_updates(args: Any) -> Iterator[str]:
     batches = args.num_mini_batches
     if batches > prompts:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
-    if args.policy_loss == "vanilla" and args.updates_per_step > 1:
+    traits = args.loss_traits
+    if traits.needs == "one update" and args.updates_per_step > 1:
         yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
     others = args.ptx_coef + args.positive_nll_coef + args.tool_output_nll_coef
     taught = args.teacher_model_name_or_path is not None and args.teacher_placement == "loss"
-    if args.policy_loss == "none" and not (taught or others):
+    if traits.needs == "another term" and not (taught or others):
         yield "policy_loss none needs another: teacher_model_name_or_path in the loss, or ptx_coef"
     if args.policy_loss == "none" and args.target_kl is not None:
         yield "target_kl is measured by a policy_loss with a ratio, not by none"
@@ -161,8 +167,10 @@ def of_updates(args: Any) -> Iterator[str]:
         several = "needs several updates per step: raise num_iterations or num_mini_batches"
         if args.target_kl is not None:
             yield f"target_kl {several}"
-        if "old_kl_coef" in args.loss_options:
+        if traits.needs == "several updates":
             yield f"policy_loss {args.policy_loss!r} {several}"
+    if args.has_critic and is_set(args, "teacher_gamma"):
+        yield "teacher_gamma has no effect with a critic: leave it out"
     high = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= high:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
@@ -188,64 +196,65 @@ def of_updates(args: Any) -> Iterator[str]:
             yield f'kl_estimator {args.kl_estimator!r} is for the loss: use "k1" in the reward'
 
 
-def of_use(args: Any) -> Iterator[str]:
-    """Yield the keys that would be ignored."""
-    engine = args.rollout_engine
-    given = vars(args).get
-    of_native = "rollout_cache_tokens rollout_workers"
-    in_process = "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_max_model_length"
-    of_server = "vllm_server_base_url vllm_server_timeout vllm_sync_directory"
-    corrects = args.correction_of(engine) != "none"
-    penalizes = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
-    scale = given("scale_rewards")
-    entropy_keys = "entropy_coef_delta entropy_coef_min entropy_coef_max"
-    of_critic = "value_lam value_pretraining_steps value_iterations normalize_values"
-    teacher = args.teacher_model_name_or_path
-    in_loss = "teacher_divergence teacher_top_k"
-    of_teacher = f"teacher_coef teacher_placement privileged_prompt {in_loss}"
-    to_go = args.teacher_placement == "reward" and not args.has_critic
-    yield from idle(
-        args,
-        ("rollout_engine native", engine in ("auto", "native"), of_native),
-        ("rollout_engine vllm", engine in ("auto", "vllm"), in_process),
-        ("rollout_engine vllm_server", engine == "vllm_server", of_server),
-        ("sampler_correction", corrects, "sampler_clip_max sampler_clip_min"),
-        ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
-        ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
-        ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
-        ("scale_rewards group or batch", scale not in ("mean", "none"), "scale_rewards_eps"),
-        ("policy_loss kl_penalty and old_kl_coef", penalizes, "old_kl_target"),
-        ("entropy_target", args.entropy_target is not None, entropy_keys),
-        ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
-        ("agent_credit episode", args.agent_credit == "episode", "value_lam"),
-        ("teacher_model_name_or_path", teacher is not None, of_teacher),
-        ("teacher_placement loss", args.teacher_placement == "loss", in_loss),
-        ("teacher_divergence js", args.teacher_divergence == "js", "teacher_mixture"),
-        ("a divergence over the vocabulary", args.teacher_divergence != "sampled", "teacher_top_k"),
-        ("teacher_placement reward without a critic", to_go, "teacher_gamma"),
-        ("teacher_model_name_or_path policy", teacher == "policy", "teacher_mixup_alpha"),
-        ("ptx_coef", args.ptx_coef > 0, "ptx_dataset_name ptx_batch_size"),
-        ("ptx_dataset_name", args.ptx_dataset_name is not None, "ptx_coef"),
-        ("beta", args.beta > 0, "kl_controller sync_ref_model"),
-        ("kl_controller", args.kl_controller != "fixed", "kl_target"),
-        ("kl_controller adaptive", args.kl_controller == "adaptive", "kl_horizon"),
-        ("sync_ref_model", args.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
-        ("num_generations_eval above 1", args.num_generations_eval > 1, "eval_success_threshold"),
-        ("push_to_hub", args.push_to_hub, "hub_model_id hub_private_repo"),
-        ("lam_alpha None", given("lam_alpha") is None, "lam"),
-        ("critic separate", given("critic") == "separate", "value_model_name_or_path value_init"),
-        ("value_init pretrained", given("value_init") != "random", "value_model_name_or_path"),
-        ("vf_coef", given("vf_coef") != 0, of_critic),
-    )
-    if given("value_init") == "random" and args.use_peft:
+def of_needs(args: Any, given: Collection[str] = IN_PYTHON) -> Iterator[str]:
+    """Yield the keys that would be ignored, since what they need is neither set nor `given` to the
+    trainer.
+    """
+    for key, words in metadata(args).items():
+        if "needs" in words and is_set(args, key):
+            for need in words["needs"].split(" and "):
+                if not is_met(args, need, given):
+                    yield f"{key} has no effect without {need}: set that, or leave it out"
+                    break
+    if getattr(args, "value_init", None) == "random" and args.use_peft:
         yield "value_init random cannot be used with an adapter: leave out use_peft"
+
+
+def is_met(args: Any, need: str, given: Collection[str] = IN_PYTHON) -> bool:
+    """Return whether one of several is so, joined by " or ": KEY is on, KEY VALUE (the next may
+    leave out KEY), KEY above NUMBER.
+    """
+    key = ""
+    for alternative in need.split(" or "):
+        if hasattr(args, alternative.partition(" ")[0]):
+            key, _, alternative = alternative.partition(" ")
+        if not key or alternative == str(getattr(args, key)).lower():
+            return True
+        if alternative == "" and (key in given or is_on(args, key)):
+            return True
+        if alternative.startswith("above ") and getattr(args, key) > float(alternative[6:]):
+            return True
+    return False
+
+
+def is_on(args: Any, key: str) -> bool:
+    """Return whether a key has a value by which something is done."""
+    value = getattr(args, key)
+    if key == "sampler_correction":
+        value = args.correction_of(args.rollout_engine)
+    if value == 0:  # where None stands for "off", 0 is a number as others
+        return default_of(args, key) is None
+    if value in (None, "none", ()):
+        return False
+    return not hasattr(args, "policy_loss") or key not in unused_options(args)
+
+
+def unused_options(args: Any) -> dict[str, str]:
+    """Return the keys that only other estimators or losses take, each with the choice of ours."""
+    unused = {}
     for choice in ("advantage_estimator", "policy_loss"):
-        name = getattr(args, choice)
         functions = registry(choice)
         options = set().union(*map(parameters, functions.values()))
-        for key in sorted(options - parameters(functions[name])):
-            if is_set(args, key):
-                yield f"{key} is not used by {choice} {name!r}: leave it out"
+        for key in options - parameters(functions[getattr(args, choice)]):
+            unused[key] = choice
+    return unused
+
+
+def of_functions(args: Any) -> Iterator[str]:
+    """Yield the keys that the chosen estimator and loss do not take."""
+    for key, choice in sorted(unused_options(args).items()):
+        if is_set(args, key):
+            yield f"{key} is not used by {choice} {getattr(args, choice)!r}: leave it out"
 
 
 def of_supervised(args: Any) -> Iterator[str]:
@@ -256,14 +265,6 @@ def of_supervised(args: Any) -> Iterator[str]:
         yield "load_in_4bit is not for a reward model, which is saved merged: set use_peft alone"
     elif args.save_merged:
         yield "save_merged is not needed: a reward model is always saved merged"
-
-
-def idle(args: Any, *needs: tuple[str, bool, str]) -> Iterator[str]:
-    """Yield keys without effect; each of `needs` is a need, whether it is met, and its keys."""
-    for needed, is_met, keys in needs:
-        for key in keys.split():
-            if not is_met and is_set(args, key):
-                yield f"{key} has no effect without {needed}: set that, or leave it out"
 
 
 def _not_one_of(args: Any, key: str, names: Iterable[str]) -> str:

@@ -16,24 +16,29 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     algorithm: Text = option("supervised")
     output_dir: Text = option("runs/supervised", help=
         "Directory of the run: the model in final/, held-out metrics in metrics.json.")
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", help=
+    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
         "Data type of the computation; trained weights have at least float32.")
 
-    max_length: int | None = option(None, ge=1, help="Most tokens of a text. None: the model's.")
-    append_eos: bool = option(True, help="Append the EOS to texts, but not to chats.")
+    max_length: int | None = option(None, "run", ge=1, help=
+        "Most tokens of a text. None: the model's.")
+    append_eos: bool = option(True, "run", help="Append the EOS to texts, but not to chats.")
 
-    batch_size: int = option(32, ge=1, help="Examples or pairs per step, over all processes.")
-    micro_batch_size: Auto = option("auto", help=
+    batch_size: int = option(32, "run", ge=1, help=
+        "Examples or pairs per step, over all processes.")
+    micro_batch_size: Auto = option("auto", "cost", help=
         "Examples per forward pass; never changes the result. auto: by the longest example.")
-    learning_rate: float = option(2e-05, gt=0, help=
+    learning_rate: float = option(2e-05, "later", gt=0, help=
         "Peak learning rate of AdamW; adapters need about ten times more.")
-    lr_scheduler_type: Text = option("cosine", names=SCHEDULES, help="Learning-rate schedule.")
-    warmup_steps: float = option(0.0, ge=0, help="Steps of warm-up; below 1, a share of all.")
+    lr_scheduler_type: Text = option("cosine", "update", names=SCHEDULES, help=
+        "Learning-rate schedule.")
+    warmup_steps: float = option(0.0, "update", ge=0, help=
+        "Steps of warm-up; below 1, a share of all.")
 
-    eval_steps: int = option(0, ge=0, help="Steps between evaluations; 0: at the end only.")
-    save_steps: int = option(500, ge=0, help=
+    eval_steps: int = option(0, "evaluation", ge=0, help=
+        "Steps between evaluations; 0: at the end only.")
+    save_steps: int = option(500, "output", ge=0, help=
         "Steps between checkpoints, the last step included; 0: only if interrupted.")
-    logging_steps: int = option(10, ge=1, help="Steps between lines sent to trackers.")
+    logging_steps: int = option(10, "output", ge=1, help="Steps between lines sent to trackers.")
 
     def __post_init__(self) -> None:
         rules.check(self)
@@ -45,14 +50,15 @@ class SFTConfig(SupervisedConfig):
 
     algorithm: Literal["sft"] = option("sft")
     output_dir: Text = option("runs/sft")
-    completion_only_loss: bool | None = option(None, help=
+    completion_only_loss: bool | None = option(None, "update", help=
         "Train only on completions, not on prompts. None: if there are prompts.")
-    assistant_only_loss: bool = option(False, help="Train only on the assistant's turns of a chat.")
-    long_examples: Literal["error", "drop", "truncate"] = option("error", help=
+    assistant_only_loss: bool = option(False, "update", help=
+        "Train only on the assistant's turns of a chat.")
+    long_examples: Literal["error", "drop", "truncate"] = option("error", "update", help=
         "Refuse examples longer than max_length, drop them, or truncate them.")
-    packing: bool = option(False, help=
+    packing: bool = option(False, "update", help=
         "Pack a micro-batch's examples into one row without padding, each with its own positions.")
-    label_smoothing: float = option(0.0, ge=0, lt=1, help=
+    label_smoothing: float = option(0.0, "update", ge=0, lt=1, help=
         "Probability spread over the vocabulary, which keeps some exploration for RL.")
 
 
@@ -65,6 +71,7 @@ class RewardModelConfig(SupervisedConfig):
     batch_size: int = option(64, ge=1, help="Preference pairs per step, over all processes.")
     learning_rate: float = option(1e-05, gt=0)
     warmup_steps: float = option(0.1, ge=0)
-    long_examples: Literal["error", "drop"] = option("error", help="Refuse or drop long texts.")
-    center_rewards_coefficient: float | None = option(None, gt=0, help=
+    long_examples: Literal["error", "drop"] = option("error", "update", help=
+        "Refuse or drop long texts.")
+    center_rewards_coefficient: float | None = option(None, "update", gt=0, help=
         "Coefficient of mean((r_chosen + r_rejected)^2), around 0.01: rewards stay near 0.")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.checkpoint.compatibility import PLACES
+from rlhf_pg.config.run import effect_of
 from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
 from rlhf_pg.report.run_page import charts_of, curve_data, plain
@@ -66,7 +66,7 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     known = [key for key in columns[0] if any(column[key] is not None for column in columns)]
     results = [[key, *(_spell(column[key]) for column in columns)] for key in known]
     config = differing({name: files.config for name, files in runs.items()})
-    config.sort(key=lambda row: row[0] in PLACES)
+    config.sort(key=lambda row: effect_of(row[0]) == "output")
     versions = differing({name: environment_of(files) for name, files in runs.items()})
     unknown = [name for name, files in runs.items() if not files.starts]
     note = "" if versions else "The same packages, device and number of processes."
@@ -76,7 +76,7 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
             "Config: what differs",
             ["key", *runs],
             config,
-            sum(row[0] in PLACES for row in config),
+            sum(effect_of(row[0]) == "output" for row in config),
             "" if config else "Their configs have the same values.",
         ),
         table(
@@ -195,7 +195,7 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
         if found:
             break
     return Difference(
-        config={key: (x, y) for key, x, y in config if key not in PLACES},
+        config={key: (x, y) for key, x, y in config if effect_of(key) != "output"},
         versions={key: (x, y) for key, x, y in versions},
         step=step if found else None,
         places=found,

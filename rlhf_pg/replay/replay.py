@@ -14,7 +14,9 @@ import torch
 
 from rlhf_pg.boundary.quoted import quote, show, tell
 from rlhf_pg.checkpoint import atomic
+from rlhf_pg.config.fields import EFFECTS
 from rlhf_pg.config.parse import parse
+from rlhf_pg.config.run import effect_of
 from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.replay.comparison import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
@@ -227,6 +229,27 @@ class Replay:
         return None
 
 
+def computed_changes(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two configs of a run differ, with both values. ValueError if one
+    would change the completions, or none changes what becomes of them.
+    """
+    values = vars(after)
+    differing = {key: (x, values[key]) for key, x in vars(before).items() if x != values[key]}
+    changes = {}
+    for key, pair in differing.items():
+        replay = EFFECTS[effect_of(key)].replay
+        if replay == "other run":
+            raise ValueError(f"{key} cannot be changed for existing completions: train another run")
+        if replay == "computed":
+            changes[key] = pair
+    if not changes:
+        same = f"a step does not depend on {', '.join(differing)}"
+        raise ValueError(
+            f"{same if differing else 'no key differs'}: name another key, such as --beta 0.1"
+        )
+    return changes
+
+
 def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     """Make the trainer of a run from its config.yaml, with other keys; else ValueError. A reward
     given in Python that cannot be found by name is not called.
@@ -243,6 +266,8 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     kind = trainer_type(algorithm, trainer and str(trainer))
     recipe = ["--config", str(run.directory / "config.yaml")]
     args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
+    if keys:  # before anything is loaded
+        computed_changes(parse(kind.config_type, recipe), args)
     given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]
     given += ["its data"] * (args.task is None and not args.dataset_name)
     if given:

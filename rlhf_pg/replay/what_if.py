@@ -5,36 +5,18 @@ Shapes: B rows, T completion width. One process: gradients are compared tensor b
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_pg.advantages import NEED_GREEDY
+from rlhf_pg.config.run import effect_of
 from rlhf_pg.data import Batch
-from rlhf_pg.replay.replay import Replay
+from rlhf_pg.replay.replay import Replay, computed_changes
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers import PolicyGradientTrainer
-
-REWARDS = ("reward_funcs", "reward_options", "reward_model_name_or_path", "task")
-# Keys that would change the completions or the model.
-OTHER_RUN = (
-    *("model_name_or_path", "trust_remote_code", "attn_implementation", "model_init_kwargs"),
-    *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
-    *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
-    *(
-        "critic",
-        "value_model_name_or_path",
-        "normalize_values",
-        "dynamic_sampling_rounds",
-        "rollout_engine",
-    ),
-    *("teacher_model_name_or_path", "privileged_prompt"),
-    *("chat_template", "chat_template_date", "eos_token"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +82,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     batch = replay.batch(step)
 
     def scored(batch: Batch) -> Batch:
-        if any(key in changes for key in REWARDS):
+        if any(effect_of(key) == "rewards" for key in changes):
             return other.sampler.add_rewards(batch)
         raw = batch.scores[:, :, : own.shaping.functions]
         return batch.with_columns(scores=other.shaping.add_penalties(raw, batch))
@@ -118,21 +100,17 @@ def _changes(
     """Return the differing keys; ValueError if they would change the completions."""
     if own.runtime.world > 1 or own.runtime.kind != "DDP":
         raise ValueError("replay with other keys runs in one process: use no launcher")
-    before, after = (asdict(one.resolved_args()) for one in (own, other))
-    others = [key for key in before if key != "output_dir" and before[key] != after[key]]
-    changes = {key: (before[key], after[key]) for key in others}
+    before = own.resolved_args()
+    after = other.resolved_args()
+    changes = computed_changes(before, after)
     for key in changes:
-        if key in OTHER_RUN:
-            raise ValueError(f"{key} cannot be changed for existing completions: train another run")
-        if key in REWARDS and has_episodes:
+        if effect_of(key) == "rewards" and has_episodes:
             raise ValueError(f"{key} cannot be changed for episodes, which are not played again")
-    estimator = after["advantage_estimator"]
-    if estimator in NEED_GREEDY and before["advantage_estimator"] not in NEED_GREEDY:
+    if after.estimator_traits.needs == "greedy" != before.estimator_traits.needs:
         raise ValueError(
-            f"advantage_estimator {estimator} needs greedy completions: choose another"
+            f"advantage_estimator {after.advantage_estimator} needs greedy completions: choose "
+            "another"
         )
-    if not changes:
-        raise ValueError("no key differs from the run's: name one, such as --beta 0.1")
     return changes
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from rlhf_pg.boundary.input_files import read_file
 from rlhf_pg.boundary.quoted import quote, visible
-from rlhf_pg.checkpoint.compatibility import PLACES
+from rlhf_pg.config.run import effect_of
 from rlhf_pg.report.run_files import PACKAGES, RunFiles, version
 
 MOST_ROWS = 12  # rows in the table of the reward
@@ -103,7 +103,7 @@ def _redact(value: Any) -> Any:
     for key, item in value.items():
         if key == "rubric":
             item = textwrap.shorten(str(item), LONGEST_RUBRIC, placeholder=" ...")
-        if key not in PLACES and key != "base_url":
+        if effect_of(key) != "output" and key != "base_url":
             redacted[_redact(key)] = _redact(item)
     return redacted
 

@@ -185,14 +185,9 @@ def new_episode_runner(
     """
     has_turns = bool(tools) or environments is not None
     has_agent = program is not None
-    keys_of_agents = "agent_timeout agent_call_timeout agent_host agent_credit"
+    arguments = {"tools": tools, "environment_factory": environments, "agent_program": program}
     rules.refuse(
-        rules.idle(
-            args,
-            ("tools or environment_factory", has_turns, "environment_timeout"),
-            ("agent_program", has_agent, keys_of_agents),
-            ("episodes", has_turns or has_agent, "max_turns tool_output_nll_coef"),
-        )
+        rules.of_needs(args, [name for name, value in arguments.items() if value not in (None, ())])
     )
     if (has_turns or has_agent) and args.sampler_correction not in ("auto", "none"):
         logger.warning(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
+from rlhf_pg.advantages import group_stats, total_scores
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
@@ -79,7 +79,7 @@ class Sampler:
                 indices = range(first, first + args.prompts_per_step)
                 batch = self._sample_and_score(indices, meter)
                 batch = batch.with_columns(num_prompts=len(indices))
-            if args.advantage_estimator in NEED_GREEDY:
+            if args.estimator_traits.needs == "greedy":
                 batch = self._with_greedy(batch, meter)
         metrics, logged = self.settle([episode.error for episode in batch.episodes])
         metrics |= batch.metrics | self.episode_metrics([batch])

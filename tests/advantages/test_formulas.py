@@ -15,9 +15,6 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.advantages import (
     ADVANTAGES,
-    NEED_GREEDY,
-    NEED_VALUES,
-    READ_REWARDS,
     SCALES,
     AdvantageInputs,
     discounted_returns,
@@ -31,6 +28,7 @@ from rlhf_pg.advantages import (
     process_group_normalized,
     total_scores,
 )
+from rlhf_pg.config.method import ESTIMATORS
 from tests.numbers import equal, f64, few, quarters
 
 NAN = float("nan")
@@ -774,16 +772,16 @@ def test_masked_slots_do_not_affect_named_estimators(name, planted):
     assert result.equal(ADVANTAGES[name](s))  # NaN stands there
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_estimator_sets_match_required_and_read_signals(name):
+@pytest.mark.parametrize(("name", "traits"), ESTIMATORS.items())
+def test_estimator_needs_and_reads_what_its_traits_say(name, traits):
     s = signals(*TWO_GROUPS)
     ADVANTAGES[name](s)
-    for key, needed in (("values", NEED_VALUES), ("greedy_scores", NEED_GREEDY)):
+    for key, need in (("values", "critic"), ("greedy_scores", "greedy")):
         without = dataclasses.replace(s, **{key: None})
-        if name in needed:
+        if traits.needs == need:
             with pytest.raises(AssertionError):
                 ADVANTAGES[name](without)
         else:
             ADVANTAGES[name](without)
     unpaid = ADVANTAGES[name](dataclasses.replace(s, rewards=torch.zeros_like(s.rewards)))
-    assert unpaid.equal(ADVANTAGES[name](s)) == (name not in READ_REWARDS)
+    assert unpaid.equal(ADVANTAGES[name](s)) == (traits.reads != "rewards")

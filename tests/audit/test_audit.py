@@ -105,10 +105,10 @@ def test_causes_explain_the_whole_bias() -> None:
     args = changed(args, changes | {"top_entropy_quantile": 0.2})
     found = {name: measured for name, measured, _ in audit(args)}
     assert list(found) == [
-        *("this config", "advantage_estimator: leave_one_out", "scale_rewards: none"),
-        *("aggregation: constant", "kl_estimator: k1_to_go", "top_entropy_quantile: 1.0"),
-        *("positive_nll_coef: 0.0", "teacher_top_k: None"),
-        *("rollout_engine: auto, sampler_correction: none, top_p: 1.0", "all of these"),
+        *("this config", "rollout_engine: auto, top_p: 1.0, sampler_correction: none"),
+        *("advantage_estimator: leave_one_out", "aggregation: constant"),
+        *("top_entropy_quantile: 1.0", "positive_nll_coef: 0.0", "teacher_top_k: None"),
+        *("kl_estimator: k1_to_go", "scale_rewards: none", "all of these"),
     ]
     assert found["this config"].bias > 0.1
     assert found["all of these"].bias < 1e-8

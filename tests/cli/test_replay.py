@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pg import GRPOConfig
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.cli import main
 from rlhf_pg.tasks import arithmetic
@@ -62,6 +63,23 @@ def test_other_keys_show_what_would_have_changed(run: str, place: Path, capsys) 
     capsys.readouterr()
     main(["replay", run, "--step", "3", "--reward_funcs", f"{place / 'other.py'}:minus"])
     assert "180°" in capsys.readouterr().out  # the gradient, by the opposite reward
+
+
+@pytest.mark.parametrize("key", ["system_prompt", "prompt_template", "max_turns", "top_k"])
+def test_key_of_the_completions_is_refused_before_data_are_read(
+    run: str, capsys, monkeypatch, key: str
+) -> None:
+    monkeypatch.setattr("rlhf_pg.replay.replay.trainer_type", lambda *_: NoTrainer)
+    flags = [f"--{key}", "3", "--truncated_sampling", "ignore"]
+    text = refused(capsys, "replay", run, "--step", "2", *flags)
+    assert f"{key} cannot be changed for existing completions" in text
+
+
+class NoTrainer:
+    config_type = GRPOConfig
+
+    def __init__(self, **_) -> None:
+        raise AssertionError
 
 
 TRAINER = """

@@ -15,8 +15,8 @@ from rlhf_pg.config import (
     SFTConfig,
     config,
 )
-from rlhf_pg.config.fields import bind
-from rlhf_pg.config.parse import REPLACED, dump, parse
+from rlhf_pg.config.fields import bind, metadata
+from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
 NAN = float("nan")
@@ -273,7 +273,10 @@ reward_weights: [1, 2]
 def test_flag_replaces_keys_of_what_it_replaces(recipe, flag, kept):
     config = read(GRPOConfig, recipe, OF_HUB, *flag)
     default = GRPOConfig()
-    replaced = REPLACED[flag[0].removeprefix("--")]
+    name = flag[0].removeprefix("--")
+    words = metadata(GRPOConfig).items()
+    replaced = [key for key, of_key in words if name in of_key.get("replaced_by", "").split()]
+    assert replaced
     assert all(getattr(config, key) == getattr(default, key) for key in replaced)
     assert {key: getattr(config, key) for key in kept} == kept
 

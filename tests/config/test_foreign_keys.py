@@ -58,7 +58,7 @@ PPO_OF_TRL = {version: names.split() for version, names in PPO_KEYS.items()}
 
 @pytest.mark.parametrize("key", ["lr", "per_device_train_batch_size", "loss_type", *REASONS])
 def test_error_is_the_same_in_python_yaml_and_flags(capsys, tmp_path, key) -> None:
-    said = unknown(key, keys(GRPOConfig))
+    said = unknown(key, GRPOConfig)
     assert (HINTS | REASONS)[key] in said
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"algorithm: grpo\n{key}: 1\n")
