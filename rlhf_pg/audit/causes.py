@@ -13,41 +13,69 @@ from rlhf_pg.config.fields import default_of, metadata
 from rlhf_pg.models import PolicyOutput
 
 # The estimator or loss that is without its bias.
-LIKE = dict.fromkeys(("clipped_surrogate", "cispo", "sapo", "dppo", "kl_penalty"), "surrogate")
-LIKE |= {"returns_minus_mean": "returns_minus_others", "process_group_normalized": "leave_one_out"}
-LIKE |= dict.fromkeys(("group_normalized", "group_normalized_per_source"), "leave_one_out")
-LIKE |= dict.fromkeys(("gae", "n_step"), "returns_minus_values")
+LIKE = {
+    "clipped_surrogate": "surrogate",
+    "cispo": "surrogate",
+    "sapo": "surrogate",
+    "dppo": "surrogate",
+    "kl_penalty": "surrogate",
+    "returns_minus_mean": "returns_minus_others",
+    "process_group_normalized": "leave_one_out",
+    "group_normalized": "leave_one_out",
+    "group_normalized_per_source": "leave_one_out",
+    "gae": "returns_minus_values",
+    "n_step": "returns_minus_values",
+}
 # What the keys are without a bias, where that is not their default.
-UNBIASED: dict[str, Any] = dict.fromkeys(("advantage_estimator", "policy_loss"), LIKE)
-UNBIASED |= {"vf_coef": 0.0, "scale_rewards": "none", "normalize_advantages": False}
-UNBIASED |= {"aggregation": "constant", "num_iterations": 1, "kl_estimator": "k1_to_go"}
-UNBIASED |= {"kl_placement": "loss", "teacher_gamma": 1.0, "sampler_correction": "none"}
+UNBIASED = {
+    "vf_coef": 0.0,
+    "scale_rewards": "none",
+    "normalize_advantages": False,
+    "aggregation": "constant",
+    "num_iterations": 1,
+    "kl_estimator": "k1_to_go",
+    "kl_placement": "loss",
+    "teacher_gamma": 1.0,
+    "sampler_correction": "none",
+}
 
 
 def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]:
     """Yield a name, a measurement and an explanation: of the config, then without each choice that
     changes its expected gradient, and at last without all.
     """
-    whole = measure(args, foreign)
-    without = dict[str, Any]()
-    yield "this config", whole, ""
+    measured = measure(args, foreign)
+    gradient = measured.gradient
+    unbiased = dict[str, Any]()
+    yield "this config", measured, ""
     if foreign is not None:
-        own = measure(args)
-        factor = (whole.gradient @ own.gradient / own.gradient.square().sum()).item()
-        yield f"policy_loss: {args.policy_loss}", own, f"the loss has {factor:.4g} times this"
+        ours = measure(args)
+        factor = (gradient @ ours.gradient / ours.gradient.square().sum()).item()
+        yield f"policy_loss: {args.policy_loss}", ours, f"the loss has {factor:.4g} times this"
     for keys, effect in causes(args).items():
-        now = {key: getattr(args, key) for key in keys}
-        plain = {key: UNBIASED.get(key, default_of(args, key)) for key in now}
-        plain = {k: LIKE.get(now[k], now[k]) if v is LIKE else v for k, v in plain.items()}
-        changes = {key: value for key, value in plain.items() if value != now[key]}
-        if (other := changed(args, changes)) == args:
+        changes = {}
+        for key in keys:
+            value = unbiased_value(args, key)
+            if value != getattr(args, key):
+                changes[key] = value
+        other = changed(args, changes)
+        if other == args:
             continue
-        found = measure(other, foreign)
-        without |= changes
-        if (found.gradient - whole.gradient).norm() > 1e-4 * whole.gradient.norm():
-            yield ", ".join(f"{key}: {value}" for key, value in changes.items()), found, effect
-    if without:
-        yield "all of these", measure(changed(args, without), foreign), ""
+        unbiased |= changes
+        measured = measure(other, foreign)
+        if (measured.gradient - gradient).norm() > 1e-4 * gradient.norm():
+            name = ", ".join(f"{key}: {value}" for key, value in changes.items())
+            yield name, measured, effect
+    if unbiased:
+        yield "all of these", measure(changed(args, unbiased), foreign), ""
+
+
+def unbiased_value(args: Any, key: str) -> Any:
+    """Return the value of a key that does not bias the expected gradient."""
+    if key in ("advantage_estimator", "policy_loss"):
+        name = getattr(args, key)
+        return LIKE.get(name, name)
+    return UNBIASED.get(key, default_of(args, key))
 
 
 def causes(args: Any) -> dict[tuple[str, ...], str]:
@@ -72,16 +100,28 @@ def adapt(function: Callable[..., Any], micro_batches: int) -> Callable[..., Ten
         mask = batch.action_mask.long()
         now = new.logprobs
         old = now.detach() if batch.old_logprobs is None else batch.old_logprobs
-        columns = {"old_log_prob": old, "log_prob": now, "response_mask": mask}
-        columns |= {"old_per_token_logps": old, "per_token_logps": now, "completion_mask": mask}
-        columns |= {"advantages": batch.advantages, "rewards": batch.scores.nansum((1, 2))}
+        columns = {
+            "old_log_prob": old,
+            "log_prob": now,
+            "response_mask": mask,
+            "old_per_token_logps": old,
+            "per_token_logps": now,
+            "completion_mask": mask,
+            "advantages": batch.advantages,
+            "rewards": batch.scores.nansum((1, 2)),
+        }
         if batch.ref_logprobs is not None:
-            columns |= {"ref_per_token_logps": batch.ref_logprobs}
+            columns["ref_per_token_logps"] = batch.ref_logprobs
         counts = {"batch_num_tokens": mask.sum(), "global_batch_size": len(mask), "dp_size": 1}
         low = args.epsilon
         high = args.epsilon_high or args.epsilon
-        config = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high}
-        config |= {"clip_ratio_c": args.delta or 3.0, "global_batch_info": counts}
+        config = {
+            "clip_ratio": low,
+            "clip_ratio_low": low,
+            "clip_ratio_high": high,
+            "clip_ratio_c": args.delta or 3.0,
+            "global_batch_info": counts,
+        }
         modes = {"sequence_mean": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
         settings = {
             "config": SimpleNamespace(**config, get=config.get),

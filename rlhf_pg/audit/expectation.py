@@ -3,14 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, combinations, combinations_with_replacement, product
+from itertools import (
+    combinations,
+    combinations_with_replacement,
+    product,
+)
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import (
+    parameters_to_vector,
+    vector_to_parameters,
+)
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_pg.audit import world
@@ -58,7 +65,10 @@ def changed(args: Any, changes: dict[str, Any]) -> Any:
         return type(args)(**values)
     except ConfigError as error:
         wrong = {key for key, _ in error.messages}
-        return changed(type(args)(), {k: v for k, v in values.items() if k not in wrong})
+        return changed(
+            type(args)(),
+            {k: v for k, v in values.items() if k not in wrong},
+        )
 
 
 def make_trainer(args: Any) -> Any:
@@ -66,21 +76,30 @@ def make_trainer(args: Any) -> Any:
 
     A teacher, whatever it is, is the policy before it moved, with another prompt.
     """
-    shared, method = ({one.name for one in fields(x)} for x in (PolicyGradientConfig, MethodConfig))
-    names = vars(args).keys() - shared | method
     longest = world.MAX_LENGTH
-    words = metadata(args)
-    keys = {name: getattr(args, name) for name in names if words[name].get("bias", "") is not None}
-    keys |= {"temperature": args.temperature, "max_completion_length": longest}
-    keys |= {"overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest)}
-    keys |= {"sampler_correction": args.correction_of(args.rollout_engine)}
-    keys |= {"num_iterations": min(args.updates_per_step, 2)}  # so that ratios are computed, or not
-    keys |= {"teacher_model_name_or_path": args.teacher_model_name_or_path and "policy"}
-    keys |= {"prompts_per_step": len(world.PROMPTS), "num_generations": len(world.COMPLETIONS)}
-    keys |= {"rollout_engine": "native", "dtype": "float64", "micro_batch_tokens": 4096}
-    own = changed(type(args)(), keys | {"shuffle_dataset": False, "max_steps": 1})
+    shared = metadata(PolicyGradientConfig).keys() - metadata(MethodConfig).keys()
+    keys = {}
+    for key, words in metadata(args).items():
+        if key not in shared and words.get("bias", "") is not None:
+            keys[key] = getattr(args, key)
+    keys |= {
+        "temperature": args.temperature,
+        "max_completion_length": longest,
+        "overlong_buffer": args.overlong_buffer and min(args.overlong_buffer, longest),
+        "sampler_correction": args.correction_of(args.rollout_engine),
+        "num_iterations": min(args.updates_per_step, 2),  # so that ratios are computed, or not
+        "teacher_model_name_or_path": args.teacher_model_name_or_path and "policy",
+        "prompts_per_step": len(world.PROMPTS),
+        "num_generations": len(world.COMPLETIONS),
+        "rollout_engine": "native",
+        "dtype": "float64",
+        "micro_batch_tokens": 4096,
+        "shuffle_dataset": False,
+        "max_steps": 1,
+    }
     rows = [{"prompt": x, "privileged_prompt": y} for x, y in world.PRIVILEGED.items()]
-    trainer: Any = world.make_trainer(trainer_type(args.algorithm, args.trainer), own, rows)
+    kind = trainer_type(args.algorithm, args.trainer)
+    trainer: Any = world.make_trainer(kind, changed(type(args)(), keys), rows)
     trainer.sampler.engine.says = world.COMPLETIONS * len(rows)
     return trainer
 
@@ -92,59 +111,80 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     longest = world.MAX_LENGTH
     learner = trainer.learner
     model = trainer.model
-    own = [*trainer.model.parameters()]
+    parameters = [*model.parameters()]
     base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
-    warm = WARMTH if "vllm" in args.rollout_engine or "_" in args.sampler_correction else 1.0
-    sampler = SamplingParams(args.temperature * warm, args.top_k, args.top_p, args.min_p, longest)
-    drawn = [
-        world.distributions(model, prompt, said, sampler).detach()[range(len(said)), list(said)]
-        for prompt, said in product(world.PROMPTS, world.COMPLETIONS)
-    ]
-    base = base.with_columns(sampler_logprobs=pad_sequence(drawn, batch_first=True))
+    temperature = args.temperature
+    if "vllm" in args.rollout_engine or "_" in args.sampler_correction:
+        temperature *= WARMTH
+    sampler = SamplingParams(temperature, args.top_k, args.top_p, args.min_p, longest)
+    sampled = []
+    for prompt, completion in product(world.PROMPTS, world.COMPLETIONS):
+        logprobs = world.distributions(model, prompt, completion, sampler).detach()
+        sampled.append(logprobs[range(len(completion)), list(completion)])
+    base = base.with_columns(sampler_logprobs=pad_sequence(sampled, batch_first=True))
     chances = base.sampler_logprobs.sum(1).exp()
     size = min(args.num_generations, MOST)
 
     # A step has one completion of each of two prompts, or several of one prompt in any order.
     rows = [range(first, first + n) for first in range(0, len(chances), n)]
-    groups = chain(*(combinations_with_replacement(one, size) for one in rows))
-    pairs = chain(*(product(*two) for two in combinations(rows, 2)))
-    steps: list[tuple[int, ...]] = [*pairs] if size == 1 else [*groups]
-    ways = [1 / math.prod(map(math.factorial, Counter(step).values())) for step in steps]
+    steps = list[tuple[int, ...]]()
+    if size == 1:
+        for first, second in combinations(rows, 2):
+            steps += product(first, second)
+    else:
+        for of_prompt in rows:
+            steps += combinations_with_replacement(of_prompt, size)
+    ways = []
+    for step in steps:
+        orders_of_equal_ones = math.prod(map(math.factorial, Counter(step).values()))
+        ways.append(1 / orders_of_equal_ones)
     weights = chances[torch.tensor(steps)].prod(1) * chances.new_tensor(ways)
     weights = weights / weights.sum()
 
     def gradient(step: tuple[int, ...]) -> Tensor:
         batch = base.select(torch.tensor(step))
         groups = torch.arange(len(step)) // size
-        greedy = base.greedy and base.greedy.select(torch.tensor(step[::size]) // n)
-        batch = trainer.estimate(batch.with_columns(groups=groups, greedy=greedy), Meter())[0]
+        greedy = base.greedy
+        if greedy is not None:
+            greedy = greedy.select(torch.tensor(step[::size]) // n)
+        batch = batch.with_columns(groups=groups, greedy=greedy)
+        batch, _ = trainer.estimate(batch, Meter())
         batch = trainer.drop_truncated(batch)
         learner.module.zero_grad()
         if foreign is None:
             learner.accumulate(batch, Meter())
         else:
             torch.autograd.backward(foreign(args, batch, learner.backend(batch)))
-        return parameters_to_vector([parameter.grad for parameter in own])
+        return parameters_to_vector([parameter.grad for parameter in parameters])
 
-    pulls: list[Any] = [(world.model(), {}, args.beta, None)] if args.beta else []
+    pulls = list[Any]()
+    if args.beta:
+        pulls.append((world.model(), {}, args.beta, None))
     if args.teacher_model_name_or_path is not None:
         kind = args.teacher_divergence.replace("sampled", "reverse_kl")
         compare = partial(divergence, kind=kind, mixture=args.teacher_mixture)
         in_loss = compare if args.teacher_placement == "loss" else None
-        pulls.append((world.model(), world.PRIVILEGED, args.teacher_coef, in_loss))
+        pulls.append(
+            (
+                world.model(),
+                world.PRIVILEGED,
+                args.teacher_coef,
+                in_loss,
+            )
+        )
     policy = SamplingParams(temperature=args.temperature, max_tokens=longest)
     scored = args.policy_loss != "none"
-    found = torch.zeros(())
+    gradients = torch.zeros(())
     truth = torch.zeros(())
-    first = 1 / args.updates_per_step
-    for share in filter(None, (first, 1 - first)):
-        found = found + share * torch.stack([gradient(step) for step in steps])
-        here = world.exact_gradient(model, [*world.PROMPTS], policy, pulls, scored)
-        truth = truth + share * here
-        moved = parameters_to_vector(own).detach() + RATE * here
-        vector_to_parameters(moved, own)
-    expected = weights @ found
-    variance = weights @ found.square().sum(1) / expected.square().sum() - 1
+    of_first_update = 1 / args.updates_per_step
+    for share in filter(None, (of_first_update, 1 - of_first_update)):
+        gradients = gradients + share * torch.stack([gradient(step) for step in steps])
+        exact = world.exact_gradient(model, [*world.PROMPTS], policy, pulls, scored)
+        truth = truth + share * exact
+        moved = parameters_to_vector(parameters).detach() + RATE * exact
+        vector_to_parameters(moved, parameters)
+    expected = weights @ gradients
+    variance = weights @ gradients.square().sum(1) / expected.square().sum() - 1
     mean = (base.completion_mask.sum(1) * chances).sum() / len(world.PROMPTS)
     length = longest if args.aggregation == "constant" else mean
     shape = len(steps[0]) // size, size

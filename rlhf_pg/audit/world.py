@@ -12,7 +12,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.rollout.token_sampling import truncate
@@ -22,9 +27,21 @@ EOS = 0
 A = 1
 B = 2
 MAX_LENGTH = 2
-COMPLETIONS: list[Any] = [(EOS,), (A, EOS), (A, A), (A, B), (B, EOS), (B, A), (B, B)]
+COMPLETIONS: list[Any] = [
+    (EOS,),
+    (A, EOS),
+    (A, A),
+    (A, B),
+    (B, EOS),
+    (B, A),
+    (B, B),
+]
 PROMPTS = {"a": (A,), "ab": (A, B), "bba": (B, B, A)}
-PRIVILEGED = {"a": "bba", "ab": "a", "bba": "ab"}  # what a teacher sees that is the policy
+PRIVILEGED = {
+    "a": "bba",
+    "ab": "a",
+    "bba": "ab",
+}  # what a teacher sees that is the policy
 # Scores without symmetry, one per (prompt, completion).
 SCORES = {
     "a": dict(zip(COMPLETIONS, (0.3, 1.0, -0.7, 0.1, 2.0, -1.5, 0.4), strict=True)),
@@ -45,7 +62,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model(seed: int = 0) -> PreTrainedModel:
     """Return a GPT-2 of one layer, with noise on every parameter so that logits spread."""
-    shape = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 3}
+    shape = {
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 8,
+        "vocab_size": 3,
+    }
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), EOS)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -69,16 +92,32 @@ class ListedEngine(RolloutEngine):
     def session(self, params: SamplingParams, seed: int) -> Any:
         raise NotImplementedError
 
-    def stream(self, prompts: Any, n: int, params: SamplingParams, *_: Any, **__: Any) -> Any:
+    def stream(
+        self,
+        prompts: Any,
+        n: int,
+        params: SamplingParams,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
         says: Any = self.says
         if params.temperature == 0:
-            likeliest = partial(self.model.generate, max_new_tokens=MAX_LENGTH, do_sample=False)
-            said = [likeliest(torch.tensor([x]))[0, len(x) :].tolist() for x in prompts]
-            says = [one for one in said for _ in range(n)]
+            likeliest = partial(
+                self.model.generate,
+                max_new_tokens=MAX_LENGTH,
+                do_sample=False,
+            )
+            says = []
+            for prompt in prompts:
+                tokens = likeliest(torch.tensor([prompt]))[0, len(prompt) :].tolist()
+                says += [tokens] * n
         assert len(says) == n * len(prompts)
-        for place, said in enumerate(says):
-            end: Any = "stop" if said[-1] == EOS else "length"
-            yield place, Completion(list(said), [0.0] * len(said), end)
+        for place, tokens in enumerate(says):
+            reason: Any = "stop" if tokens[-1] == EOS else "length"
+            yield (
+                place,
+                Completion(list(tokens), [0.0] * len(tokens), reason),
+            )
 
 
 def make_trainer(
@@ -95,19 +134,25 @@ def make_trainer(
     trainer.sampler.engine = ListedEngine(trainer.model)
     trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
     rng = torch.Generator().manual_seed(1)
+    moved: Any = trainer.learner.module
+    if trainer.critic is not None and not trainer.critic.head:  # a module of the caller's
+        moved = trainer.model
     with torch.no_grad():
-        moves = trainer.critic is None or trainer.critic.head  # else it is a module of the caller's
-        for parameter in (trainer.learner.module if moves else trainer.model).parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype))
+        for parameter in moved.parameters():
+            noise = torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype)
+            parameter.add_(0.1 * noise)
     return trainer
 
 
 def distributions(
-    model: PreTrainedModel, prompt: str, said: Sequence[int], params: SamplingParams = PLAIN
+    model: PreTrainedModel,
+    prompt: str,
+    completion: Sequence[int],
+    params: SamplingParams = PLAIN,
 ) -> Tensor:
     """Return log p of everything in place of each token of a completion, (T,V), under `params`."""
-    ids = torch.tensor([[*PROMPTS[prompt], *said]])
-    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -len(said) - 1 : -1]
+    ids = torch.tensor([[*PROMPTS[prompt], *completion]])
+    logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0, -len(completion) - 1 : -1]
     return truncate(logits / params.temperature, params).log_softmax(-1)
 
 
@@ -131,15 +176,17 @@ def exact_gradient(
     completions.
     """
     total = torch.zeros((), dtype=torch.float64)
-    for prompt, said in product(prompts, COMPLETIONS):
-        own = distributions(model, prompt, said, params)
-        tokens = (range(len(said)), list(said))
-        chance = own[tokens].sum().exp()
-        total = total + chance * SCORES[prompt][said] * scored
+    for prompt, completion in product(prompts, COMPLETIONS):
+        logprobs = distributions(model, prompt, completion, params)
+        tokens = (range(len(completion)), list(completion))
+        chance = logprobs[tokens].sum().exp()
+        total = total + chance * SCORES[prompt][completion] * scored
         for other, seen, coef, compare in pulls:
-            theirs = distributions(other, seen.get(prompt, prompt), said, params).detach()
-            apart = chance * (own - theirs)[tokens]
-            if compare is not None:
-                apart = chance.detach() * compare(own, theirs)[0]
-            total = total - coef * apart.sum()
+            shown = seen.get(prompt, prompt)
+            of_other = distributions(other, shown, completion, params).detach()
+            if compare is None:
+                divergence = chance * (logprobs - of_other)[tokens]
+            else:
+                divergence = chance.detach() * compare(logprobs, of_other)[0]
+            total = total - coef * divergence.sum()
     return gradient(model, total / len(prompts))

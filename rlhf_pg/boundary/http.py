@@ -98,11 +98,12 @@ class Client:
                     status = answer.status_code
                     wait = answer.headers.get("retry-after", "")
                     pause = max(pause, float(wait if wait.isdecimal() else 0))
-                    said = "redirects are not followed"
+                    message = "redirects are not followed"
                     if status >= 400:
-                        said = body.decode(errors="replace")
-                    said = said.replace(self._key, "***") if self._key else said
-                    failure = f"status {status}: {quote(said)}"
+                        message = body.decode(errors="replace")
+                    if self._key:
+                        message = message.replace(self._key, "***")
+                    failure = f"status {status}: {quote(message)}"
                     if status < 500 and status not in TEMPORARY:
                         raise Refused(f"{who} refuses {where} with {failure}")
         attempts = f"{self.retries + 1} attempt{'s' if self.retries else ''}"

@@ -26,13 +26,14 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def read_file(path: Path, most: int = MOST_TEXT) -> bytes:
     """Read a file; ValueError if it is none, or has more than `most` bytes."""
+    reason = f"it has more than {most:,} bytes"
     try:
-        reason = "it is not a file" * (path.exists() and not path.is_file())
-        if not reason and path.stat().st_size <= most:
+        if path.exists() and not path.is_file():
+            reason = "it is not a file"
+        elif path.stat().st_size <= most:
             return path.read_bytes()
     except OSError as error:
         reason = str(error.strerror)
-    reason = reason or f"it has more than {most:,} bytes"
     raise ValueError(f"{quote(str(path))}: cannot be read: {reason}")
 
 
@@ -41,14 +42,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     name = quote(str(path))
     text = read_file(path)
     try:
-        found = yaml.load(text.decode(), Loader=_UniqueKeys) or {}
+        keys = yaml.load(text.decode(), Loader=_UniqueKeys) or {}
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: cannot be read: {error}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date, for example
         raise ValueError(f"{name}: not valid YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{name}: expected `key: value` lines, got {type(found).__name__}")
-    left = [found]
+    if not isinstance(keys, dict):
+        raise ValueError(f"{name}: expected `key: value` lines, got {type(keys).__name__}")
+    left = [keys]
     size = 0
     while left and size <= LARGEST_VALUE:  # aliases of aliases are small only until one prints them
         value: Any = left.pop()
@@ -57,4 +58,4 @@ def read_yaml(path: Path) -> dict[str, Any]:
         left += value if isinstance(value, list) else ()
     if left:
         raise ValueError(f"{name}: its aliases stand for too many values")
-    return found
+    return keys

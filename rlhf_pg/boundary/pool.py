@@ -98,8 +98,10 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
             _kill(worker)
             if isinstance(error, EOFError | OSError) and worker is not None:
                 code = worker.returncode
-                killed = ", as when memory runs out" * (code == -signal.SIGKILL)
-                error = CallFailed(f"ended its worker process: exit code {code}{killed}")
+                message = f"ended its worker process: exit code {code}"
+                if code == -signal.SIGKILL:
+                    message += ", as when memory runs out"
+                error = CallFailed(message)
             future.set_exception(error)
     _kill(worker)
 

@@ -57,11 +57,11 @@ def show(value: object) -> str:
 
 def tell(error: BaseException) -> str:
     """Return an exception's type and message, and its cause's, as `quote` does a text."""
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     cause = error.__cause__
-    if cause is not None and str(cause) not in said:
-        said += f" ({type(cause).__name__}: {cause})"
-    return quote(said)
+    if cause is not None and str(cause) not in message:
+        message += f" ({type(cause).__name__}: {cause})"
+    return quote(message)
 
 
 @contextmanager

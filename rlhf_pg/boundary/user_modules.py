@@ -70,11 +70,11 @@ def admit(name: str, places: Sequence[Path] | None = None, refused: Sequence[Pat
 
 def places_of(module: str) -> list[Path]:
     """Return the folders or the file of a module's package, which is not imported."""
-    found = importlib.util.find_spec(module.partition(".")[0] or "-")
-    if found is None:
+    spec = importlib.util.find_spec(module.partition(".")[0] or "-")
+    if spec is None:
         return []
-    if found.submodule_search_locations or found.has_location:
-        return [Path(name) for name in found.submodule_search_locations or [found.origin or ""]]
+    if spec.submodule_search_locations or spec.has_location:
+        return [Path(name) for name in spec.submodule_search_locations or [spec.origin or ""]]
     return [Path(os.__file__)]  # it is built in
 
 
@@ -105,16 +105,16 @@ def load(name: str, what: str = "function") -> Any:
         said = visible("".join(traceback.format_exception_only(error)).rstrip())
         problem = f"{quote(name)} cannot be imported from {quote(str(where))}"
         raise ValueError(f"{problem}:{frames(error)}\n{said}") from error
-    found = getattr(module, attribute, None)
-    fits = what == FACTORY or inspect.isclass(found) == (what == "class")
-    if not fits or not callable(found):
+    loaded = getattr(module, attribute, None)
+    fits = what == FACTORY or inspect.isclass(loaded) == (what == "class")
+    if not fits or not callable(loaded):
         of_kind = inspect.isclass if what == "class" else inspect.isfunction
         public = [key for key, _ in inspect.getmembers(module, of_kind) if not key.startswith("_")]
         raise ValueError(
             f"{quote(name)}: it has no {what} {quote(attribute)}"
             f"{nearest(attribute, public)}; there are: {', '.join(public) or 'none'}"
         )
-    return found
+    return loaded
 
 
 def find_file(path: str, name: str) -> Path:

@@ -29,11 +29,12 @@ def audit(flags: Sequence[str]) -> None:
         rows = list(causes.audit(args, foreign))
     finally:
         logging.disable(logging.NOTSET)
-    for name, found, effect in rows:
-        numbers = found.cosine, found.scale, found.bias, found.variance
+    for name, measured, effect in rows:
+        numbers = [measured.cosine, measured.scale, measured.bias, measured.variance]
         table.add_row(name, *(f"{number:.4g}" for number in numbers))
-        effects += [f"{name}: {effect}"] * bool(effect)
+        if effect:
+            effects.append(f"{name}: {effect}")
     step = "prompts {}, completions {}, tokens {}; updates after the first: after SGD at rate {}"
-    print(step.format(*found.step, world.MAX_LENGTH, expectation.RATE))
+    print(step.format(*measured.step, world.MAX_LENGTH, expectation.RATE))
     Console().print(table)
     print(*effects, sep="\n")

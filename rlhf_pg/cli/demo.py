@@ -15,7 +15,14 @@ from rlhf_pg.report.evaluation import intervals
 from rlhf_pg.trainers import PolicyGradientTrainer, trainer_type
 
 # The recipe has 500 steps, and half of this rate, which decays over the actual number.
-BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300", "--learning_rate", "8e-4")
+BRIEF = (
+    "--output_dir",
+    "runs/demo",
+    "--max_steps",
+    "300",
+    "--learning_rate",
+    "8e-4",
+)
 
 
 def demo(flags: Sequence[str]) -> None:
@@ -37,7 +44,8 @@ def demo(flags: Sequence[str]) -> None:
         return
     table = Table("prompt", "before", "after", show_lines=True)
     for prompt, answer in answers_before.items():
-        table.add_row(*(Text(visible(x)) for x in (prompt, answer, answers_after[prompt])))
+        cells = [prompt, answer, answers_after[prompt]]
+        table.add_row(*map(Text, map(visible, cells)))
     directory = Path(os.path.relpath(trainer.args.output_dir))
     scores = f"before: {_score(before)}\nafter:  {_score(after)}\n"
     files = f"model: {directory / 'final'}   report: {directory / 'report.html'}"
@@ -46,8 +54,10 @@ def demo(flags: Sequence[str]) -> None:
 
 def _score(metrics: dict[str, float]) -> str:
     bounds = intervals(metrics).get("eval_reward")  # none for a single prompt
-    said = "" if bounds is None else "; 95 % interval {:.3f} to {:.3f}".format(*bounds)
-    return f"held-out reward {metrics['eval_reward']:.3f} (sampled{said})"
+    interval = ""
+    if bounds is not None:
+        interval = "; 95 % interval {:.3f} to {:.3f}".format(*bounds)
+    return f"held-out reward {metrics['eval_reward']:.3f} (sampled{interval})"
 
 
 def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:

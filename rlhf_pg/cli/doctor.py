@@ -33,13 +33,20 @@ class Finding(NamedTuple):
 def doctor(flags: Sequence[str]) -> None:
     """Print all findings; exit with status 1 if a component that every command needs is missing."""
     options = parser_of("doctor").parse_args(flags)
-    here = [Finding("python", platform.python_version()), Finding(NAME, rlhf_pg.__version__)]
-    findings = [*here, *packages(), *surroundings()]
-    broken = [one.name for one in findings if one.is_needed and not one.is_well]
+    findings = [
+        Finding("python", platform.python_version()),
+        Finding(NAME, rlhf_pg.__version__),
+        *packages(),
+        *surroundings(),
+    ]
+    broken = [x.name for x in findings if x.is_needed and not x.is_well]
     table = Table("", "found", "to get it")
-    for one in findings:
-        style = "" if one.is_well else "bold red" if one.is_needed else "yellow"
-        table.add_row(Text(one.name), Text(one.found), Text(one.remedy), style=style)
+    for finding in findings:
+        style = ""
+        if not finding.is_well:
+            style = "bold red" if finding.is_needed else "yellow"
+        cells = map(Text, (finding.name, finding.found, finding.remedy))
+        table.add_row(*cells, style=style)
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
@@ -55,16 +62,20 @@ def packages() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:  # started in its source tree
         yield Finding("requirements", "unknown", False, f"pip install {NAME}")
         return
-    for one in map(Requirement, metadata.requires(NAME) or ()):
-        asking = (x for x in ("", *extras) if not one.marker or one.marker.evaluate({"extra": x}))
+    for requirement in map(Requirement, metadata.requires(NAME) or ()):
+        asking = (
+            x
+            for x in ("", *extras)
+            if not requirement.marker or requirement.marker.evaluate({"extra": x})
+        )
         extra = next(asking, "dev")  # "" if the package itself requires it
-        if extra in ("dev", "trl") or one.name == NAME:  # for development
+        if extra in ("dev", "trl") or requirement.name == NAME:  # for development
             continue
-        name = f"{one.name} [{extra}]" if extra else one.name
-        wanted = f"{NAME}[{extra}]" if extra else f"{one.name}{one.specifier}"
+        name = f"{requirement.name} [{extra}]" if extra else requirement.name
+        wanted = f"{NAME}[{extra}]" if extra else f"{requirement.name}{requirement.specifier}"
         try:
-            version = metadata.version(one.name)
-            fits = one.specifier.contains(version, prereleases=True)
+            version = metadata.version(requirement.name)
+            fits = requirement.specifier.contains(version, prereleases=True)
         except metadata.PackageNotFoundError:
             version = "not installed"
             fits = False

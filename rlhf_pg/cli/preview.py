@@ -40,7 +40,16 @@ from rlhf_pg.tasks import warm_start
 logger = logging.getLogger(__name__)
 
 # Columns with a meaning here, of which a run may read a part.
-KNOWN = ("prompt", "completion", "answer", "messages", "text", "chosen", "rejected", "margin")
+KNOWN = (
+    "prompt",
+    "completion",
+    "answer",
+    "messages",
+    "text",
+    "chosen",
+    "rejected",
+    "margin",
+)
 # Styles of a token, by whether it is special and whether it is learnt.
 STYLES = {
     (False, False): "",

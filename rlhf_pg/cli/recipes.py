@@ -10,15 +10,31 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, show
 from rlhf_pg.config.fields import as_list
 from rlhf_pg.config.files import locate_reward
-from rlhf_pg.config.parse import fail, load, parse, read_flags, recipe_file
+from rlhf_pg.config.parse import (
+    fail,
+    load,
+    parse,
+    read_flags,
+    recipe_file,
+)
 
 SUFFIXES = (".yaml", ".yml")
-TYPES = (config.GRPOConfig, config.RLOOConfig, config.ReinforceConfig, config.PPOConfig)
+TYPES = (
+    config.GRPOConfig,
+    config.RLOOConfig,
+    config.ReinforceConfig,
+    config.PPOConfig,
+)
 WITH_REWARDS: dict[str, Any] = {kind.algorithm: kind for kind in TYPES}
-CONFIGS = WITH_REWARDS | {"sft": config.SFTConfig, "reward_model": config.RewardModelConfig}
+CONFIGS = WITH_REWARDS | {
+    "sft": config.SFTConfig,
+    "reward_model": config.RewardModelConfig,
+}
 
 
-def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
+def split_recipe(
+    flags: Sequence[str],
+) -> tuple[list[Path], list[str]]:
     """Return the recipes in the flags, of which later ones win, and the other flags.
 
     They are given first or as `--config`; a preset given first wins over the `--config` beside it.
@@ -26,12 +42,16 @@ def split_recipe(flags: Sequence[str]) -> tuple[list[Path], list[str]]:
     first = flags[0] if flags and not flags[0].startswith("-") else None
     if first in CONFIGS and first not in recipes():  # an algorithm, for the --config beside it
         return split_recipe([*flags[1:], "--algorithm", first])
-    given = read_flags(flags[first is not None :])
+    values = read_flags(flags[first is not None :])
     keys = list[str]()
-    named = list(map(str, as_list(given.pop("config", ()))))
-    for key, value in given.items():
-        one = f"--{key}" if value is True else f"--{key}={value}"
-        keys += [f"--{key}", *value] if isinstance(value, list) else [one]
+    named = list(map(str, as_list(values.pop("config", ()))))
+    for key, value in values.items():
+        if isinstance(value, list):
+            keys += [f"--{key}", *value]
+        elif value is True:
+            keys.append(f"--{key}")
+        else:
+            keys.append(f"--{key}={value}")
     if first is not None and named and find_recipe(first) not in presets().values():
         fail(f"there are two recipes, {quote(first)} and --config {named[0]}: give one")
     files = [find_recipe(name) for name in [*named, *([first] if first else [])]]
@@ -59,7 +79,8 @@ def is_recipe(name: str) -> bool:
 
 def recipes() -> dict[str, Path]:
     """Return the files of the package's recipes by name, including presets."""
-    return presets() | {path.stem: path for path in recipe_file("presets").parent.glob("*.yaml")}
+    folder = recipe_file("presets").parent
+    return presets() | {path.stem: path for path in folder.glob("*.yaml")}
 
 
 def presets() -> dict[str, Path]:
@@ -68,12 +89,17 @@ def presets() -> dict[str, Path]:
 
 
 def config_type_of(
-    recipes: Sequence[Path], flags: Sequence[str] = (), known: Mapping[str, Any] = WITH_REWARDS
+    recipes: Sequence[Path],
+    flags: Sequence[str] = (),
+    known: Mapping[str, Any] = WITH_REWARDS,
 ) -> Any:
     """Return the config class that `trainer` or `algorithm` names; flags and later recipes win."""
     if not recipes:
         fail("a recipe is needed: its file, such as recipes/grpo_arithmetic.yaml, or a preset")
-    values = {k: v for file in recipes for k, v in load(file).items()} | read_flags(flags)
+    values = dict[str, Any]()
+    for file in recipes:
+        values |= load(file)
+    values |= read_flags(flags)
     if name := values.get("trainer"):
         return user_modules.load(locate_reward(str(name), recipes[0].parent), "class").config_type
     if (algorithm := values.get("algorithm")) not in list(known):
@@ -96,11 +122,16 @@ def check_found(recipe: Path, keys: Sequence[str], trusts: bool) -> None:
     """
     if trusts:
         return
-    given = read_flags(keys)
-    names = {str(one) for value in given.values() for one in as_list(value)}
+    values = read_flags(keys)
+    names = set[str]()
+    for value in values.values():
+        names |= {str(name) for name in as_list(value)}
     # Where the user is: a file of this name beside the config is not meant.
-    user_modules.distrust(recipe, names | {locate_reward(name, None) for name in names})
-    if load(recipe).get("trust_remote_code") and "trust_remote_code" not in given:
+    user_modules.distrust(
+        recipe,
+        names | {locate_reward(name, None) for name in names},
+    )
+    if load(recipe).get("trust_remote_code") and "trust_remote_code" not in values:
         user_modules.admit("the code of its models (trust_remote_code)")
 
 

@@ -38,9 +38,14 @@ def compare(flags: Sequence[str]) -> None:
                 drawn.add_column(Text(name), overflow="fold", no_wrap=i == 0)
             bright = len(shown["rows"]) - shown["dimmed"]
             for i, row in enumerate(shown["rows"]):
-                drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)
-            note = [Text(shown["note"])] * bool(shown["note"])
-            Console().print(Text(f"\n{shown['title']}", "bold"), *note, drawn, sep="\n")
+                drawn.add_row(
+                    *map(Text, row),
+                    style="dim" if i >= bright else None,
+                )
+            parts = [Text(f"\n{shown['title']}", "bold"), drawn]
+            if shown["note"]:
+                parts.insert(1, Text(shown["note"]))
+            Console().print(*parts, sep="\n")
     say(options.out)
 
 
@@ -48,10 +53,16 @@ def diff(flags: Sequence[str]) -> None:
     """Print the first difference between two runs; exit with status 1 if there is one."""
     options = parser_of("diff").parse_args(flags)
     a, b = (run_of(name).directory for name in options.runs)
-    found = comparison.diff_runs(a, b, options.rtol)
+    difference = comparison.diff_runs(a, b, options.rtol)
     if options.json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
+        print(
+            json.dumps(
+                dataclasses.asdict(difference),
+                indent=2,
+                default=str,
+            )
+        )
     else:
-        say("\n".join(comparison.describe(found, a, b)))
-    if found:
+        say("\n".join(comparison.describe(difference, a, b)))
+    if difference:
         raise SystemExit(1)

@@ -19,7 +19,11 @@ def train(flags: Sequence[str]) -> None:
 
 
 @explaining_errors()
-def run_recipe(kind: Any, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
+def run_recipe(
+    kind: Any,
+    flags: Sequence[str] | None = None,
+    prog: str | None = None,
+) -> None:
     """Read a config from flags, by default those of the command line, and train with it; `kind` is
     sft, reward_model, a name in `TRAINERS` or a class of configs, and `prog` is for `--help`.
     """

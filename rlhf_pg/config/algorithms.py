@@ -38,19 +38,19 @@ class PolicyGradientConfig(
     @property
     def warnings(self) -> list[str]:
         """Warnings, one sentence each, about settings that are allowed but rarely intended."""
-        found = []
+        sentences = []
         if self.importance_sampling_level == "sequence" and self.aggregation != "sequence_mean":
-            found.append(
+            sentences.append(
                 f"with importance_sampling_level sequence, aggregation {self.aggregation} gives "
                 "long completions more weight: the GSPO paper uses sequence_mean"
             )
         averages = self.teacher_model_name_or_path == "policy" and self.teacher_mixup_alpha < 0.5
         if averages and self.teacher_mixup_alpha and self.dtype == "bfloat16" and not self.use_peft:
-            found.append(
+            sentences.append(
                 "in bfloat16 a teacher_mixup_alpha below 0.5 loses small moves, so the teacher "
                 "lags: train with use_peft, or in float32"
             )
-        return found
+        return sentences
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""

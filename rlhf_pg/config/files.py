@@ -10,14 +10,31 @@ from typing import Any
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.config.fields import registry
 
-PLACES = ("output_dir", "resume_from_checkpoint", "vllm_sync_directory")  # may be new
-FUNCTIONS = ("trainer", "privileged_prompt", "agent_program", "environment_factory")
+PLACES = (
+    "output_dir",
+    "resume_from_checkpoint",
+    "vllm_sync_directory",
+)  # may be new
+# The arguments of functions that the keys name.
+CALLS = {
+    "advantage_estimator": "inputs",
+    "policy_loss": "logprobs, old_logprobs, advantages, mask",
+}
+FUNCTIONS = (
+    "trainer",
+    "privileged_prompt",
+    "agent_program",
+    "environment_factory",
+)
 
 
 def absolute(name: str, beside: Path | None) -> str:
     """Return the absolute path of a file or folder, or the name if there is none."""
-    paths = (os.path.join(place, os.path.expanduser(name)) for place in (beside or "", ""))
-    return next((os.path.abspath(path) for path in paths if name and os.path.exists(path)), name)
+    for folder in (beside or "", ""):
+        path = os.path.join(folder, os.path.expanduser(name))
+        if name and os.path.exists(path):
+            return os.path.abspath(path)
+    return name
 
 
 def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
@@ -35,28 +52,44 @@ def locate_keys(config: Any, beside: Path | None) -> dict[str, Any]:
             keys[key] = locate_reward(value, beside)
         elif key in ("reward_funcs", "tools"):
             keys[key] = [locate_reward(name, beside) for name in value]
-        elif key in ("advantage_estimator", "policy_loss") and ":" in value:
-            keys[key] = locate_reward(value, beside)
-            if value in registry(key):  # given in Python
-                keys[key] = value
-            elif value.startswith("python:"):
-                raise ValueError(f"{key} {value} was given in Python: give the function again")
-            else:
-                registry(key)[keys[key]] = user_modules.load(keys[key])
-            function = registry(key)[keys[key]]
-            call = "inputs" if key != "policy_loss" else "logprobs, old_logprobs, advantages, mask"
-            try:
-                inspect.signature(function).bind_partial(*call.split(", "))
-            except TypeError:
-                raise ValueError(f"{key} {keys[key]} must take ({call}, *, ...)") from None
+        elif key in CALLS and ":" in value:
+            keys[key] = locate_function(key, value, beside)
         elif key == "reward_options":
-            keys[key] = {locate_reward(name, beside): dict(own) for name, own in value.items()}
-    for name, own in keys.get("reward_options", {}).items():
-        is_judge = name.startswith("judge:") or "." not in name  # not a user's function
-        for key in own.keys() & {"rubric", "cache"} if is_judge else ():  # the cache may be new
-            if isinstance(own[key], str) and (key == "cache" or is_file_name(own[key])):
-                own[key] = os.path.abspath(os.path.expanduser(absolute(own[key].strip(), beside)))
+            keys[key] = {}
+            for name, options in value.items():
+                keys[key][locate_reward(name, beside)] = locate_options(name, options, beside)
     return keys
+
+
+def locate_function(key: str, name: str, beside: Path | None) -> str:
+    """Return the name of an estimator or loss of the user's, which is loaded; ValueError if it does
+    not take the arguments of one.
+    """
+    functions = registry(key)
+    if name not in functions:  # else it was given in Python
+        if name.startswith("python:"):
+            raise ValueError(f"{key} {name} was given in Python: give the function again")
+        name = locate_reward(name, beside)
+        functions[name] = user_modules.load(name)
+    call = CALLS[key]
+    try:
+        inspect.signature(functions[name]).bind_partial(*call.split(", "))
+    except TypeError:
+        raise ValueError(f"{key} {name} must take ({call}, *, ...)") from None
+    return name
+
+
+def locate_options(name: str, options: dict[str, Any], beside: Path | None) -> dict[str, Any]:
+    """Return the options of a reward, with absolute file names of a judge."""
+    located = dict(options)
+    if not name.startswith("judge:") and "." in name:  # a user's function
+        return located
+    for key in located.keys() & {"rubric", "cache"}:  # the cache may be new
+        value = located[key]
+        if isinstance(value, str) and (key == "cache" or is_file_name(value)):
+            path = os.path.expanduser(absolute(value.strip(), beside))
+            located[key] = os.path.abspath(path)
+    return located
 
 
 def locate_reward(name: str, beside: Path | None) -> str:
@@ -68,7 +101,11 @@ def locate_reward(name: str, beside: Path | None) -> str:
     place = name.rpartition(":" if ":" in name else ".")[0]
     if place.endswith(".py"):
         return absolute(place, beside) + name.removeprefix(place)
-    if place and place.split(".")[0] not in {"judge", "python", *sys.stdlib_module_names}:
+    if place and place.split(".")[0] not in {
+        "judge",
+        "python",
+        *sys.stdlib_module_names,
+    }:
         stem = place.replace(".", "/")
         for file in (f"{stem}.py", f"{stem}/__init__.py"):
             if (path := absolute(file, beside)) != file:

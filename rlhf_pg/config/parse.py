@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -40,29 +49,38 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     kind: Any = config_type
     if "__pydantic_fields__" not in vars(kind):  # a dataclass that is derived from a config
         kind = config(kind)
+    known = metadata(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
     values = dict[str, Any]()
     origin = dict[str, str]()
     for recipe in recipes:
-        own = load(Path(recipe))
-        if own.get("algorithm") != getattr(kind, "algorithm", None):
-            names = {field.name for field in dataclasses.fields(kind)}
-            idle = [key for key in own if key not in names and algorithms_with(key, kind)]
-            own = {key: value for key, value in own.items() if key not in idle}
+        keys = load(Path(recipe))
+        if keys.get("algorithm") != getattr(kind, "algorithm", None):
+            idle = [key for key in keys if key not in known and algorithms_with(key, kind)]
+            for key in idle:
+                del keys[key]
             if idle:
                 logger.warning(
-                    "%s: left out, since %s has no %s", recipe, kind.algorithm, ", ".join(idle)
+                    "%s: left out, since %s has no %s",
+                    recipe,
+                    kind.algorithm,
+                    ", ".join(idle),
                 )
-        values |= own
-        origin |= dict.fromkeys(map(str, own), f"{recipe}: ")
-    for key, words in metadata(kind).items():
-        if replacing(flags) & {*words.get("replaced_by", "").split()}:
+        for key, value in keys.items():
+            values[str(key)] = value
+            origin[str(key)] = f"{recipe}: "
+    for key, of_key in known.items():
+        if replacing(flags) & {*of_key.get("replaced_by", "").split()}:
             values.pop(key, None)
-    origin |= dict.fromkeys(flags, "")
-    given = {str(k): None if v in ("None", "null") else v for k, v in (values | flags).items()}
+    for key, value in flags.items():
+        values[key] = value
+        origin[key] = ""
+    for key, value in values.items():
+        if value in ("None", "null"):
+            values[key] = None
     try:
-        made = kind(**given)
+        made = kind(**values)
     except ConfigError as error:
         fail("\n".join(f"{origin.get(key, '')}{text}" for key, text in error.messages))
     beside = Path(recipes[0]).absolute().parent if recipes else None
@@ -71,24 +89,34 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 
 def replacing(flags: Mapping[str, Any]) -> set[str]:
     """Return the flags that reset keys of a recipe: what these describe is no longer used."""
-    keeps_adapter = str(flags.get("use_peft", True)).lower() not in ("false", "no", "off", "0")
+    keeps_adapter = str(flags.get("use_peft", True)).lower() not in (
+        "false",
+        "no",
+        "off",
+        "0",
+    )
     return flags.keys() - ({"use_peft"} if keeps_adapter else set())
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys and values of `--key value`, `--key=value`, `--key a b c` and `--key`."""
-    found: dict[str, list[str]] = {}
+    flags: dict[str, Any] = {}
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            values = found[name.replace("-", "_")] = [value] if equals else []
+            values = flags[name.replace("-", "_")] = [value] if equals else []
         elif "=" in word and "." in word.partition("=")[0] and (message := of_verl([word])):
             fail(message)
-        elif found:
+        elif flags:
             values.append(word)
         else:
             fail(f"{word!r} is not a key: write --key value")
-    return {key: v if len(v) > 1 else v[0] if v else True for key, v in found.items()}
+    for key, values in flags.items():
+        if not values:
+            flags[key] = True
+        elif len(values) == 1:
+            flags[key] = values[0]
+    return flags
 
 
 def recipe_file(name: str) -> Path:
@@ -112,7 +140,13 @@ def fail(message: str) -> NoReturn:
     """Print an error, once for all processes, and exit with status 2."""
     if is_first_process():
         for line in message.splitlines():
-            print("error: " * (line[:1] != " ") + visible(line), file=sys.stderr)  # " ": a frame
+            is_frame = line.startswith(" ")  # of a traceback
+            print(
+                "" if is_frame else "error: ",
+                visible(line),
+                sep="",
+                file=sys.stderr,
+            )
     raise SystemExit(2)
 
 
@@ -135,9 +169,11 @@ def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:
             text = help_of(field.metadata)
             if names := field.metadata.get("names"):
                 text += f" One of: {', '.join(names)}."
-            several = default if isinstance(default, tuple | list) else [default]
-            shown = " ".join(map(str, several))
-            shown = shown.lower() if shown in ("True", "False", "None") else shown or "none"
+            if isinstance(default, tuple | list):
+                default = " ".join(map(str, default))
+            shown = str(default) or "none"
+            if shown in ("True", "False", "None"):
+                shown = shown.lower()
             kind = f"{' | '.join(kinds(hints[field.name]))}  (default: {shown})"
             group.add_argument(f"--{field.name}", metavar=kind, help=text.replace("%", "%%"))
     return parser.format_help().strip()
@@ -146,11 +182,12 @@ def help_on_keys(config: type, values: Mapping[str, Any] = {}) -> str:
 def groups(config: type) -> dict[type, list["dataclasses.Field[Any]"]]:
     """Group the keys of a config by the most general class that declares them."""
     fields = {field.name: field for field in dataclasses.fields(config)}
-    found = {
-        owner: [fields.pop(name) for name in inspect.get_annotations(owner) if name in fields]
-        for owner in reversed(config.__mro__)
-    }
-    return {owner: own for owner, own in found.items() if own}
+    declared = {}
+    for owner in reversed(config.__mro__):
+        names = [name for name in inspect.get_annotations(owner) if name in fields]
+        if names:
+            declared[owner] = [fields.pop(name) for name in names]
+    return declared
 
 
 def kinds(hint: Any) -> list[str]:

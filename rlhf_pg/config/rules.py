@@ -176,12 +176,11 @@ def of_updates(args: Any) -> Iterator[str]:
         yield f"delta must be above the clip bound 1 + epsilon_high = {high}, got {args.delta}"
     if args.entropy_target is not None:
         low = args.entropy_coef_min
-        most = args.entropy_coef_max
-        given = args.entropy_coef
-        if not low <= given <= most:
+        high = args.entropy_coef_max
+        if not low <= args.entropy_coef <= high:
             yield (
                 f"entropy_coef must be between entropy_coef_min ({low}) and entropy_coef_max "
-                f"({most}), got {given}"
+                f"({high}), got {args.entropy_coef}"
             )
     if args.sampler_clip_min is not None and args.sampler_clip_min >= args.sampler_clip_max:
         yield f"sampler_clip_min must be below sampler_clip_max, got {args.sampler_clip_min}"
@@ -196,21 +195,21 @@ def of_updates(args: Any) -> Iterator[str]:
             yield f'kl_estimator {args.kl_estimator!r} is for the loss: use "k1" in the reward'
 
 
-def of_needs(args: Any, given: Collection[str] = IN_PYTHON) -> Iterator[str]:
-    """Yield the keys that would be ignored, since what they need is neither set nor `given` to the
-    trainer.
+def of_needs(args: Any, arguments: Collection[str] = IN_PYTHON) -> Iterator[str]:
+    """Yield the keys that would be ignored, since what they need is neither set nor among the
+    `arguments` of the trainer.
     """
     for key, words in metadata(args).items():
         if "needs" in words and is_set(args, key):
             for need in words["needs"].split(" and "):
-                if not is_met(args, need, given):
+                if not is_met(args, need, arguments):
                     yield f"{key} has no effect without {need}: set that, or leave it out"
                     break
     if getattr(args, "value_init", None) == "random" and args.use_peft:
         yield "value_init random cannot be used with an adapter: leave out use_peft"
 
 
-def is_met(args: Any, need: str, given: Collection[str] = IN_PYTHON) -> bool:
+def is_met(args: Any, need: str, arguments: Collection[str] = IN_PYTHON) -> bool:
     """Return whether one of several is so, joined by " or ": KEY is on, KEY VALUE (the next may
     leave out KEY), KEY above NUMBER.
     """
@@ -220,7 +219,7 @@ def is_met(args: Any, need: str, given: Collection[str] = IN_PYTHON) -> bool:
             key, _, alternative = alternative.partition(" ")
         if not key or alternative == str(getattr(args, key)).lower():
             return True
-        if alternative == "" and (key in given or is_on(args, key)):
+        if alternative == "" and (key in arguments or is_on(args, key)):
             return True
         if alternative.startswith("above ") and getattr(args, key) > float(alternative[6:]):
             return True

@@ -4,13 +4,25 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from rlhf_pg.config.fields import Auto, Names, Text, as_list, config, option
+from rlhf_pg.config.fields import (
+    Auto,
+    Names,
+    Text,
+    as_list,
+    config,
+    option,
+)
 from rlhf_pg.config.foreign_keys import configs
 
 # Schedules of transformers that need no argument except the number of steps.
 SCHEDULES = (
-    *("linear", "cosine", "cosine_with_restarts", "polynomial"),
-    *("constant", "constant_with_warmup", "inverse_sqrt"),
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
 )
 Optim = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"]
 Trackers = Annotated[

@@ -16,7 +16,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from rich.table import Table
 from rich.text import Text
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
@@ -45,8 +50,16 @@ FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the unquantized
 CPU_CACHE = 4 * 2**30  # bytes of the native engine's cache on a CPU
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 # Keys that save memory, by what they cost; each is tried together with those before it.
-SAVINGS: dict[str, Any] = {"micro_batch_tokens": "auto", "gradient_checkpointing": True}
-SAVINGS |= {"dtype": "bfloat16", "optim": "adamw_8bit", "beta": 0.0, "use_peft": True}
+SAVINGS: dict[str, Any] = {
+    "micro_batch_tokens": "auto",
+    "gradient_checkpointing": True,
+}
+SAVINGS |= {
+    "dtype": "bfloat16",
+    "optim": "adamw_8bit",
+    "beta": 0.0,
+    "use_peft": True,
+}
 OF_ADAPTER = 10  # times the learning rate of all weights
 GIB = 2**30
 
@@ -118,8 +131,13 @@ def build_meta_models(
             if (value_name := args.value_model_name_or_path) is not None:
                 with models.about("value_model_name_or_path"):
                     value_model = _without_data(value_name, dtype, AutoModel, remote)
-            own = (args.critic == "shared", value_model, adapter, args.critic_seed)
-            critic = models.new_critic(model, tokenizer, dtype, *own)
+            critic_options = (
+                args.critic == "shared",
+                value_model,
+                adapter,
+                args.critic_seed,
+            )
+            critic = models.new_critic(model, tokenizer, dtype, *critic_options)
         chunk_size = models.chunk_size_for(None if memory is None else int(memory))
         chunk_size //= 3 if args.compares_distributions else 1
         _, module = assemble(model, args, critic, tokens, chunk_size)
@@ -135,7 +153,10 @@ def build_meta_models(
 
 
 def _without_data(
-    path: str | os.PathLike[str], dtype: torch.dtype, auto_class: Any, remote: bool
+    path: str | os.PathLike[str],
+    dtype: torch.dtype,
+    auto_class: Any,
+    remote: bool,
 ) -> PreTrainedModel:
     """Build the model or adapter of a path or Hub id with its tensors on the meta device."""
     models.check_directory(path)
@@ -168,7 +189,10 @@ def predict_memory(
     tokens = args.micro_batch_tokens
     row = meta.prompt + width
     if tokens == "auto":
-        tokens = max(row, min(most(kind, row), meta.update.tokens_within(SHARE[kind] * left)))
+        tokens = max(
+            row,
+            min(most(kind, row), meta.update.tokens_within(SHARE[kind] * left)),
+        )
     draws = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
     update["activations"] = meta.update.at(min(int(tokens), draws * meta.update.tokens))
     if args.compares_distributions:  # its hidden states, at every token of the step
@@ -276,11 +300,11 @@ def verdict(
     for key, value in SAVINGS.items():
         if not fits and getattr(args, key) not in (value, "offload"):
             with suppress(ValueError):  # the recipe has a key that forbids this one
-                more = {key: value}
+                flags = {key: value}
                 if key == "use_peft":
-                    more["learning_rate"] = OF_ADAPTER * args.learning_rate
-                tried = build(**changes, **more)
-                changes |= more
+                    flags["learning_rate"] = OF_ADAPTER * args.learning_rate
+                tried = build(**changes, **flags)
+                changes |= flags
                 fits = estimate(tried, sharding, processes).peak <= room
     four = tried._replace(args=dataclasses.replace(tried.args, load_in_4bit=True))
     if not fits and sharding == "ddp" and estimate(four, sharding, processes).peak <= room:
@@ -288,10 +312,10 @@ def verdict(
     if fits:
         yield _flags(changes)
     layouts = ("ddp",) if args.load_in_4bit else ("zero2", "zero3")  # 4-bit weights are not sharded
-    for more, built in [({}, meta)] if fits else [({}, meta), (changes, tried)]:
+    for flags, built in [({}, meta)] if fits else [({}, meta), (changes, tried)]:
         for count, layout in product((2, 4, 8, 16, 32, 64), layouts):
             if count >= processes and estimate(built, layout, count).peak <= room:
-                yield _flags(more | {"num_processes": count, "sharding": layout})
+                yield _flags(flags | {"num_processes": count, "sharding": layout})
                 return
     if not fits:
         yield Text("  nothing that was tried: take a smaller model")

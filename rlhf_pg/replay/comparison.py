@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config.run import effect_of
 from rlhf_pg.report.html import table, write_document
-from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
+from rlhf_pg.report.run_files import (
+    RunFiles,
+    StepTokens,
+    tokens_file,
+)
 from rlhf_pg.report.run_page import charts_of, curve_data, plain
 from rlhf_pg.report.troubles import WINDOW, values
 
 ABSENT = "-"
-GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update computes
+GRADIENT = (
+    "loss",
+    "grad_norm",
+    "value_loss",
+)  # metrics that only the update computes
 
 
 def write_comparison(directories: Sequence[Path], out: Path) -> Path:
@@ -60,7 +68,9 @@ def name_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     return {name: RunFiles(path) for name, path in zip(names, paths, strict=True)}
 
 
-def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+def difference_tables(
+    runs: Mapping[str, RunFiles],
+) -> list[dict[str, Any]]:
     """Return results, and the keys and versions in which runs differ."""
     columns = [_results(files.metrics) for files in runs.values()]
     known = [key for key in columns[0] if any(column[key] is not None for column in columns)]
@@ -88,9 +98,17 @@ def difference_tables(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     ]
 
 
-def _results(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _results(
+    lines: Sequence[Mapping[str, Any]],
+) -> dict[str, float | None]:
     """Return the steps and rewards of a run."""
-    keys = ("step", "num_tokens", "step_time", "reward", "eval_reward")
+    keys = (
+        "step",
+        "num_tokens",
+        "step_time",
+        "reward",
+        "eval_reward",
+    )
     steps, tokens, seconds, rewards, held_out = (
         [value for _, value in values(lines, key)] for key in keys
     )
@@ -117,18 +135,26 @@ def environment_of(files: RunFiles) -> dict[str, Any]:
     if not files.starts:
         return {}
     start = files.starts[-1]
-    own = {"processes": start.processes, "backend": start.backend, "device": start.device}
-    return own | dict(start.versions)
+    return {
+        "processes": start.processes,
+        "backend": start.backend,
+        "device": start.device,
+        **start.versions,
+    }
 
 
-def differing(by_run: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def differing(
+    by_run: Mapping[str, Mapping[str, Any]],
+) -> list[list[str]]:
     """Return a row for each key whose value is not the same in all runs."""
-    keys = dict.fromkeys(key for own in by_run.values() for key in own)
-    rows = [
-        [str(key), *(plain(own[key]) if key in own else ABSENT for own in by_run.values())]
-        for key in keys
-    ]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    rows = []
+    for key in dict.fromkeys(key for config in by_run.values() for key in config):
+        texts = []
+        for config in by_run.values():
+            texts.append(plain(config[key]) if key in config else ABSENT)
+        if len(set(texts)) > 1:
+            rows.append([str(key), *texts])
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,60 +193,89 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     0 weights are not compared, since a run keeps only their hashes.
     """
     names = name_runs([a, b])
-    one, other = names.values()
+    first, second = names.values()
     config = differing({name: run.config for name, run in names.items()})
     versions = differing({name: environment_of(run) for name, run in names.items()})
-    lines = [{line["step"]: line for line in run.metrics} for run in (one, other)]
-    steps = [lines[0].keys() | one.traces.keys(), lines[1].keys() | other.traces.keys()]
-    common = sorted(steps[0] & steps[1])
-    found: list[Place] = []
+    steps = _steps(first)
+    others = _steps(second)
+    common = sorted(steps & others)
     step = 0
-    if rtol == 0 and one.starts and other.starts:
-        first = one.starts[0]
-        second = other.starts[0]
-        alike = (first.backend, first.processes) == (second.backend, second.processes)
-        if alike or first.backend == second.backend == "DDP":  # else they are sharded differently
-            found = compare_weights(first.weights, second.weights)
-    for step in common if not found else ():
-        files = [tokens_file(run.directory, step) for run in (one, other)]
-        there = all(file.is_file() for file in files)
-        if there and files[0].read_bytes() != files[1].read_bytes():
-            records = one.tokens(step), other.tokens(step)
-            if records[0] is not None and records[1] is not None:
-                sources = one.traces.get(step, {}).get("sources", [])
-                found += compare_tokens(records[0], records[1], sources, rtol)
-        found += compare_metrics(lines[0].get(step, {}), lines[1].get(step, {}), rtol)
-        if rtol == 0 and step in one.weights and step in other.weights:
-            found += compare_weights(one.weights[step], other.weights[step])
-        if found:
-            break
+    places = _compare_starts(first, second) if rtol == 0 else []
+    if not places:
+        for step in common:
+            places = _compare_step(first, second, step, rtol)
+            if places:
+                break
     return Difference(
         config={key: (x, y) for key, x, y in config if effect_of(key) != "output"},
         versions={key: (x, y) for key, x, y in versions},
-        step=step if found else None,
-        places=found,
+        step=step if places else None,
+        places=places,
         steps=len(common),
-        only_a=len(steps[0] - steps[1]),
-        only_b=len(steps[1] - steps[0]),
+        only_a=len(steps - others),
+        only_b=len(others - steps),
     )
 
 
-def describe(found: Difference, a: Path, b: Path) -> Iterator[str]:
+def _steps(run: RunFiles) -> set[int]:
+    return {line["step"] for line in run.metrics} | run.traces.keys()
+
+
+def _metrics(run: RunFiles, step: int) -> dict[str, Any]:
+    return next((line for line in run.metrics if line["step"] == step), {})
+
+
+def _compare_starts(first: RunFiles, second: RunFiles) -> list[Place]:
+    """Compare the first weights of two runs, unless they were sharded differently."""
+    if not first.starts or not second.starts:
+        return []
+    a = first.starts[0]
+    b = second.starts[0]
+    if a.backend != b.backend or (a.backend != "DDP" and a.processes != b.processes):
+        return []
+    return compare_weights(a.weights, b.weights)
+
+
+def _compare_step(first: RunFiles, second: RunFiles, step: int, rtol: float) -> list[Place]:
+    """Compare a step that both runs have taken."""
+    places: list[Place] = []
+    files = [tokens_file(run.directory, step) for run in (first, second)]
+    are_files = all(file.is_file() for file in files)
+    if are_files and files[0].read_bytes() != files[1].read_bytes():
+        a = first.tokens(step)
+        b = second.tokens(step)
+        if a is not None and b is not None:
+            sources = first.traces.get(step, {}).get("sources", [])
+            places += compare_tokens(a, b, sources, rtol)
+    places += compare_metrics(_metrics(first, step), _metrics(second, step), rtol)
+    if rtol == 0 and step in first.weights and step in second.weights:
+        places += compare_weights(first.weights[step], second.weights[step])
+    return places
+
+
+def describe(difference: Difference, a: Path, b: Path) -> Iterator[str]:
     """Yield lines on the differences between two runs."""
     yield f"A: {a}\nB: {b}"
-    for title, entries in (("config", found.config), ("versions", found.versions)):
+    for title, entries in (
+        ("config", difference.config),
+        ("versions", difference.versions),
+    ):
         if entries:
             yield f"{title}:"
-            yield from (f"  {key}: {one} | {other}" for key, (one, other) in entries.items())
-    if found.step is None:
-        yield f"no difference in {found.steps} steps"
-    for i, place in enumerate(found.places):
+        for key, (x, y) in entries.items():
+            yield f"  {key}: {x} | {y}"
+    if difference.step is None:
+        yield f"no difference in {difference.steps} steps"
+    for i, place in enumerate(difference.places):
         if i == 0:
-            when = f"step {found.step}" if found.step else "before the first step"
+            when = f"step {difference.step}" if difference.step else "before the first step"
             yield f"{when}: {place.stage} differ first"
-        more = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
-        yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{more}"
-    for name, count in (("A", found.only_a), ("B", found.only_b)):
+        others = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
+        yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{others}"
+    for name, count in (
+        ("A", difference.only_a),
+        ("B", difference.only_b),
+    ):
         if count:
             yield f"{count} steps only in {name}"
 
@@ -228,9 +283,17 @@ def describe(found: Difference, a: Path, b: Path) -> Iterator[str]:
 def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
     """Compare hashes of tensors by name; return the first difference, if any."""
     names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    if not names:
+        return []
+    name = names[0]
     return [
-        Place(stage="weights", what=name, a=a.get(name), b=b.get(name), rows=len(names))
-        for name in names[:1]
+        Place(
+            stage="weights",
+            what=name,
+            a=a.get(name),
+            b=b.get(name),
+            rows=len(names),
+        )
     ]
 
 
@@ -238,39 +301,64 @@ def compare_metrics(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float = 0.0
 ) -> Iterator[Place]:
     """Compare losses and gradient norms of the same step."""
-    both = [key for key in GRADIENT if a.get(key) is not None and b.get(key) is not None]
-    far = [key for key in both if abs(a[key] - b[key]) > rtol * max(abs(a[key]), abs(b[key]))]
+    far = []
+    for key in GRADIENT:
+        x = a.get(key)
+        y = b.get(key)
+        if x is not None and y is not None and abs(x - y) > rtol * max(abs(x), abs(y)):
+            far.append(key)
     for key in far[:1]:
-        yield Place(stage="gradient", what=key, a=a[key], b=b[key], rows=len(far))
+        yield Place(
+            stage="gradient",
+            what=key,
+            a=a[key],
+            b=b[key],
+            rows=len(far),
+        )
 
 
 def compare_tokens(
-    a: StepTokens, b: StepTokens, sources: Sequence[str], rtol: float = 0.0
+    a: StepTokens,
+    b: StepTokens,
+    sources: Sequence[str],
+    rtol: float = 0.0,
 ) -> Iterator[Place]:
     """Yield the first difference in every stage, up to one whose rows do not correspond."""
-    facts = [
-        list(zip(x.prompt_index.tolist(), x.row.tolist(), x.prompts(), strict=True)) for x in (a, b)
-    ]
-    pairs = list(zip_longest(*facts))
-    if other := [i for i, (one, two) in enumerate(pairs) if one != two]:
-        i = other[0]
+    pairs = list(zip_longest(_rows(a), _rows(b)))
+    differing_rows = [i for i, (x, y) in enumerate(pairs) if x != y]
+    if differing_rows:
+        i = differing_rows[0]
         what = _name(a if i < len(a.lengths) else b, i)
-        yield Place(stage="prompts", what=what, a=pairs[i][0], b=pairs[i][1], rows=len(other))
+        x, y = pairs[i]
+        yield Place(
+            stage="prompts",
+            what=what,
+            a=x,
+            b=y,
+            rows=len(differing_rows),
+        )
         return
-    kept = [np.split(np.stack([x.ids, x.action]), x.starts[1:], axis=1) for x in (a, b)]
-    if other := [i for i in range(len(pairs)) if not np.array_equal(kept[0][i], kept[1][i])]:
-        i = other[0]
-        tokens = list(zip_longest(*(map(tuple, x[i].T.tolist()) for x in kept)))
-        token = next(t for t, (one, two) in enumerate(tokens) if one != two)
-        ids = ["no token" if x is None else x[0] for x in tokens[token]]
+    pairs = list(zip(_completions(a), _completions(b), strict=True))
+    differing_rows = [i for i, (x, y) in enumerate(pairs) if x != y]
+    if differing_rows:
+        i = differing_rows[0]
+        tokens = zip_longest(*pairs[i], fillvalue=("no token", None))
+        token, (x, y) = next(pair for pair in enumerate(tokens) if pair[1][0] != pair[1][1])
         what = f"{_name(a, i)}, token {token}"
-        yield Place(stage="ids", what=what, a=ids[0], b=ids[1], rows=len(other))
+        yield Place(
+            stage="ids",
+            what=what,
+            a=x[0],
+            b=y[0],
+            rows=len(differing_rows),
+        )
         return
     name = "sampler_logprob"
     yield from _first_token("logprobs", a, name, a.number(name), b.number(name), rtol)
-    widths = [x.scores.shape[1] for x in (a, b)]
-    if widths[0] != widths[1]:
-        yield Place(stage="scores", what="number of sources", a=widths[0], b=widths[1])
+    x = a.scores.shape[1]
+    y = b.scores.shape[1]
+    if x != y:
+        yield Place(stage="scores", what="number of sources", a=x, b=y)
     else:
         for k, columns in enumerate(zip(a.dense_scores().T, b.dense_scores().T, strict=True)):
             name = sources[k] if k < len(sources) else f"source {k}"
@@ -279,19 +367,56 @@ def compare_tokens(
     yield from _first_token("advantages", a, name, a.number(name), b.number(name), rtol)
 
 
+def _rows(record: StepTokens) -> list[Any]:
+    """Return prompt index, row of the dataset and prompt of each completion."""
+    prompts = record.prompts()
+    return list(
+        zip(
+            record.prompt_index.tolist(),
+            record.row.tolist(),
+            prompts,
+            strict=True,
+        )
+    )
+
+
+def _completions(record: StepTokens) -> list[list[tuple[int, ...]]]:
+    """Return the ids of each completion, each with whether the policy chose it."""
+    tokens = np.stack([record.ids, record.action], axis=1)
+    parts = np.split(tokens, record.starts[1:])
+    return [list(map(tuple, part.tolist())) for part in parts]
+
+
 def _first_token(
-    stage: str, record: StepTokens, name: str, a: NDArray[Any], b: NDArray[Any], rtol: float
+    stage: str,
+    record: StepTokens,
+    name: str,
+    a: NDArray[Any],
+    b: NDArray[Any],
+    rtol: float,
 ) -> Iterator[Place]:
     """Compare a number of all tokens; yield the first difference."""
     known = np.concatenate([a[~np.isnan(a)], b[~np.isnan(b)], np.zeros(1)])
-    near = np.isclose(a, b, rtol=0, atol=rtol * np.abs(known).max(), equal_nan=True)
+    near = np.isclose(
+        a,
+        b,
+        rtol=0,
+        atol=rtol * np.abs(known).max(),
+        equal_nan=True,
+    )
     far = (~near).nonzero()[0]
     if len(far):
         row = np.searchsorted(record.starts + record.lengths, far, side="right")
         token = int(far[0] - record.starts[row[0]])
         what = f"{_name(record, int(row[0]))}, token {token}: {name}"
         rows = len(np.unique(row))
-        yield Place(stage=stage, what=what, a=float(a[far[0]]), b=float(b[far[0]]), rows=rows)
+        yield Place(
+            stage=stage,
+            what=what,
+            a=float(a[far[0]]),
+            b=float(b[far[0]]),
+            rows=rows,
+        )
 
 
 def _name(record: StepTokens, i: int) -> str:

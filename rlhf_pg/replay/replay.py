@@ -87,8 +87,10 @@ class Replay:
             if trainer.ahead is not None:
                 raise ValueError("--resample: with rollout_ahead, earlier weights sampled the step")
             asked = [s.name for s in trainer.rewards.sources if s.kind == "async"]
-            asked += ["the environment"] * self.has_episodes
-            asked += [trainer.engine_name] * (trainer.engine_name != "native")
+            if self.has_episodes:
+                asked.append("the environment")
+            if trainer.engine_name != "native":
+                asked.append(trainer.engine_name)
             if asked:
                 raise ValueError(
                     f"--resample would ask {', '.join(asked)} again, which may not answer as before"
@@ -194,19 +196,19 @@ class Replay:
         if "line" in record.numbers:
             lines = [np.nan_to_num(record.numbers["line"][span]).astype(int) for span in spans]
             batch = batch.with_columns(lines=pad_rows(lines, 0)[0].to(runtime.device))
-        whole = torch.from_numpy(record.dense_scores())
-        scores = torch.full((*batch.completion_ids.shape, whole.shape[1]), math.nan)
+        recorded = torch.from_numpy(record.dense_scores())
+        scores = torch.full((*batch.completion_ids.shape, recorded.shape[1]), math.nan)
         scores = scores.to(batch.sampler_logprobs)
-        for own, span in zip(scores, spans, strict=True):
-            own[: span.stop - span.start] = whole[span].to(scores)
+        for of_row, span in zip(scores, spans, strict=True):
+            of_row[: span.stop - span.start] = recorded[span].to(scores)
         rows = [int(record.row[i]) for i in mine]
         columns = trainer.train_prompts.rows[rows]
         prompt_of = columns.pop("prompt", [])
         if self.has_episodes:
             prompt_of = [tokenizer.decode(prompts[i]) for i in mine]
         texts = [
-            trainer.sampler.prompt_and_completion(prompt, own)
-            for prompt, own in zip(prompt_of, ids, strict=True)
+            trainer.sampler.prompt_and_completion(prompt, completion)
+            for prompt, completion in zip(prompt_of, ids, strict=True)
         ]
         return batch.with_columns(
             prompts=[prompt for prompt, _ in texts],
@@ -268,11 +270,16 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     args: Any = parse(kind.config_type, [*recipe, *keys], "rlhf-pg replay")
     if keys:  # before anything is loaded
         computed_changes(parse(kind.config_type, recipe), args)
-    given = [*args.given_in_python, *["its model"] * (args.model_name_or_path is None)]
-    given += ["its data"] * (args.task is None and not args.dataset_name)
-    if given:
-        how = "make its trainer in Python, and give it to rlhf_pg.replay.replay.Replay"
-        raise ValueError(f"the run was given {', '.join(given)} in Python: {how}")
+    in_python = [*args.given_in_python]
+    if args.model_name_or_path is None:
+        in_python.append("its model")
+    if args.task is None and not args.dataset_name:
+        in_python.append("its data")
+    if in_python:
+        raise ValueError(
+            f"the run was given {', '.join(in_python)} in Python: make its trainer in Python, and "
+            "give it to rlhf_pg.replay.replay.Replay"
+        )
     if not keys:  # the same run, perhaps in another directory now
         args = dataclasses.replace(args, output_dir=str(run.directory))
     names = args.reward_funcs

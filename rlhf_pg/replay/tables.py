@@ -16,7 +16,15 @@ from rlhf_pg.report.run_files import StepTokens
 
 MOST_ROWS = 16
 MOST_TENSORS = 5  # of tables, unless rows are chosen
-METRICS = ("reward", "loss", "kl", "entropy", "grad_norm", "learning_rate", "value_loss")
+METRICS = (
+    "reward",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "learning_rate",
+    "value_loss",
+)
 
 
 def show_step(made: Made, rows: Sequence[int] | None) -> None:
@@ -35,11 +43,26 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
     lines = []
     total = len(tokens.lengths)
     chosen = _chosen(rows, total, range(min(MOST_ROWS, total)))
-    for i, said in ((i, record.completions[i]) for i in chosen):
-        prompt = f"{said['prompt_index']}.{said['sample']} {_short(said['prompt'])}"
-        numbers = [*(said[f"rewards/{name}"] for name in sources), said["advantage"]]
-        lines.append([i, prompt, _short(said["completion"]), *numbers, int(tokens.lengths[i])])
-    head = ["row", "prompt", "completion", *sources, "advantage", "tokens"]
+    for i in chosen:
+        completion = record.completions[i]
+        sample = f"{completion['prompt_index']}.{completion['sample']}"
+        prompt = f"{sample} {_short(completion['prompt'])}"
+        scores = [completion[f"rewards/{name}"] for name in sources]
+        line = [
+            i,
+            prompt,
+            _short(completion["completion"]),
+            *scores,
+        ]
+        lines.append([*line, completion["advantage"], int(tokens.lengths[i])])
+    head = [
+        "row",
+        "prompt",
+        "completion",
+        *sources,
+        "advantage",
+        "tokens",
+    ]
     console.print(_table("completions", head, lines))
     if len(chosen) < total and rows is None:
         console.print(f"{total - len(chosen)} more rows: --rows {len(chosen)} ...")
@@ -50,28 +73,41 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
 def _tokens(tokens: StepTokens, i: int) -> Table:
     """Return a table of the tokens of a row, with all recorded numbers."""
     assert tokens.texts is not None
-    here = slice(int(tokens.starts[i]), int(tokens.starts[i] + tokens.lengths[i]))
-    columns = [column[here].tolist() for column in (tokens.ids, *tokens.numbers.values())]
-    texts = [repr(text) for text in tokens.texts[here]]
+    start = int(tokens.starts[i])
+    span = slice(start, start + int(tokens.lengths[i]))
+    columns = [column[span].tolist() for column in (tokens.ids, *tokens.numbers.values())]
+    texts = [repr(text) for text in tokens.texts[span]]
     lines = zip(range(len(texts)), texts, *columns, strict=True)
     return _table(f"row {i}", ["token", "text", "id", *tokens.numbers], lines)
 
 
-def show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
+def show_what_if(result: WhatIf, rows: Sequence[int] | None) -> None:
     """Print the changes: keys, metrics, gradients and completions."""
     console = Console()
-    sides = (found.was, found.would_be)
-    batch = found.batch
-    console.rule(f"step {found.step}, if it had been otherwise")
-    lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in found.changes.items()]
+    sides = (result.was, result.would_be)
+    batch = result.batch
+    console.rule(f"step {result.step}, if it had been otherwise")
+    lines: list[Any] = [[key, str(was), str(now)] for key, (was, now) in result.changes.items()]
     console.print(_table("config", ["key", "was", "would be"], lines))
-    names = [name for name in METRICS if any(name in side.metrics for side in sides)]
-    lines = [[name, *(side.metrics.get(name) for side in sides)] for name in names]
+    lines = []
+    for name in METRICS:
+        numbers = [side.metrics.get(name) for side in sides]
+        if numbers != [None, None]:
+            lines.append([name, *numbers])
     console.print(_table("the step", ["metric", "was", "would be"], lines))
-    angles = {name: found.angle(name) for name in (None, *found.was.gradient)}
-    turned = sorted(found.was.gradient, key=lambda x: 1 if math.isnan(angles[x]) else -angles[x])
-    of = [None, *turned[:MOST_TENSORS]]
-    lines = [[n or "the gradient", f"{_cell(angles[n])}°", *found.lengths(n)] for n in of]
+    angles = {name: result.angle(name) for name in result.was.gradient}
+    known = [name for name, angle in angles.items() if not math.isnan(angle)]
+    known.sort(key=lambda name: -angles[name])
+    lines = []
+    for tensor in (None, *known[:MOST_TENSORS]):
+        angle = f"{_cell(result.angle(tensor))}°"
+        lines.append(
+            [
+                tensor or "the gradient",
+                angle,
+                *result.lengths(tensor),
+            ]
+        )
     head = ["of", "angle", "length was", "would be"]
     console.print(_table("gradients, and the tensors that turn most", head, lines))
     means = [mean_advantages(side.advantages, batch.action_mask) for side in sides]
@@ -79,12 +115,31 @@ def show_what_if(found: WhatIf, rows: Sequence[int] | None) -> None:
     most = torch.argsort(change, descending=True, stable=True)[:MOST_ROWS].tolist()
     lines = []
     for i in _chosen(rows, batch.num_rows, most):
-        prompt = f"{batch.groups[i]} {_short(batch.prompts[i])}"
-        both = (", ".join(f"{n} {_cell(x[i])}" for n, x in side.rewards.items()) for side in sides)
-        advantages = (mean[i].item() for mean in means)
-        lines.append([i, prompt, _short(batch.completions[i]), *both, *advantages])
-    head = ["row", "prompt", "completion", "scores", "would be", "advantage", "would be"]
-    console.print(_table("completions, by the change of their advantage", head, lines))
+        line = [
+            i,
+            f"{batch.groups[i]} {_short(batch.prompts[i])}",
+            _short(batch.completions[i]),
+        ]
+        for side in sides:
+            scores = [f"{name} {_cell(column[i])}" for name, column in side.rewards.items()]
+            line.append(", ".join(scores))
+        lines.append([*line, *(mean[i].item() for mean in means)])
+    head = [
+        "row",
+        "prompt",
+        "completion",
+        "scores",
+        "would be",
+        "advantage",
+        "would be",
+    ]
+    console.print(
+        _table(
+            "completions, by the change of their advantage",
+            head,
+            lines,
+        )
+    )
 
 
 def _chosen(rows: Sequence[int] | None, total: int, others: Sequence[int]) -> Sequence[int]:
@@ -102,9 +157,9 @@ def _table(title: str, head: Sequence[str], lines: Iterable[Iterable[Any]]) -> T
     return table
 
 
-def _short(said: Any) -> str:
+def _short(text_or_chat: Any) -> str:
     """Return the beginning of a text, or of the last message of a chat, on one line."""
-    text = last_text(said)
+    text = last_text(text_or_chat)
     return repr(text if len(text) <= 40 else f"{text[:36]} ...")[1:-1]
 
 

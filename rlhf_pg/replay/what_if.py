@@ -49,17 +49,23 @@ class WhatIf:
         lengths = math.prod(self.lengths(name))
         if not lengths:
             return math.nan
-        product = self._product(self.was, self.would_be, name)
-        return math.degrees(math.acos(max(-1.0, min(1.0, product / lengths))))
+        cosine = self._product(self.was, self.would_be, name) / lengths
+        cosine = max(-1.0, min(1.0, cosine))
+        return math.degrees(math.acos(cosine))
 
     def lengths(self, name: str | None = None) -> tuple[float, float]:
         """Return the norms of both gradients, or of those of one tensor."""
-        was, now = (self._product(side, side, name) for side in (self.was, self.would_be))
-        return math.sqrt(was), math.sqrt(now)
+        was = self._product(self.was, self.was, name)
+        would_be = self._product(self.would_be, self.would_be, name)
+        return math.sqrt(was), math.sqrt(would_be)
 
     def _product(self, a: Side, b: Side, name: str | None) -> float:
-        names = self.was.gradient if name is None else [name]
-        return sum(float((a.gradient[n].double() * b.gradient[n].double()).sum()) for n in names)
+        total = 0.0
+        for tensor in self.was.gradient if name is None else [name]:
+            x = a.gradient[tensor].double()
+            y = b.gradient[tensor].double()
+            total += float((x * y).sum())
+        return total
 
 
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
@@ -67,40 +73,50 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     rewards, if these differ; neither takes it. ValueError if there are several processes, no key
     differs, or a key differs that would have changed the completions.
     """
-    own = replay.trainer
+    trainer = replay.trainer
     other.on_resume(replay.run.config)
-    changes = _changes(own, other, replay.has_episodes)
+    changes = _changes(trainer, other, replay.has_episodes)
     replay.go_to(step - 1)
-    for name, part in own.learner.parts.items():
-        if name in other.learner.parts and (name in ("model", "critic") or part.module.moves):
+    for name, part in trainer.learner.parts.items():
+        changes_in_training = name in ("model", "critic") or part.module.moves
+        if name in other.learner.parts and changes_in_training:
             other.learner.parts[name].module.load_state_dict(part.module.state_dict())
-    numbers = own.checkpointer.numbers()
+    numbers = trainer.checkpointer.numbers()
     running = {name: dict(vars(record)) for name, record in other.running.items()}
-    for name in running.keys() & numbers["running"].keys() - changes.keys():
-        running[name] = numbers["running"][name]
+    for name, record in numbers["running"].items():
+        if name in running and name not in changes:
+            running[name] = record
     other.checkpointer.put_back(numbers | {"running": running})
     batch = replay.batch(step)
 
     def scored(batch: Batch) -> Batch:
         if any(effect_of(key) == "rewards" for key in changes):
             return other.sampler.add_rewards(batch)
-        raw = batch.scores[:, :, : own.shaping.functions]
+        raw = batch.scores[:, :, : trainer.shaping.functions]
         return batch.with_columns(scores=other.shaping.add_penalties(raw, batch))
 
     greedy = None if batch.greedy is None else scored(batch.greedy)
     would_be = _side(other, scored(batch).with_columns(greedy=greedy))
-    was = _side(own, batch)
-    own.checkpointer.put_back(numbers)  # running statistics have changed
-    return WhatIf(step=step, changes=changes, batch=batch, was=was, would_be=would_be)
+    was = _side(trainer, batch)
+    trainer.checkpointer.put_back(numbers)  # running statistics have changed
+    return WhatIf(
+        step=step,
+        changes=changes,
+        batch=batch,
+        was=was,
+        would_be=would_be,
+    )
 
 
 def _changes(
-    own: PolicyGradientTrainer, other: PolicyGradientTrainer, has_episodes: bool
+    trainer: PolicyGradientTrainer,
+    other: PolicyGradientTrainer,
+    has_episodes: bool,
 ) -> dict[str, tuple[Any, Any]]:
     """Return the differing keys; ValueError if they would change the completions."""
-    if own.runtime.world > 1 or own.runtime.kind != "DDP":
+    if trainer.runtime.world > 1 or trainer.runtime.kind != "DDP":
         raise ValueError("replay with other keys runs in one process: use no launcher")
-    before = own.resolved_args()
+    before = trainer.resolved_args()
     after = other.resolved_args()
     changes = computed_changes(before, after)
     for key in changes:
@@ -124,11 +140,12 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
         learner.accumulate(trainer.drop_truncated(batch), meter)
         if learner.trains_critic_alone(trainer.state.step):
             learner.backend.zero_grad_of(learner.policy)
-        gradient = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in trainer.checkpointer.parameters.items()
-            if p.requires_grad
-        }
+        gradient = {}
+        for name, parameter in trainer.checkpointer.parameters.items():
+            if parameter.grad is not None:
+                gradient[name] = parameter.grad.clone()
+            elif parameter.requires_grad:
+                gradient[name] = torch.zeros_like(parameter)
     finally:
         learner.backend.discard_update()
         learner.module.eval()

@@ -130,23 +130,33 @@ class Agreement:
         """Describe the bias of 1 - exp(-d) over recent steps; None if chance explains it."""
         count, d, squares, kl = (MEMORY * self.recent + sums).tolist()
         error = (max(squares - d * d / count, 0)) ** 0.5
-        return _beyond("mean of 1 - exp(-d)", d - kl, count, self.limits.mean, SURE * error)
+        return _beyond(
+            "mean of 1 - exp(-d)",
+            d - kl,
+            count,
+            self.limits.mean,
+            SURE * error,
+        )
 
     @torch.no_grad()
     def _explain(self, fault: str | None, blank: Batch) -> str | None:
         """Compute the worst or most padded row alone, and name the cause. Collective."""
-        size = (lambda one: float(one[0])) if fault else (lambda one: one[1].num_rows)
+        size = (lambda seen: float(seen[0])) if fault else (lambda seen: seen[1].num_rows)
         default = (None, blank, blank.sampler_logprobs)
         _, batch, logprobs = max(self.seen, key=size, default=default)
-        gaps = (batch.sampler_logprobs - logprobs).abs().where(batch.action_mask, 0.0)
-        index = int((gaps.amax(1) if fault else -batch.prompt_mask.sum(1)).argmax())
+        if fault:
+            gaps = (batch.sampler_logprobs - logprobs).abs()
+            worst = gaps.where(batch.action_mask, 0.0).amax(1)
+        else:
+            worst = -batch.prompt_mask.sum(1)
+        index = int(worst.argmax())
         row = batch.select(torch.tensor([index]))
         mask = row.action_mask
         width = row.action_mask.shape[1]
         alone = self.score(row)
 
-        def compared(one: Tensor, other: Tensor) -> Tensor:
-            return self.runtime.all_reduce_sum(_sums(_differences(one, other, mask), mask)).cpu()
+        def compared(a: Tensor, b: Tensor) -> Tensor:
+            return self.runtime.all_reduce_sum(_sums(_differences(a, b, mask), mask)).cpu()
 
         if self.excess(compared(logprobs[index : index + 1, :width], alone)):
             how = "packing" if 0 < row.longest <= self.policy.window else "padding"
@@ -156,18 +166,19 @@ class Agreement:
             )
         if fault is None:
             return None
-        said = f"the sampler's log-probabilities are not the policy's ({fault}): "
+        message = f"the sampler's log-probabilities are not the policy's ({fault}): "
         model = self.policy.model
         if isinstance(model, PeftModel):
             with model.disable_adapter():
                 base = self.score(row)
-            of_base, of_policy = (compared(row.sampler_logprobs, x)[3] for x in (base, alone))
+            of_base = compared(row.sampler_logprobs, base)[3]
+            of_policy = compared(row.sampler_logprobs, alone)[3]
             if 10 * of_base < of_policy:
-                return f"{said}it samples without the adapter; give the engine the adapter"
-            said += "its copy of the adapter or the sampler itself differs; "
+                return f"{message}it samples without the adapter; give the engine the adapter"
+            message += "its copy of the adapter or the sampler itself differs; "
         else:
-            said += "the sampler differs; "
-        return said + (
+            message += "the sampler differs; "
+        return message + (
             "check that the engine serves the same model (full context, not quantised) at the "
             "same temperature and receives new weights after every update; choose another "
             "rollout_engine, or set sampler_correction to correct for the difference"
@@ -182,10 +193,23 @@ def _differences(sampler: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
 
 def _sums(d: Tensor, mask: Tensor) -> Tensor:
     """Return (4,): the number of tokens, and the sums of d, d^2 and exp(-d) - 1 + d."""
-    return torch.stack([mask.sum().double(), d.sum(), (d * d).sum(), (torch.expm1(-d) + d).sum()])
+    return torch.stack(
+        [
+            mask.sum().double(),
+            d.sum(),
+            (d * d).sum(),
+            (torch.expm1(-d) + d).sum(),
+        ]
+    )
 
 
-def _beyond(name: str, total: float, count: float, limit: float, allowed: float) -> str | None:
+def _beyond(
+    name: str,
+    total: float,
+    count: float,
+    limit: float,
+    allowed: float,
+) -> str | None:
     """Describe a sum over tokens beyond `count * limit + allowed`; None if it is within."""
     if abs(total) <= count * limit + allowed:
         return None

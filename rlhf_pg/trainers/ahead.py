@@ -92,7 +92,14 @@ class Ahead:
             dropped = Event()
             how = first, before, self.last, copied, dropped
             self.last = call_beside(None, self._sample, number, *how)
-            self.queue.append(Job(step=number, version=step, done=self.last, dropped=dropped))
+            self.queue.append(
+                Job(
+                    step=number,
+                    version=step,
+                    done=self.last,
+                    dropped=dropped,
+                )
+            )
         job = self.queue[0]
         with meter.time("wait"):
             self.drain(1)
@@ -161,14 +168,23 @@ class Ahead:
         facts = []
         for i, job in enumerate(jobs):
             batch, end, seconds = job.done.result()
-            own, rest = pack(batch)
-            tensors |= {f"{i}.{name}": value for name, value in own.items()}
-            fact = {"step": job.step, "version": job.version, "end": end, "seconds": seconds}
-            facts.append(fact | {"batch": rest})
+            columns, packed = pack(batch)
+            tensors |= {f"{i}.{name}": column for name, column in columns.items()}
+            fact = {
+                "step": job.step,
+                "version": job.version,
+                "end": end,
+                "seconds": seconds,
+                "batch": packed,
+            }
+            facts.append(fact)
         file = directory / f"ahead-rank{rank}.safetensors"
         save_file(tensors, file)
         sync(file)  # the main process may be on another machine
-        write_file(file.with_suffix(".json"), [json.dumps(facts, default=str).encode()])
+        write_file(
+            file.with_suffix(".json"),
+            [json.dumps(facts, default=str).encode()],
+        )
 
     def restore(self, directory: Path) -> None:
         """Read the batches of a checkpoint; if the number of processes has changed, their rows are
@@ -181,12 +197,22 @@ class Ahead:
         files = [directory / f"ahead-rank{rank}.safetensors" for rank in ranks]
         prompts = self.sampler.prompts
         device = self.runtime.device
-        for parts in zip(*(read(file, prompts, device) for file in files), strict=True):
-            (fact, _), batches = parts[0], [batch for _, batch in parts]
+        for parts in zip(
+            *(read(file, prompts, device) for file in files),
+            strict=True,
+        ):
+            fact, batch = parts[0]
+            if not same:
+                batch = self._share([part for _, part in parts])
             done: Future[Any] = Future()
-            batch = batches[0] if same else self._share(batches)
             done.set_result((batch, fact["end"], fact["seconds"]))
-            self.queue.append(Job(step=fact["step"], version=fact["version"], done=done))
+            self.queue.append(
+                Job(
+                    step=fact["step"],
+                    version=fact["version"],
+                    done=done,
+                )
+            )
 
     def _share(self, parts: Sequence[Batch]) -> Batch:
         """Return this process's rows of a batch."""
@@ -194,8 +220,11 @@ class Ahead:
         totals = {name: getattr(parts[0], name) for name in TOTALS}
         together = Batch.concat(parts, pad)
         groups = together.groups.tolist()
-        own = set(self.sampler.share(sorted(set(groups))))
-        batch = together.pick([i for i, group in enumerate(groups) if group in own], **totals)
+        of_rank = set(self.sampler.share(sorted(set(groups))))
+        batch = together.pick(
+            [i for i, group in enumerate(groups) if group in of_rank],
+            **totals,
+        )
         greedy = [part.greedy for part in parts if part.greedy is not None]
         if greedy:
             return batch.with_columns(greedy=self._share(greedy))
@@ -203,34 +232,45 @@ class Ahead:
 
 
 def pack(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a batch, and the rest for JSON."""
+    """Return the tensors of a batch, and its other columns for JSON."""
     tensors = {name: x.cpu().contiguous() for name, x in vars(batch).items() if torch.is_tensor(x)}
-    rest = {name: getattr(batch, name) for name in IN_JSON}
-    rest["episodes"] = [{"turns": x.turns, "error": x.error} for x in batch.episodes]
+    packed = {name: getattr(batch, name) for name in IN_JSON}
+    packed["episodes"] = [{"turns": x.turns, "error": x.error} for x in batch.episodes]
     if batch.greedy is not None:
-        more, rest["greedy"] = pack(batch.greedy)
-        tensors |= {GREEDY + name: value for name, value in more.items()}
-    return tensors, rest
+        of_greedy, packed["greedy"] = pack(batch.greedy)
+        tensors |= {GREEDY + name: column for name, column in of_greedy.items()}
+    return tensors, packed
 
 
-def unpack(tensors: Mapping[str, Tensor], rest: dict[str, Any], prompts: Prompts) -> Batch:
+def unpack(
+    tensors: Mapping[str, Tensor],
+    packed: dict[str, Any],
+    prompts: Prompts,
+) -> Batch:
     """Reverse `pack`."""
-    own: dict[str, Any] = {name: x for name, x in tensors.items() if not name.startswith(GREEDY)}
-    if (greedy := rest.pop("greedy", None)) is not None:
-        more = {name.removeprefix(GREEDY): x for name, x in tensors.items() if name not in own}
-        own["greedy"] = unpack(more, greedy, prompts)
-    columns = prompts.rows[rest["dataset_rows"]]
+    fields = dict[str, Any]()
+    of_greedy = {}
+    for name, column in tensors.items():
+        if name.startswith(GREEDY):
+            of_greedy[name.removeprefix(GREEDY)] = column
+        else:
+            fields[name] = column
+    if of_greedy:
+        fields["greedy"] = unpack(of_greedy, packed.pop("greedy"), prompts)
+    columns = prompts.rows[packed["dataset_rows"]]
     columns.pop("prompt", None)
-    rest["episodes"] = [SimpleNamespace(**x) for x in rest["episodes"]]
-    return Batch(**own, **rest, columns=columns)
+    packed["episodes"] = [SimpleNamespace(**x) for x in packed["episodes"]]
+    return Batch(**fields, **packed, columns=columns)
 
 
 def read(file: Path, prompts: Prompts, device: torch.device) -> list[tuple[dict[str, Any], Batch]]:
     """Return what `save` wrote: numbers and batch of each step."""
-    tensors = {name: x.to(device) for name, x in load_file(file).items()}
-    found = []
-    for i, fact in enumerate(json.loads(file.with_suffix(".json").read_text())):
-        start = f"{i}."
-        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
-        found.append((fact, unpack(own, fact.pop("batch"), prompts)))
-    return found
+    facts = json.loads(file.with_suffix(".json").read_text())
+    tensors: list[dict[str, Tensor]] = [{} for _ in facts]
+    for name, column in load_file(file).items():
+        number, _, field_name = name.partition(".")
+        tensors[int(number)][field_name] = column.to(device)
+    steps = []
+    for fact, columns in zip(facts, tensors, strict=True):
+        steps.append((fact, unpack(columns, fact.pop("batch"), prompts)))
+    return steps

@@ -45,10 +45,10 @@ from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 logger = logging.getLogger(__name__)
 
 
-def build(trainer: Any, given: Any) -> None:
+def build(trainer: Any, arguments: Any) -> None:
     """Give a `PolicyGradientTrainer` its parts, from its arguments, which it documents."""
     kind = trainer.config_type
-    args = kind() if given.args is None else given.args
+    args = kind() if arguments.args is None else arguments.args
     if not isinstance(args, kind):
         got = quote(f"{type(args).__module__}.{type(args).__name__}")
         raise ValueError(f"args must be rlhf_pg's {kind.__name__}, got {got}")
@@ -58,37 +58,42 @@ def build(trainer: Any, given: Any) -> None:
     check_precision(args.dtype)
     trainer.callbacks = []
     trainer.history = []
-    for callback in given.callbacks or ():
+    for callback in arguments.callbacks or ():
         trainer.add_callback(callback)
     names = ["tools", "environment_factory", "agent_program", "quantization_config"]
-    given.value_model = trainer.value_model
+    arguments.value_model = trainer.value_model
     if trainer.trains:
         names += ["peft_config", "optimizers", "value_model", "privileged_prompt"]
     else:  # arguments that only training takes do not have to be given again
         kept = tuple(name for name in args.given_in_python if name in names)
         args = dataclasses.replace(args, given_in_python=kept, report_to=(), save_merged=False)
-    again = refuse_given_twice(args, {name: getattr(given, name) for name in names})
-    tools, environment_factory = factory.load_tools(args, given.tools, given.environment_factory)
+    in_python = refuse_given_twice(args, {name: getattr(arguments, name) for name in names})
+    tools, environment_factory = factory.load_tools(
+        args, arguments.tools, arguments.environment_factory
+    )
     task, train_dataset, eval_datasets = settle_data(
-        args, given.train_dataset, given.eval_dataset, environment_factory, trainer.trains
+        args, arguments.train_dataset, arguments.eval_dataset, environment_factory, trainer.trains
     )
     rewards, trainer.described, recorded = settle_rewards(
-        given.reward_funcs, args, None if task is None else task.reward
+        arguments.reward_funcs, args, None if task is None else task.reward
     )
     hidden = args.privileged_prompt or ""
-    trainer.privileged_prompt = given.privileged_prompt
-    if hidden and given.privileged_prompt is not None:
+    trainer.privileged_prompt = arguments.privileged_prompt
+    if hidden and arguments.privileged_prompt is not None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
     if trainer.trains and names_function(hidden):
         trainer.privileged_prompt = user_modules.load(hidden)
     named = ("trainer", "agent_program", "tools", "environment_factory")
     code = [key for key in named if getattr(args, key)]
     code += [key for key in ("advantage_estimator", "policy_loss") if ":" in getattr(args, key)]
-    code += ["privileged_prompt"] * names_function(hidden)
+    if names_function(hidden):
+        code.append("privileged_prompt")
     trainer.described += [f"{key}: runs {quote(_listed(getattr(args, key)))}" for key in code]
-    if args.agent_program is not None and given.agent_program is not None:
+    if args.agent_program is not None and arguments.agent_program is not None:
         raise ValueError("agent_program is given twice, as an argument and in args")
-    agent_program = args.agent_program if given.agent_program is None else given.agent_program
+    agent_program = (
+        args.agent_program if arguments.agent_program is None else arguments.agent_program
+    )
     if trainer.privileged_prompt is not None:
         functions = [trainer.privileged_prompt]
         check_arguments(functions, {"train_dataset": train_dataset}, "rewards")
@@ -97,12 +102,12 @@ def build(trainer: Any, given: Any) -> None:
         rewards = [no_reward]
     held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
     check_arguments(rewards, {"train_dataset": train_dataset, **held_out})
-    if not trainer.trains and given.eval_dataset is not None:
+    if not trainer.trains and arguments.eval_dataset is not None:
         recorded |= args.without_names()
-    trainer.recorded = recorded | {"given_in_python": again}
+    trainer.recorded = recorded | {"given_in_python": in_python}
     if trainer.trains and args.eval_steps and not eval_datasets:
         raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
-    model = given.model or args.model_name_or_path
+    model = arguments.model or args.model_name_or_path
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -130,7 +135,7 @@ def build(trainer: Any, given: Any) -> None:
     trainer.rewards = Rewards(
         rewards,
         args.reward_weights,
-        given.reward_processing_classes,
+        arguments.reward_processing_classes,
         runtime.device,
         pays,
         args.reward_model_sees_eos,
@@ -145,33 +150,44 @@ def build(trainer: Any, given: Any) -> None:
     # The policy and its tokenizer.
     set_seed(args.seed)
     trainer.dtype = getattr(torch, args.dtype)
-    trainer.peft_config = adapter_of(args, given.peft_config) if trainer.trains else None
+    trainer.peft_config = adapter_of(args, arguments.peft_config) if trainer.trains else None
     trainer.model = policy_of(
-        *(model, args, runtime.loading_device, trainer.peft_config, given.quantization_config),
+        model,
+        args,
+        runtime.loading_device,
+        trainer.peft_config,
+        arguments.quantization_config,
         empty=runtime.splits and trainer.trains,
     )
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if trainer.trains and runtime.is_main and args.learning_rate > 2e-5 and trained > 50e6:
         logger.warning(
             "learning_rate %g may wreck %.0fM trained parameters: 1e-6 is usual for all weights",
-            *(args.learning_rate, trained / 1e6),
+            args.learning_rate,
+            trained / 1e6,
         )
-    tokenizer = models.tokenizer_of(args, trainer.model, given.processing_class)
+    tokenizer = models.tokenizer_of(args, trainer.model, arguments.processing_class)
     trainer.processing_class = tokenizer
     trainer.args = args = with_date(args, tokenizer, runtime.today())
     if args.eos_token is not None:
         models.add_stop_tokens(trainer.model, [tokenizer.eos_token_id])
     trainer.episode_runner = factory.new_episode_runner(
-        *(args, tools or (), environments, trainer.model, tokenizer, agent_program, bool(rewards))
+        args,
+        tools or (),
+        environments,
+        trainer.model,
+        tokenizer,
+        agent_program,
+        bool(rewards),
     )
 
     # Prompts.
     trainer.has_agent = agent_program is not None
     trainer.environments = environments
     if environments is not None:
-        own = train_dataset is None
+        has_data = train_dataset is not None
         train_dataset = environments.add_prompts(train_dataset, args.prompts_per_step)
-        if own and train_dataset is not None and args.max_steps < 0:
+        if not has_data and train_dataset is not None and args.max_steps < 0:
             raise ValueError("without a train_dataset, set max_steps to the length of the run")
     trainer.eval_sets = eval_sets = trainer.eval_prompts(eval_datasets)
     if trainer.trains:
@@ -185,8 +201,9 @@ def build(trainer: Any, given: Any) -> None:
             f"dataset_fingerprint {wanted}: data, tokenizer or prompt keys differ; leave it out to "
             "train on these data"
         )
-    trainer.train_prompts, trainer.total_steps = prompts, args.total_steps(len(prompts))
-    longest_prompt = max(one.longest for one in (prompts, *eval_sets.values()))
+    trainer.train_prompts = prompts
+    trainer.total_steps = args.total_steps(len(prompts))
+    longest_prompt = max(x.longest for x in (prompts, *eval_sets.values()))
     longest_row = longest_prompt + args.max_completion_length
 
     # The method: functions that the config names, and state that changes during the run.
@@ -239,7 +256,7 @@ def build(trainer: Any, given: Any) -> None:
         tokens = find_budget(sampling, module, runtime, prompts.longest, teacher)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
-            policy, trainer.critic, args, trainer.total_steps, given.optimizers
+            policy, trainer.critic, args, trainer.total_steps, arguments.optimizers
         )
     trainer.learner = Learner(
         Models(policy, trainer.critic, reference, module, teacher),
@@ -262,13 +279,13 @@ def build(trainer: Any, given: Any) -> None:
     stops = models.stop_token_ids(trainer.model, tokenizer)
     if trainer.trains and runtime.is_main and not isinstance(prompts.rows[0]["prompt"], str):
         warn_of_turn_end(tokenizer, stops)
-    whole = trainer.learner.full_policy
-    weights = whole.module
+    full_policy = trainer.learner.full_policy
+    weights = full_policy.module
     save = None
     if hasattr(weights, "stored") and trainer.peft_config is None:  # no process has it whole
 
         def save(place: Path | None) -> None:
-            streaming.save(place, weights, *whole.tensors("", weights))
+            streaming.save(place, weights, *full_policy.tensors("", weights))
 
     rest = weights, stops, tokenizer, runtime.is_main, longest_row, save
     trainer.make_engine = lambda name: factory.new_engine(factory.with_engine(args, name), *rest)
@@ -326,15 +343,15 @@ def refuse_given_twice(args: PolicyGradientConfig, arguments: Mapping[str, Any])
     """Return the names of given arguments that no config key can replace; ValueError if one is
     missing that the run of a recorded config had.
     """
-    given = tuple(
-        name
-        for name, value in arguments.items()
-        if (any(value) if isinstance(value, list | tuple) else value is not None)
-    )
-    missing = [name for name in args.given_in_python if name not in given]
+    names = []
+    for name, value in arguments.items():
+        is_given = any(value) if isinstance(value, list | tuple) else value is not None
+        if is_given:
+            names.append(name)
+    missing = [name for name in args.given_in_python if name not in names]
     if missing:
         raise ValueError(
             f"given_in_python: the run of this config was given {', '.join(missing)} in Python: "
             "give the same to the trainer again, or take the names out of given_in_python"
         )
-    return given
+    return tuple(names)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.data.chat import last_text
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
@@ -25,7 +26,10 @@ def stripped_text(completion: Any) -> str:
 
 
 def evaluate(
-    sampler: Sampler, prompts: Prompts, temperature: float, answer: Answer = stripped_text
+    sampler: Sampler,
+    prompts: Prompts,
+    temperature: float,
+    answer: Answer = stripped_text,
 ) -> dict[str, float]:
     """Sample completions of every prompt and score them.
 
@@ -41,51 +45,52 @@ def evaluate(
     shaping = sampler.shaping
     args = sampler.args
     n = args.num_generations_eval if temperature > 0 else 1
-    rows = []
-    groups = []
-    lengths = []
+    scores = []
     attempts = []
     parts = []
     sampler.results = []
     # Every process goes through the same batches, even with an empty share, to avoid deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for start in range(0, len(prompts), at_once):
-        mine = list(range(len(prompts))[start : start + at_once][runtime.rank :: runtime.world])
+        rows = list(range(len(prompts))[start : start + at_once][runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
-        indices = [-1 - row for row in mine]
-        sampled = sampler.sample(prompts, mine, indices, n, temperature)
+        indices = [-1 - row for row in rows]
+        sampled = sampler.sample(prompts, rows, indices, n, temperature)
         scored = sampler.add_rewards(sampled)
-        raw = scored.scores
         shaped = shaping(scored.scores, scored, normalize=False)
-        rows.append(torch.cat([sum_step_scores(raw), sum_step_scores(shaped)], dim=1))
-        groups.append(scored.groups)
-        lengths.append(scored.lengths())
+        both = (
+            sum_step_scores(scored.scores),
+            sum_step_scores(shaped),
+        )
+        scores.append(torch.cat(both, dim=1))
         parts.append(scored)
         if n > 1:
-            # Without penalties, clipping and scaling; rows whose rewards failed are masked.
-            weights = sampler.rewards.weights.to(raw.device)
-            each = sum_step_scores(raw)[:, : len(weights)]
-            each = torch.cat([(each * weights).nansum(dim=1, keepdim=True), each], dim=1)
-            failed = ~sampled.action_mask.any(1)
-            lost = ~failed & ~scored.action_mask.any(1)
-            each[lost] = math.nan
-            each[failed] = -math.inf
-            each = each.view(len(mine), n, each.shape[1])
-            votes = each.new_tensor(_votes(each[:, :, 0], scored.completions, answer))
-            attempts.append(torch.cat([each, votes.view(-1, 1, 1).expand(-1, n, 1)], dim=2))
-    everyone, _ = runtime.gather(torch.cat(rows))
-    raw, trained = everyone.chunk(2, dim=1)
-    owners, _ = runtime.gather(torch.cat(groups))
+            attempts.append(
+                _attempts(
+                    sampled,
+                    scored,
+                    sampler.rewards.weights,
+                    n,
+                    answer,
+                )
+            )
+    raw, trained = runtime.gather(torch.cat(scores))[0].chunk(2, dim=1)
+    owners, _ = runtime.gather(torch.cat([part.groups for part in parts]))
     metrics = reward_metrics(raw, trained, shaping.names, owners)
     metrics["reward_stderr"] = standard_error(trained.cpu(), owners.cpu())
-    metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
+    lengths, _ = runtime.gather(torch.cat([part.lengths() for part in parts]))
+    metrics |= length_metrics(lengths)
     metrics.pop("tokens")
     if n > 1:
         judged = runtime.gather(torch.cat(attempts))[0].cpu()
-        names = sampler.rewards.names
-        metrics |= attempt_metrics(judged, names, args.eval_success_threshold)
-    own, logged = sampler.settle()
-    return merge_logged(metrics | own | sampler.episode_metrics(parts), logged)
+        metrics |= attempt_metrics(
+            judged,
+            sampler.rewards.names,
+            args.eval_success_threshold,
+        )
+    metrics_of_calls, logged = sampler.settle()
+    metrics |= metrics_of_calls | sampler.episode_metrics(parts)
+    return merge_logged(metrics, logged)
 
 
 def standard_error(values: Tensor, owners: Tensor) -> float:
@@ -112,27 +117,47 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     return (sums.square().sum() * len(names) / (len(names) - 1)).sqrt().item()
 
 
-def _votes(paid: Tensor, completions: Sequence[Any], answer: Answer) -> list[float]:
+def _attempts(
+    sampled: Batch,
+    scored: Batch,
+    weights: Tensor,
+    n: int,
+    answer: Answer,
+) -> Tensor:
+    """Return (P,n,K+2) for `attempt_metrics`: scores without penalties, clipping and scaling."""
+    scores = sum_step_scores(scored.scores)[:, : len(weights)]
+    total = (scores * weights.to(scores.device)).nansum(dim=1, keepdim=True)
+    scores = torch.cat([total, scores], dim=1)
+    has_failed = ~sampled.action_mask.any(1)
+    # Rows whose rewards failed are masked.
+    scores[~has_failed & ~scored.action_mask.any(1)] = math.nan
+    scores[has_failed] = -math.inf
+    scores = scores.view(-1, n, scores.shape[1])
+    votes = _votes(scores[:, :, 0], scored.completions, answer)
+    votes = scores.new_tensor(votes).view(-1, 1, 1).expand(-1, n, 1)
+    return torch.cat([scores, votes], dim=2)
+
+
+def _votes(scores: Tensor, completions: Sequence[Any], answer: Answer) -> Any:
     """Return the score of each prompt's most frequent answer, from (P,n) scores of completions, of
     which failed episodes (-inf) have no vote; NaN without a vote.
     """
-    n = paid.shape[1]
-    with foreign("answer"):
-        answers = [answer(completion) for completion in completions]
-    for given in answers:
-        if not isinstance(given, Hashable):
+    answers = []
+    for completion in completions:
+        with foreign("answer"):
+            answers.append(answer(completion))
+        if not isinstance(answers[-1], Hashable):
             raise ValueError(
                 f"{getattr(answer, '__name__', answer)} must return hashable answers, such as "
-                f"strings or numbers, got {show(given)}"
+                f"strings or numbers, got {show(answers[-1])}"
             )
     votes = []
-    for i, scores in enumerate(paid.tolist()):
-        pairs = zip(answers[i * n : (i + 1) * n], scores, strict=True)
-        valid = [(vote, score) for vote, score in pairs if score > -math.inf]
-        if valid:
-            votes.append(majority_score(*zip(*valid, strict=True)))
-        else:
-            votes.append(math.nan)
+    for i, of_prompt in enumerate(scores.tolist()):
+        valid = []
+        for pair in zip(answers[i * len(of_prompt) :], of_prompt, strict=False):
+            if pair[1] > -math.inf:
+                valid.append(pair)
+        votes.append(majority_score(*zip(*valid, strict=True)) if valid else math.nan)
     return votes
 
 
@@ -147,18 +172,23 @@ def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> d
     n = judged.shape[1]
     of_prompts = dict[str, Tensor]()
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
-    heads = ["", *(f"rewards/{name}/" for name in names if len(names) > 1)]
+    heads = [""]
+    if len(names) > 1:
+        heads += [f"rewards/{name}/" for name in names]
     for head, scores in zip(heads, judged.unbind(2), strict=False):
         scores = scores[~scores.isnan().any(dim=1)]
         # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
-        right = (scores > threshold - 1e-6).sum(dim=1)
-        of_prompts |= {f"{head}pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
+        correct = (scores > threshold - 1e-6).sum(dim=1)
+        for k in (*sizes, n):
+            of_prompts[f"{head}pass@{k}"] = pass_at_k(correct, n, k)
     judged = judged[~judged[:, :, 0].isnan().any(dim=1)]
     judged = judged[judged[:, :, 0].amax(dim=1) > -math.inf]
     highest = judged[:, :, 0].amax(dim=1)
-    votes = judged[:, 0, -1]
-    of_prompts |= {f"best@{n}": highest, f"majority@{n}": votes}
-    metrics = {name: values.mean().item() for name, values in of_prompts.items()}
-    errors = {k: standard_error(v, torch.arange(len(v))) for k, v in of_prompts.items()}
-    metrics |= {f"{name}_stderr": error for name, error in errors.items()}
-    return metrics | {"highest_score": max(highest.tolist(), default=math.nan)}
+    of_prompts[f"best@{n}"] = highest
+    of_prompts[f"majority@{n}"] = judged[:, 0, -1]
+    metrics = {}
+    for name, values in of_prompts.items():
+        metrics[name] = values.mean().item()
+        metrics[f"{name}_stderr"] = standard_error(values, torch.arange(len(values)))
+    metrics["highest_score"] = max(highest.tolist(), default=math.nan)
+    return metrics

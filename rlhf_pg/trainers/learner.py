@@ -63,7 +63,13 @@ class Learner:
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.texts = texts
-        self.policy, self.critic, self.reference, self.module, self.teacher = models
+        (
+            self.policy,
+            self.critic,
+            self.reference,
+            self.module,
+            self.teacher,
+        ) = models
         self.scheduler = cast(LRScheduler, scheduler)
         self.loss = loss
         self.runtime = runtime
@@ -74,7 +80,11 @@ class Learner:
         self.updates_begun = 0
         self.size = self._size()
         # Fingerprints need whole weights, so they are taken before the models are sharded.
-        parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
+        parts = {
+            "model": self.policy.model,
+            "critic": self.critic,
+            "reference": self.reference,
+        }
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch)
             for name, part in (parts | {"teacher": self.teacher}).items()
@@ -157,13 +167,16 @@ class Learner:
             ask = partial(self.runtime.output, self.reference)
             columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
         if (teacher := self.teacher) is not None:
-            names = "teacher_logprobs", "teacher_hidden"
+
+            def ask_teacher(part: Batch) -> Outputs:
+                logprobs, hidden = self.runtime.output(teacher, part)
+                return {"teacher_logprobs": logprobs, "teacher_hidden": hidden}
+
             seen = batch if teacher_batch is None else teacher_batch
-            columns |= self._map_micro_batches(
-                seen, lambda part: dict(zip(names, self.runtime.output(teacher, part), strict=True))
-            )
+            columns |= self._map_micro_batches(seen, ask_teacher)
             untaught = batch.action_mask & ~seen.action_mask
-            columns[names[0]] = columns[names[0]].masked_fill(untaught, math.nan)
+            logprobs = columns["teacher_logprobs"]
+            columns["teacher_logprobs"] = logprobs.masked_fill(untaught, math.nan)
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
 
@@ -238,7 +251,9 @@ class Learner:
                 logger.warning(
                     "step %d, update %d: the gradient is not finite (norm %s), so the update is "
                     "skipped; rlhf-pg replay shows the step's completions",
-                    *(step + 1, number, norm),
+                    step + 1,
+                    number,
+                    norm,
                 )
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
@@ -329,8 +344,13 @@ class Learner:
                     place = to_device(rows, self.first_logprobs.device)
                     self.first_logprobs[place, : new.logprobs.shape[1]] = new.logprobs.detach()
                 per_token, metrics = self.loss(new, batch)
-                how = args.aggregation, args.max_completion_length, count, per_token.dtype
-                weights = token_weights(batch.action_mask, *how)
+                weights = token_weights(
+                    batch.action_mask,
+                    args.aggregation,
+                    args.max_completion_length,
+                    count,
+                    per_token.dtype,
+                )
                 loss = (per_token * weights).sum()
                 for name, coef, mask in self.nll_terms(batch):
                     term = nll(new.logprobs, mask, nll_counts[name])
@@ -339,7 +359,10 @@ class Learner:
                 failpoint("backward")
                 self.backend.backward(_spoil(loss))
             meter.add("loss", loss, share)
-            for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
+            for name, numbers in {
+                "entropy": new.entropy.detach(),
+                **metrics,
+            }.items():
                 meter.add_masked(name, numbers, batch.action_mask)
 
     def _accumulate_texts(self, meter: Meter) -> None:
@@ -348,11 +371,16 @@ class Learner:
         runtime = self.runtime
         key = (args.seed, self.state.step, self.updates_begun)
         drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
-        own = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
-        firsts = [ids[:1] for ids in own]
-        rests = [ids[1:] for ids in own]
-        nothing = [[0.0] * len(rest) for rest in rests], [False] * len(own), range(len(own))
-        batch = Batch.from_tokens(firsts, rests, *nothing, 0, device=runtime.device)
+        texts = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
+        batch = Batch.from_tokens(
+            prompts=[ids[:1] for ids in texts],
+            completions=[ids[1:] for ids in texts],
+            logprobs=[[0.0] * (len(ids) - 1) for ids in texts],
+            truncated=[False] * len(texts),
+            groups=range(len(texts)),
+            pad_token_id=0,
+            device=runtime.device,
+        )
         count = runtime.all_reduce_sum(batch.action_mask.sum())
         parts = list(self.micro_batches(batch))
         for _, part in parts:
@@ -369,30 +397,35 @@ class Learner:
     def nll_terms(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
         """Yield name, coefficient and tokens (B,T) of each -log p in the loss."""
         args = self.args
-        own = batch.action_mask
+        actions = batch.action_mask
         if batch.positive is not None:
-            yield "positive_nll", args.positive_nll_coef, own & batch.positive[:, None]
+            yield (
+                "positive_nll",
+                args.positive_nll_coef,
+                actions & batch.positive[:, None],
+            )
         if args.tool_output_nll_coef:  # of rows that are trained on; nothing predicts a root
-            answers = batch.completion_mask & ~own & (batch.all_offsets() > 0)
-            yield "tool_output_nll", args.tool_output_nll_coef, answers & own.any(1, keepdim=True)
+            answers = batch.completion_mask & ~actions & (batch.all_offsets() > 0)
+            answers &= actions.any(1, keepdim=True)
+            yield "tool_output_nll", args.tool_output_nll_coef, answers
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Outputs]) -> Columns:
         """Apply `score` to every micro-batch and merge the results; None is left out."""
-        whole = Columns()
+        columns = Columns()
         for indices, part in self.micro_batches(batch):
             rows = None if indices is None else to_device(indices, batch.groups.device)
             for name, column in score(part).items():
                 if column is None:
                     continue
-                if name not in whole:
+                if name not in columns:
                     shape = batch.completion_ids.shape[: column.ndim]
-                    whole[name] = column.new_zeros(*shape, *column.shape[2:])
+                    columns[name] = column.new_zeros(*shape, *column.shape[2:])
                 if rows is not None:
                     # The rows of a micro-batch may all be shorter than the longest.
                     place = rows if column.ndim == 1 else (rows, slice(column.shape[1]))
-                    whole[name][place] = column
-        return whole
+                    columns[name][place] = column
+        return columns
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
         """Yield micro-batches within the token budget, equally many on every process.

@@ -307,7 +307,9 @@ class TrainingLoop(ABC):
                         logger.warning(
                             "%s contains %d updates of the interrupted step %d; that step will be "
                             "repeated, so the run will not be bit-identical",
-                            *(saver.path(), begun, step + 1),
+                            saver.path(),
+                            begun,
+                            step + 1,
                         )
             except Exception as another:
                 logger.warning("training since the last checkpoint is lost: %s", another)
@@ -361,16 +363,16 @@ class TrainingLoop(ABC):
 
     def resolved_args(self) -> PolicyGradientConfig:
         """Return the config with the data, rewards, engine and token budget that were found."""
-        found: dict[str, Any] = {
+        resolved: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
         kind = type(self)
         with suppress(OSError, TypeError):  # a notebook's class has no file
             if not kind.__module__.startswith("rlhf_pg.") and (file := inspect.getsourcefile(kind)):
-                found["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
+                resolved["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
         chosen = with_engine(self.args, self.engine_name)
-        return dataclasses.replace(chosen, **found, **self.recorded)
+        return dataclasses.replace(chosen, **resolved, **self.recorded)
 
     def saved_config(self) -> dict[str, Any]:
         """Return the config as a checkpoint holds it."""

@@ -20,20 +20,21 @@ def optimizer_and_schedule(
     critic: Critic | None,
     args: PolicyGradientConfig,
     total_steps: int,
-    given: Optimizers = (None, None),
+    optimizers: Optimizers = (None, None),
 ) -> tuple[Optimizer, LRScheduler]:
     """Make the optimizer and the learning-rate schedule of a run of `total_steps`, or take those
     that the user has given; ValueError if these lack a parameter or do not fit the config.
     """
-    if given[1] is not None and args.kl_adaptive_lr is not None:
+    users_optimizer, users_schedule = optimizers
+    if users_schedule is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    if given != (None, None) and args.policy_frozen_until > 0:
+    if optimizers != (None, None) and args.policy_frozen_until > 0:
         raise ValueError("value_pretraining_steps needs the trainer's own optimizer: leave one out")
-    optimizer = given[0] or _optimizer(policy, critic, args)
+    optimizer = users_optimizer or _optimizer(policy, critic, args)
     _check_complete(optimizer, policy, critic)
-    if given[1] is not None:
-        return optimizer, given[1]
-    if given[0] is not None or critic is None:
+    if users_schedule is not None:
+        return optimizer, users_schedule
+    if users_optimizer is not None or critic is None:
         warmup = args.warmup_steps
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
     return optimizer, _schedule(optimizer, critic, args, total_steps)
@@ -55,16 +56,29 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
         trained = [p for p in module.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim >= 2]
         vectors = [p for p in trained if p.ndim < 2]
-        for parameters, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
+        for parameters, decay in (
+            (matrices, args.weight_decay),
+            (vectors, 0.0),
+        ):
             if parameters:  # DeepSpeed refuses an empty group
-                groups.append({"params": parameters, "weight_decay": decay, "lr": rate})
+                groups.append(
+                    {
+                        "params": parameters,
+                        "weight_decay": decay,
+                        "lr": rate,
+                    }
+                )
     options: Any = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }
     if args.optim != "adamw_8bit":
-        return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **options)
+        return AdamW(
+            groups,
+            fused=args.optim == "adamw_torch_fused" or None,
+            **options,
+        )
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -74,7 +88,10 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
 
 
 def _schedule(
-    optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
+    optimizer: Optimizer,
+    critic: Critic,
+    args: PolicyGradientConfig,
+    total_steps: int,
 ) -> LambdaLR:
     """Schedule the critic from the first step, the policy after `value_pretraining_steps`."""
     alone = args.policy_frozen_until

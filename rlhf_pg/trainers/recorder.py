@@ -34,12 +34,15 @@ class Recorder:
 
     def fingerprints(self, trained: bool = False) -> dict[str, str]:
         """Hash the models' tensors by name; a sharded one has the sum of its shards' hashes."""
-        own = {n: p for n, p in self.parameters().items() if p.requires_grad or not trained}
-        numbers = torch.tensor([_hash(tensor) for tensor in own.values()], dtype=torch.int64)
+        hashes = {}
+        for name, parameter in self.parameters().items():
+            if parameter.requires_grad or not trained:
+                hashes[name] = _hash(parameter)
+        numbers = torch.tensor([*hashes.values()], dtype=torch.int64)
         if self.runtime.splits:
             numbers = self.runtime.all_reduce_sum(numbers.to(self.runtime.device))
         texts = [f"{number % 2**64:016x}" for number in numbers.tolist()]
-        return dict(zip(own, texts, strict=True))
+        return dict(zip(hashes, texts, strict=True))
 
     def record(self, step: int, batch: Batch, shown: int | None) -> StepRecord:
         """Record a step.
@@ -53,23 +56,28 @@ class Recorder:
             "other_tokens": batch.other_tokens,
             "sources": list(self.names),
         }
-        logged = shown is not None
-        tokens = self._tokens(batch, _numbers(batch, logged), logged)
+        is_logged = shown is not None
+        tokens = self._tokens(batch, _numbers(batch, is_logged), is_logged)
         greedy = None
         if batch.greedy is not None:
             numbers = {"sampler_logprob": batch.greedy.sampler_logprobs}
             greedy = self._tokens(batch.greedy, numbers)
         record = StepRecord(trace=trace, tokens=tokens, greedy=greedy)
-        if shown is None:
+        if not is_logged:
             return record
-        own = self._completions(batch)
-        texts = self.runtime.gather_objects(f"[{','.join(map(line_of, own))}]")
+        lines = ",".join(map(line_of, self._completions(batch)))
         completions: list[dict[str, Any]] = []
-        if self.runtime.is_main:
-            everyone = [one for text in texts for one in json.loads(text)]
-            completions = sorted(everyone, key=lambda one: one["prompt_index"])
-        firsts = [i for i, one in enumerate(completions) if one["sample"] == 0]
-        failed = [i for i, one in enumerate(completions) if one.get("error") is not None]
+        for text in self.runtime.gather_objects(f"[{lines}]"):
+            if self.runtime.is_main:
+                completions += json.loads(text)
+        completions.sort(key=lambda completion: completion["prompt_index"])
+        firsts = []
+        failed = []
+        for row, completion in enumerate(completions):
+            if completion["sample"] == 0:
+                firsts.append(row)
+            if completion.get("error") is not None:
+                failed.append(row)
         rows = sorted({*firsts[:shown], *failed[:shown]})
         return replace(record, completions=completions, shown=rows)
 
@@ -80,33 +88,47 @@ class Recorder:
         truncated = batch.truncated.tolist()
         mask = batch.action_mask
         sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
-        means = (sums / mask.sum(1)).tolist()  # NaN for a row without policy tokens
+        means = (sums / mask.sum(1)).tolist()
         records = []
         for i, sample in enumerate(sample_numbers(groups)):
-            record = {
+            record: dict[str, Any] = {
                 "prompt_index": groups[i],
                 "sample": sample,
                 "prompt": batch.prompts[i],
                 "completion": batch.completions[i],
                 **{f"rewards/{name}": total[i][k] for k, name in enumerate(self.names)},
-                "advantage": None if math.isnan(means[i]) else float(f"{means[i]:.6g}"),
+                "advantage": None,
                 "truncated": truncated[i],
-                **{name: column[i] for name, column in batch.logged.items()},
             }
+            if not math.isnan(means[i]):
+                record["advantage"] = float(f"{means[i]:.6g}")
+            for name, column in batch.logged.items():
+                record[name] = column[i]
             if batch.episodes:
-                record |= {"turns": batch.episodes[i].turns, "error": batch.episodes[i].error}
+                record |= {
+                    "turns": batch.episodes[i].turns,
+                    "error": batch.episodes[i].error,
+                }
             records.append(record)
         return records
 
     def _tokens(
-        self, batch: Batch, numbers: Mapping[str, Tensor], with_texts: bool = False
+        self,
+        batch: Batch,
+        numbers: Mapping[str, Tensor],
+        with_texts: bool = False,
     ) -> StepTokens | None:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
         mask = batch.completion_mask
         device = batch.groups.device
-        chosen = [x.detach().masked_fill(~batch.action_mask, math.nan) for x in numbers.values()]
-        tree = [batch.completion_ids, batch.action_mask, batch.all_offsets()]
-        columns = [*tree, *chosen, *batch.scores.unbind(2)]
+        columns = [
+            batch.completion_ids,
+            batch.action_mask,
+            batch.all_offsets(),
+        ]
+        for number in numbers.values():
+            columns.append(number.detach().masked_fill(~batch.action_mask, math.nan))
+        columns += batch.scores.unbind(2)
         flat = torch.stack([column.double()[mask] for column in columns], dim=1)
         tokens = self.runtime.gather(flat)[0].cpu().numpy()
         prompt_ids = self.runtime.gather(batch.prompt_ids[batch.prompt_mask])[0].cpu().numpy()
@@ -123,34 +145,40 @@ class Recorder:
             return None
         order = rows[:, 0].argsort(kind="stable")
         parts = np.split(tokens, rows[:, 5].cumsum())
-        tokens = np.concatenate([tokens[:0], *(parts[i] for i in order)])
+        parts = [parts[i] for i in order]
+        tokens = np.concatenate([tokens[:0], *parts])
         prompts = np.split(prompt_ids, rows[:, 4].cumsum())
         rows = rows[order]
-        own: list[Any] = []  # each prompt once per run of equal ones
-        lengths = []
-        for i, place in enumerate(order):
-            new = i == 0 or not np.array_equal(prompts[place], prompts[order[i - 1]])
-            lengths.append(len(prompts[place]) if new else -1)
-            own += [prompts[place]] * new
-        paid = tokens[:, 3 + len(numbers) :]
-        score_at = (~np.isnan(paid)).any(1).nonzero()[0]
+        runs: list[Any] = []  # each prompt once per run of equal ones
+        prompt_lengths = []
+        before = None
+        for i in order:
+            if before is None or not np.array_equal(prompts[i], before):
+                before = prompts[i]
+                prompt_lengths.append(len(before))
+                runs.append(before)
+            else:
+                prompt_lengths.append(-1)
+        scores = tokens[:, 3 + len(numbers) :]
+        score_at = (~np.isnan(scores)).any(1).nonzero()[0]
         texts = None
         if with_texts:
-            parts = np.split(tokens[:, 0].astype(int), rows[:, 5].cumsum())[: len(rows)]
-            texts = [text for ids in parts for text in token_texts(self.tokenizer, ids.tolist())]
+            texts = []
+            for part in parts:
+                texts += token_texts(self.tokenizer, part[:, 0].astype(int).tolist())
         return StepTokens(
             prompt_index=rows[:, 0],
             sample=np.array(sample_numbers(rows[:, 0].tolist()), np.int32),
             row=rows[:, 1],
             rank=rows[:, 2].astype(np.int32),
             truncated=rows[:, 3].astype(np.bool_),
-            prompt_lengths=np.array(lengths, np.int32),
-            prompt_ids=np.concatenate([prompt_ids[:0], *own]).astype(np.int32),
+            prompt_lengths=np.array(prompt_lengths, np.int32),
+            prompt_ids=np.concatenate([prompt_ids[:0], *runs]).astype(np.int32),
             lengths=rows[:, 5].astype(np.int32),
             ids=tokens[:, 0].astype(np.int32),
             action=tokens[:, 1].astype(np.bool_),
             score_at=score_at,
-            scores=paid[score_at],
+            scores=scores[score_at],
             numbers={name: tokens[:, 3 + i] for i, name in enumerate(numbers)},
             offsets=tokens[:, 2].astype(np.int32) if (tokens[:, 2] != 1).any() else None,
             texts=texts,
@@ -159,32 +187,37 @@ class Recorder:
 
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
     """Return numbers per token (B,T) by name; logged steps add those of the token view."""
-    sampled = batch.sampler_logprobs
-    old = batch.old_logprobs
-    numbers = {"advantage": batch.advantages, "sampler_logprob": sampled}
+    policy = batch.sampler_logprobs
+    numbers: dict[str, Any] = {
+        "advantage": batch.advantages,
+        "sampler_logprob": policy,
+    }
     if batch.lines is not None:
         numbers["line"] = batch.lines.double()
     if logged:
-        more = {"reward": batch.rewards, "value": batch.values}
-        before = sampled
-        if old is not None:
-            before = old
-            more["log_ratio"] = old - sampled
+        numbers["reward"] = batch.rewards
+        numbers["value"] = batch.values
+        if batch.old_logprobs is not None:
+            policy = batch.old_logprobs
+            numbers["log_ratio"] = policy - batch.sampler_logprobs
         if batch.ref_logprobs is not None:
-            more["kl"] = before - batch.ref_logprobs
+            numbers["kl"] = policy - batch.ref_logprobs
         if batch.teacher_logprobs is not None:
-            more["teacher"] = batch.teacher_logprobs - before
-        numbers |= {name: x for name, x in more.items() if x is not None}
-    return numbers
+            numbers["teacher"] = batch.teacher_logprobs - policy
+    return {name: column for name, column in numbers.items() if column is not None}
 
 
 def _hash(tensor: Tensor) -> int:
     """Hash this process's part of a tensor, as an int64."""
-    local = (
-        tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
-    )
+    local = getattr(tensor, "ds_tensor", tensor)
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
     content = local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(content, digest_size=8).digest(),
+        "little",
+        signed=True,
+    )
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -208,7 +241,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
             text = fast.decode(silent, skip_special_tokens=False)
             stream = DecodeStream(skip_special_tokens=False)
         texts.append(text or "")
-        silent = [] if text else silent
+        if text:
+            silent = []
     if silent:
         texts[-1] = fast.decode(silent, skip_special_tokens=False)
     return texts

@@ -5,7 +5,13 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,12 +110,12 @@ class Sampler:
         """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
         count = self.args.num_mini_batches
         runtime = self.runtime
-        own = list[int]()
+        indices_of_rank = list[int]()
         for m in range(count):
             minibatch = [index for index in indices if index % count == m]
             # The first share may be one larger; it goes to a different rank in each minibatch.
-            own += minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
-        return sorted(own)
+            indices_of_rank += minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
+        return sorted(indices_of_rank)
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -144,10 +150,16 @@ class Sampler:
         with self.sampling(), self.runtime.raise_together(RolloutError):
             if runner is not None:
                 examples = [prompts.rows[row] for row in rows]
-                said = runner.play(
-                    self.engine, examples, tokens, prompt_indices, n, params, args.seed
+                episodes = runner.play(
+                    self.engine,
+                    examples,
+                    tokens,
+                    prompt_indices,
+                    n,
+                    params,
+                    args.seed,
                 )
-                return self._batch(prompts, rows, prompt_indices, said, device)
+                return self._batch(prompts, rows, prompt_indices, episodes, device)
             groups: list[dict[int, Completion]] = [{} for _ in rows]
             try:
                 with closing(
@@ -158,10 +170,16 @@ class Sampler:
                         groups[i][place % n] = completion
                         if self.rewards.run_beside and len(groups[i]) == n:
                             index = prompt_indices[i]
-                            own = [groups[i][k] for k in range(n)]
+                            completions = [groups[i][k] for k in range(n)]
                             # On the CPU, so that sampling the others does not wait for the GPU.
-                            one = self._batch(prompts, [rows[i]], [index], own, torch.device("cpu"))
-                            self.pending[index] = self.rewards.begin(self._inputs(one))
+                            group = self._batch(
+                                prompts,
+                                [rows[i]],
+                                [index],
+                                completions,
+                                torch.device("cpu"),
+                            )
+                            self.pending[index] = self.rewards.begin(self._inputs(group))
             except BaseException:
                 give_up(self.pending.values())
                 raise
@@ -185,11 +203,11 @@ class Sampler:
         prompts: Prompts,
         rows: Sequence[int],
         prompt_indices: Sequence[int],
-        said: Sequence[Any],  # completions of one turn, or episodes
+        samples: Sequence[Any],  # completions of one turn, or episodes
         device: torch.device,
     ) -> Batch:
         """Return completions, the same number for each row, as a batch."""
-        n = len(said) // max(1, len(rows))
+        n = len(samples) // max(1, len(rows))
         repeated = [row for row in rows for _ in range(n)]
         tokens = [prompts.tokens[row] for row in repeated]
         columns = prompts.rows[repeated]
@@ -198,22 +216,22 @@ class Sampler:
         texts = list[tuple[Any, Any]]()
         fields = dict[str, Any]()
         if has_episodes:
-            fields["actions"] = [episode.trained for episode in said]
-            fields["truncated"] = [episode.truncated for episode in said]
-            fields["offsets"] = [one.offsets or [1] * len(one.tokens) for one in said]
-            tokens = [episode.prompt_ids for episode in said]
-            opened = [episode.prompt for episode in said]
+            fields["actions"] = [episode.trained for episode in samples]
+            fields["truncated"] = [episode.truncated for episode in samples]
+            fields["offsets"] = [x.offsets or [1] * len(x.tokens) for x in samples]
+            tokens = [episode.prompt_ids for episode in samples]
+            opened = [episode.prompt for episode in samples]
         else:
-            fields["truncated"] = [turn.finish_reason == "length" for turn in said]
-        for prompt, one in zip(opened, said, strict=True):
+            fields["truncated"] = [turn.finish_reason == "length" for turn in samples]
+        for prompt, sample in zip(opened, samples, strict=True):
             if has_episodes and not isinstance(prompt, str):
-                texts.append(whole_turn(prompt, one.messages))
+                texts.append(whole_turn(prompt, sample.messages))
             else:
-                texts.append(self.prompt_and_completion(prompt, one.tokens))
+                texts.append(self.prompt_and_completion(prompt, sample.tokens))
         batch = Batch.from_tokens(
             prompts=tokens,
-            completions=[one.tokens for one in said],
-            logprobs=[one.logprobs for one in said],
+            completions=[sample.tokens for sample in samples],
+            logprobs=[sample.logprobs for sample in samples],
             groups=[index for index in prompt_indices for _ in range(n)],
             pad_token_id=self.tokenizer.pad_token_id,
             dtype=torch.promote_types(getattr(torch, self.args.dtype), torch.float32),
@@ -221,14 +239,14 @@ class Sampler:
             **fields,
         )
         if self.args.agent_credit == "branch":
-            lines = pad_rows([one.lines for one in said], 0)[0]
+            lines = pad_rows([sample.lines for sample in samples], 0)[0]
             batch = batch.with_columns(lines=lines.to(device))
         return batch.with_columns(
             prompts=[prompt for prompt, _ in texts],
             completions=[completion for _, completion in texts],
             columns=columns,
             dataset_rows=repeated,
-            episodes=said if has_episodes else (),
+            episodes=samples if has_episodes else (),
         )
 
     # -------------------------------------------------------------------------------------- rewards
@@ -250,7 +268,11 @@ class Sampler:
                 self.pending = {}
                 self.pending_batch = None
             result = self.rewards.score(
-                self._inputs(batch), batch.action_mask, paid, batch.groups.tolist(), begun
+                self._inputs(batch),
+                batch.action_mask,
+                paid,
+                batch.groups.tolist(),
+                begun,
             )
             for name in result.metrics:
                 if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
@@ -300,29 +322,46 @@ class Sampler:
         results = self.results
         self.results = []
         logged: dict[str, list[float]] = {}
-        for name, numbers in (pair for one in results for pair in one.metrics.items()):
-            logged.setdefault(name, []).extend(numbers)
+        for result in results:
+            for name, numbers in result.metrics.items():
+                logged.setdefault(name, []).extend(numbers)
         # Sum and count of every mean, by kind and name; processes may have logged other names.
         sums = {("logged", name): (sum(x), len(x)) for name, x in logged.items()}
         if self.args.on_reward_error != "error":
-            asked = sum(one.called for one in results)
-            for name in (source.name for source in self.rewards.sources):
-                lost = sum(one.failed[name] for one in results)
-                sums["calls", f"rewards/{name}/failed"] = (lost, asked)
+            called = sum(result.called for result in results)
+            for source in self.rewards.sources:
+                failed = sum(result.failed[source.name] for result in results)
+                sums["calls", f"rewards/{source.name}/failed"] = (
+                    failed,
+                    called,
+                )
         if errors:
-            sums["episodes", ""] = (len(errors) - errors.count(None), len(errors))
-        means: dict[str, dict[str, float]] = {"logged": {}, "calls": {}, "episodes": {}}
-        everyone = self.runtime.gather_objects(sums)
-        for kind, name in sorted({pair for own in everyone for pair in own}):
-            pairs = [own.get((kind, name), (0, 0)) for own in everyone]
+            sums["episodes", ""] = (
+                len(errors) - errors.count(None),
+                len(errors),
+            )
+        means: dict[str, dict[str, float]] = {
+            "logged": {},
+            "calls": {},
+            "episodes": {},
+        }
+        of_ranks = self.runtime.gather_objects(sums)
+        for kind, name in sorted(set().union(*of_ranks)):
+            pairs = [of_rank.get((kind, name), (0, 0)) for of_rank in of_ranks]
             total, count = map(sum, zip(*pairs, strict=True))
             means[kind][name] = total / max(count, 1)
 
-        failure = next((one.first_failure for one in results if one.first_failure), None)
+        failure = next((x.first_failure for x in results if x.first_failure), None)
         if failure:
             logger.warning("a reward function failed: %s", failure)
-        firsts = {"calls": failure, "episodes": next((one for one in errors if one), None)}
-        for kind, what in (("calls", "call of a reward function"), ("episodes", "episode")):
+        firsts = {
+            "calls": failure,
+            "episodes": next(filter(None, errors), None),
+        }
+        for kind, what in (
+            ("calls", "call of a reward function"),
+            ("episodes", "episode"),
+        ):
             if set(means[kind].values()) == {1.0}:
                 with self.runtime.raise_together(ValueError):
                     if first := firsts[kind]:

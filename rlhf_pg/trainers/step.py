@@ -109,12 +109,11 @@ class PolicyGradientTrainer(TrainingLoop):
     privileged_prompt: Callable[..., Any] | None
     teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        said = [
-            f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in given if name in FOREIGN_ARGUMENTS
-        ]
-        if said:
-            raise TypeError(f"{cls.__name__}: {'; '.join(said)}")
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        foreign = [name for name in arguments if name in FOREIGN_ARGUMENTS]
+        if foreign:
+            hints = [f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in foreign]
+            raise TypeError(f"{cls.__name__}: {'; '.join(hints)}")
         return super().__new__(cls)
 
     @broadcasts_failure
@@ -189,7 +188,7 @@ class PolicyGradientTrainer(TrainingLoop):
         mask = batch.action_mask
 
         # Shape the scores and place each at the end of its step, after updating the statistics.
-        shaping.observe(scores, lambda own: runtime.gather(own)[0])
+        shaping.observe(scores, lambda x: runtime.gather(x)[0])
         shaped = shaping(scores, batch)
         step_scores, step_mask = shaping.steps(shaped)
 
@@ -228,26 +227,27 @@ class PolicyGradientTrainer(TrainingLoop):
 
         def inputs_of(line: Tensor | None = None) -> AdvantageInputs:
             """Return the inputs for all action tokens, or for those of a line (B,T)."""
-            own = mask
+            actions = mask
             steps = step_mask
             parts = shaped
             end = bootstrap_value
             if line is not None:
-                own = mask & line
+                actions = mask & line
                 steps = step_mask & line
                 parts = shaped.where(line[:, :, None], torch.nan)
             if line is not None and end is not None:  # it is for the line of the last action
-                end = end * own.gather(1, (batch.action_ends[:, None] - 1).clamp(min=0)).squeeze(1)
+                last = (batch.action_ends[:, None] - 1).clamp(min=0)
+                end = end * actions.gather(1, last).squeeze(1)
             # A row without policy tokens has neither a score nor a KL.
-            kl_of_row = (minus_kl * own).sum(1).masked_fill(~own.any(1), torch.nan)
+            kl_of_row = (minus_kl * actions).sum(1).masked_fill(~actions.any(1), torch.nan)
             everyone = torch.cat([sum_step_scores(parts), kl_of_row[:, None]], dim=1)
             return AdvantageInputs(
                 rewards=rewards,
-                mask=own,
+                mask=actions,
                 scores=runtime.gather(everyone)[0],
                 groups=groups,
                 rows=rows,
-                action_tokens=runtime.gather(own.sum(1))[0],
+                action_tokens=runtime.gather(actions.sum(1))[0],
                 weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
                 step_scores=step_scores,
                 step_mask=steps,
@@ -347,7 +347,11 @@ class PolicyGradientTrainer(TrainingLoop):
             self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.controllers["learning_rate_scale"])
         metrics |= self.controllers.metrics()
-        metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
+        metrics |= {
+            "step": state.step,
+            "num_tokens": state.num_tokens,
+            "step_time": meter.age,
+        }
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         line = merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
@@ -402,7 +406,11 @@ class PolicyGradientTrainer(TrainingLoop):
             divergence = new.divergence
             if divergence is None:  # from the sampled token
                 divergence = kl_loss(
-                    new.logprobs, batch.old_logprobs, batch.teacher_logprobs, taught, "k3_ratio"
+                    new.logprobs,
+                    batch.old_logprobs,
+                    batch.teacher_logprobs,
+                    taught,
+                    "k3_ratio",
                 )
             divergence = torch.where(taught, divergence, 0.0)
             per_token = per_token + self.args.teacher_coef * divergence
@@ -512,7 +520,7 @@ class PolicyGradientTrainer(TrainingLoop):
             for name, prompts in sets.items():
                 for mode, heat in temperatures.items():
                     found = evaluate(self.sampler, prompts, heat, answer or stripped_text)
-                    start = f"{prefix}_{name}{'_' * bool(name)}{mode}"
+                    start = f"{prefix}_{name}_{mode}" if name else f"{prefix}_{mode}"
                     metrics |= {f"{start}{key}": value for key, value in found.items()}
         for mode in temperatures if "" not in sets else ():
             rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]

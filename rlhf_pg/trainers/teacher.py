@@ -36,11 +36,11 @@ def load_teacher(
     name = args.teacher_model_name_or_path
     if name is None:
         return None
-    own = policy.model
+    adapted = policy.model
     kind = args.teacher_divergence
     top_k = args.teacher_top_k
     compare = partial(divergence, kind=kind, mixture=args.teacher_mixture, top_k=top_k)
-    whole = policy
+    module = policy
     moves = args.teacher_mixup_alpha > 0
     if name != "policy":
         dtype = getattr(torch, args.dtype)
@@ -48,27 +48,30 @@ def load_teacher(
         with loading.about(KEY):
             adapts = PeftConfig.from_pretrained(name) if loading.is_adapter(name) else None
             base = adapts.base_model_name_or_path if adapts else ""
-            if base and isinstance(own, PeftModel) and base == own.get_base_model().name_or_path:
-                model = PeftModel.from_pretrained(share_frozen(own).unload(), name)
+            if (
+                base
+                and isinstance(adapted, PeftModel)
+                and base == adapted.get_base_model().name_or_path
+            ):
+                model = PeftModel.from_pretrained(share_frozen(adapted).unload(), name)
             else:
-                given = loading.init_options(args).items()
-                options = {
-                    k: v for k, v in given if k == loading.ATTENTION or k not in loading.PLACES
-                }
+                options = dict(loading.init_options(args))
+                for key in loading.PLACES - {loading.ATTENTION}:
+                    options.pop(key, None)
                 model = load_model(name, dtype, trust_remote_code=code, options=options)
             path = name if loading.has_tokenizer(name) else base
             if known := bool(path and loading.has_tokenizer(path)):
                 loading.check_same_tokens(str(path), tokenizer, code)
         # Models of one family may have rows without a token, and not equally many.
-        rows, theirs = (x.get_output_embeddings().weight.shape[0] for x in (own, model))
+        rows, theirs = (x.get_output_embeddings().weight.shape[0] for x in (adapted, model))
         if theirs < rows or (theirs > rows and not known):
             raise ValueError(f"{KEY}: {name} has {theirs} rows of embeddings, the policy {rows}")
         if theirs > rows:
             model.resize_token_embeddings(rows)
         model.to(device).requires_grad_(False)
-        whole = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
+        module = Policy(model, args.temperature, False, most_tokens, policy.chunk_size)
         moves = False
-    teacher = Teacher(whole, moves, compare if args.compares_distributions else None)
+    teacher = Teacher(module, moves, compare if args.compares_distributions else None)
     if teacher.divergence is not None and (policy.head is None or teacher.layer == [None]):
         raise ValueError(
             "teacher_divergence: the head of policy or teacher is not a linear layer after the "

@@ -21,7 +21,11 @@ from rlhf_pg.models import Policy, chunk_size_for
 from rlhf_pg.models.attention import measurable_experts
 from rlhf_pg.models.lm_head import Measured
 from rlhf_pg.models.packing import can_pack
-from rlhf_pg.models.policy import checkpoint_activations, checkpoints, offloads
+from rlhf_pg.models.policy import (
+    checkpoint_activations,
+    checkpoints,
+    offloads,
+)
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -79,7 +83,10 @@ def find_budget(
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         try:
             grown = of_update(module, args, longest_prompt, runtime.device)
-            tokens = min(tokens, grown.tokens_within(_room(args, module, runtime, teacher)))
+            tokens = min(
+                tokens,
+                grown.tokens_within(_room(args, module, runtime, teacher)),
+            )
         except Exception as error:  # a kernel or a value model that reads data
             tokens = row
             logger.warning(
@@ -136,7 +143,11 @@ def memory_by_part(
 
 
 def copy_bytes(
-    args: PolicyGradientConfig, policy: Policy, moves: bool, layout: Sharding, processes: int
+    args: PolicyGradientConfig,
+    policy: Policy,
+    moves: bool,
+    layout: Sharding,
+    processes: int,
 ) -> float:
     """Return the bytes on one process that a frozen copy does not share with the policy."""
     parameters = list(policy.parameters())
@@ -158,7 +169,10 @@ def engine_bytes(args: PolicyGradientConfig, total: float) -> float:
 
 
 def _room(
-    args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, teacher: nn.Module | None
+    args: PolicyGradientConfig,
+    module: nn.Module,
+    runtime: Runtime,
+    teacher: nn.Module | None,
 ) -> float:
     """Return the bytes that a micro-batch may take on this process."""
     if runtime.device.type == "cpu":
@@ -246,7 +260,11 @@ def footprint(module: nn.Module, batch: Batch) -> int:
 
 
 def probe(
-    groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
+    groups: int,
+    rows: int,
+    prompt: int,
+    completion: int,
+    device: torch.device | str = "cpu",
 ) -> Batch:
     """Make groups of `rows` rows each, with prompts and completions of the given lengths."""
     count = groups * rows
@@ -290,8 +308,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = 0
         self._kind = next(module.parameters()).device.type
-        kept = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
-        self._known = {t.untyped_storage()._cdata for t in [*kept, *module.buffers()]}
+        tensors: list[Tensor] = [*module.buffers()]
+        for parameter in module.parameters():
+            tensors.append(parameter)
+            if parameter.grad is not None:
+                tensors.append(parameter.grad)
+        self._known = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
