@@ -27,20 +27,20 @@ def reasoning_gym_task(name: str, options: Mapping[str, Any], seed: int) -> Task
     min_terms, and `size` and `eval_size` problems; ValueError if the package or the generator is
     missing, or an option is unknown.
     """
-    own = dict(options)
-    if "seed" in own:
+    options = dict(options)
+    if "seed" in options:
         raise ValueError("task_options of a reasoning_gym task has seed: set the key seed instead")
-    size = own.pop("size", SIZE)
-    eval_size = own.pop("eval_size", EVAL_SIZE)
-    train = list(_generator(name, own | {"seed": seed, "size": size}))
+    size = options.pop("size", SIZE)
+    eval_size = options.pop("eval_size", EVAL_SIZE)
+    train = list(_generator(name, options | {"seed": seed, "size": size}))
     known = {entry["question"] for entry in train}
-    others = _generator(name, own | {"seed": seed + EVAL_SEED, "size": eval_size})
+    others = _generator(name, options | {"seed": seed + EVAL_SEED, "size": eval_size})
     held_out = [entry for entry in others if entry["question"] not in known]
     return Task(
         name=f"reasoning_gym:{name}",
         train_dataset=_problems(train),
         eval_dataset=_problems(held_out) if held_out else None,
-        reward=scorer(name, own),
+        reward=scorer(name, options),
     )
 
 
