@@ -166,20 +166,20 @@ def refuse_unread(dataset: Dataset) -> None:
                 )
 
 
-def as_dataset(given: Any) -> Dataset:
+def as_dataset(rows: Any) -> Dataset:
     """Return a dataset, or make one of a list of dicts; ValueError if that is impossible."""
-    if isinstance(given, Dataset):
-        return given
-    if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
-        hint = ": take one split" if isinstance(given, Mapping) else ""
-        if isinstance(given, IterableDataset):
+    if isinstance(rows, Dataset):
+        return rows
+    if not (isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows)):
+        hint = ": take one split" if isinstance(rows, Mapping) else ""
+        if isinstance(rows, IterableDataset):
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
             "set dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
-            f"or give a datasets.Dataset or a list of dicts; got {show(given)}{hint}"
+            f"or give a datasets.Dataset or a list of dicts; got {show(rows)}{hint}"
         )
     with about("the list cannot become a dataset"):
-        return from_rows(given)
+        return from_rows(rows)
 
 
 def from_rows(
