@@ -52,7 +52,10 @@ def push(path: Path, args: PolicyGradientConfig) -> str | None:
     except Exception as error:  # from the network, the Hub or httpx
         logger.warning(
             "push_to_hub: %s could not be uploaded (%s): try `hf upload %s %s`",
-            *(quote(str(path)), tell(error), quote(name), quote(str(path))),
+            quote(str(path)),
+            tell(error),
+            quote(name),
+            quote(str(path)),
         )
         return None
     return f"{hub.endpoint}/{repository}"

@@ -42,8 +42,9 @@ class DeepSpeedBackend(DDPBackend):
         self._bf16 = torch.bfloat16 in dtypes
         if torch.float64 in dtypes:
             raise ValueError("DeepSpeed does not train in float64: set dtype to float32")
-        own = {"gradient_clipping": self.max_grad_norm, "zero_allow_untested_optimizer": True}
-        config = _config(self._accelerator, self._bf16) | own
+        config = _config(self._accelerator, self._bf16)
+        config["gradient_clipping"] = self.max_grad_norm
+        config["zero_allow_untested_optimizer"] = True
         where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
         forced = config.get("zero_force_ds_cpu_optimizer", True)
         optimizer = self.optimizer
@@ -96,10 +97,10 @@ class DeepSpeedBackend(DDPBackend):
         self._is_broken = True
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        own = {id(p) for p in module.parameters()}
+        dropped = {id(p) for p in module.parameters()}
         norms = getattr(self._zero, "norm_for_param_grads", {})
         for i, (parameters, piece) in enumerate(self._groups()):
-            if id(parameters[0]) not in own:
+            if id(parameters[0]) not in dropped:
                 continue
             self._forgotten.append(piece)
             # The norm is computed from these; with offloading it is stored per parameter.
@@ -150,8 +151,10 @@ class DeepSpeedBackend(DDPBackend):
             if key == MASTER and self._bf16:
                 self._set(parameter, None, value)
             elif key == COUNTER:
-                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # its counter is an integer
-                values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
+                if isinstance(self.optimizer, DeepSpeedCPUAdam):  # its counter is an integer
+                    values[key] = int(value)
+                else:
+                    values[key] = count(self.optimizer, piece, value)
             elif key != MASTER:
                 values.setdefault(key, torch.zeros_like(piece))
                 _link(parameter, piece, values)
@@ -164,8 +167,8 @@ class DeepSpeedBackend(DDPBackend):
             return
         size = parameter.ds_tensor.numel()  # equal on all processes: the last shards are padded
         flat = nn.functional.pad(value.flatten(), (0, size * self._world - value.numel()))
-        own = flat.narrow(0, self._accelerator.process_index * size, size)
-        self._zero.set_local_hp_param(own, parameter, key)
+        shard = flat.narrow(0, self._accelerator.process_index * size, size)
+        self._zero.set_local_hp_param(shard, parameter, key)
 
     def _groups(self) -> Iterable[tuple[list[Any], Tensor]]:
         """Return groups of parameters, each with this process's flat shard."""
