@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import tell
-from rlhf_pg.data.messages import Tools, normalise
+from rlhf_pg.data.messages import Schemas, normalise
 from rlhf_pg.data.rendering import (
     MARK,
     QUOTE,
@@ -38,7 +38,7 @@ def encode(
     row: int = 0,
     what: str = "prompt",
     open_turn: bool = True,
-    tools: Tools = (),
+    tools: Schemas = (),
     most: int | None = None,
 ) -> list[int]:
     """Encode a string or chat messages as token ids.
@@ -90,7 +90,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     where: str,
     open_turn: bool = True,
-    tools: Tools = (),
+    tools: Schemas = (),
 ) -> str:
     """Return a chat as text for `tokenize_chat`; see `encode`."""
     chat, _ = known_roles(normalise(messages, where), tokenizer, where, tools)
@@ -108,7 +108,7 @@ def encode_answer(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Any,
     stop_id: int | None,
-    tools: Tools = (),
+    tools: Schemas = (),
 ) -> list[int]:
     """Encode the answer to an assistant's turn, through the opening of its next turn.
 

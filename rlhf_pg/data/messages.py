@@ -20,7 +20,7 @@ SHAREGPT = {
 }
 Message = dict[str, Any]
 Chat = list[Message]
-Tools = Sequence[dict[str, Any]]  # schemas of functions
+Schemas = Sequence[dict[str, Any]]  # schemas of functions
 
 # Fields of a message in which templates look for the assistant's thoughts.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import continues, encode
+from rlhf_pg.data.messages import Schemas as Schemas
 from rlhf_pg.data.messages import read_tools, storable
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ UNREAD = {
     "chat_template_kwargs": "all rows have those of the key chat_template_kwargs",
     "documents": "templates are given none here",
 }
-Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
 

@@ -24,7 +24,7 @@ from rlhf_pg.data.messages import (
     Arguments,
     Chat,
     Message,
-    Tools,
+    Schemas,
     normalise,
     without_weights,
 )
@@ -130,7 +130,7 @@ def known_roles(
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
-    tools: Tools = (),
+    tools: Schemas = (),
     count: int = 0,
 ) -> tuple[Chat, int]:
     """Return normal messages in roles that the chat template shows: OpenAI's newer `developer` as
@@ -150,7 +150,7 @@ def prepare(
     messages: Any,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
-    tools: Tools = (),
+    tools: Schemas = (),
     learnt: Collection[int] = (),
 ) -> Shown:
     """Return messages, quoted, in the form in which the chat template shows all their words.
@@ -306,7 +306,7 @@ def _mark(
     return value
 
 
-def _mark_tools(tools: Tools, words: list[Word]) -> Tools:
+def _mark_tools(tools: Schemas, words: list[Word]) -> Schemas:
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
@@ -511,7 +511,7 @@ def render(
     quoted: Chat,
     where: str,
     open_turn: bool = False,
-    tools: Tools = (),
+    tools: Schemas = (),
 ) -> str:
     """Render quoted chat messages with the chat template, for `tokenize_chat`."""
     if not tokenizer.chat_template:

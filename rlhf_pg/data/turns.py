@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.data.chat import spell, tokenize
-from rlhf_pg.data.messages import WEIGHTS, Chat, Tools, normalise, without_weights
+from rlhf_pg.data.messages import WEIGHTS, Chat, Schemas, normalise, without_weights
 from rlhf_pg.data.rendering import (
     QUOTE,
     WORD,
@@ -37,7 +37,7 @@ def encode_turns(
     where: str,
     read: int = 0,
     assistant_only: bool = False,
-    tools: Tools = (),
+    tools: Schemas = (),
     append_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """Encode a closed chat; return its ids, and the mask of those to train on.
@@ -123,7 +123,7 @@ def encode_turns(
 def _render_blocks(
     quoted: Chat,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Tools,
+    tools: Schemas,
 ) -> tuple[str, list[Span]]:
     """Render a chat, and return the spans of its {% generation %} blocks too."""
     [text], [spans] = render_jinja_template(
@@ -141,7 +141,7 @@ def _blocks_of(
     quoted: Chat,
     spans: Sequence[Span],
     tokenizer: PreTrainedTokenizerBase,
-    tools: Tools,
+    tools: Schemas,
 ) -> list[Span] | None:
     """Return the blocks of messages with these numbers; None if a block cannot be attributed.
 

@@ -34,6 +34,8 @@ KEYS = (
     "perf/tokens_per_second",
 )
 
+Metrics = dict[str, float]
+
 
 class Meter:
     """Collects means, as sums and counts that add up over micro-batches and processes, and extremes
@@ -81,7 +83,7 @@ class Meter:
         """Return (names, 2) sums and counts in the order of the names, equal on all processes."""
         return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
 
-    def means(self, sums: Tensor) -> dict[str, float]:
+    def means(self, sums: Tensor) -> Metrics:
         """Return the means, from `sums` reduced over processes."""
         means = {}
         for name, (total, count) in zip(sorted(self._sums), sums.tolist(), strict=True):
@@ -90,7 +92,7 @@ class Meter:
                 means[name] = total / count
         return means
 
-    def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def extremes(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
         """Return extremes over the rows that `gather` returns; NaN if there was no slot."""
         if not self._highest:
             return {}
@@ -118,7 +120,7 @@ def reward_metrics(
     trained: Tensor,
     names: Sequence[str],
     groups: Tensor,
-) -> dict[str, float]:
+) -> Metrics:
     """Compute the reward metrics over all ranks, from the totals of completions.
 
     Args:
@@ -151,7 +153,7 @@ def reward_metrics(
     return metrics
 
 
-def length_metrics(lengths: Tensor) -> dict[str, float]:
+def length_metrics(lengths: Tensor) -> Metrics:
     """Compute the length metrics over all ranks, from the rows of `Batch.lengths`, (N,3)."""
     completion, prompt, truncated = lengths.double().unbind(1)
     return {

@@ -32,6 +32,8 @@ from rlhf_pg.runtime.ddp import (
 )
 from rlhf_pg.runtime.termination import waits
 
+Config = dict[str, Any]
+
 
 class DeepSpeedBackend(DDPBackend):
     """Shards the moments, from ZeRO-2 on also the gradient, and in ZeRO-3 also the weights."""
@@ -178,7 +180,7 @@ class DeepSpeedBackend(DDPBackend):
         return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
 
 
-def _read(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+def _read(module: nn.Module, config: Config, device: torch.device) -> None:
     """Shard a module with weights on the meta device, each as it is read from its file."""
 
     class Weights(nn.Module):
@@ -207,7 +209,7 @@ def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
         parameter._hp_mapping.set_optim_state_fragment(piece, values)
 
 
-def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
+def _config(accelerator: Accelerator, bf16: bool) -> Config:
     """Return the launcher's DeepSpeed config without the keys that the recipe decides."""
     plugin = accelerator.state.deepspeed_plugin
     config = _drop_auto(plugin.deepspeed_config)
@@ -228,7 +230,7 @@ def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     }
 
 
-def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: Config) -> Config:
     """Drop the values "auto", which stand for DeepSpeed's defaults, and the batch size."""
     return {
         key: _drop_auto(value) if isinstance(value, dict) else value

@@ -42,7 +42,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Inputs, Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def train_reward_model(
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     peft_config: Any = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
     The arguments are those of `train_sft`, except:
@@ -286,7 +286,7 @@ class Preference(Objective):
             loss = loss + self.center * centering_loss(chosen, rejected)
         return loss * len(numbers)
 
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         """Compute the share of pairs in the right order (a tie is wrong), calibration and loss."""
         chosen, rejected, margins = numbers.unbind(1)
         return {

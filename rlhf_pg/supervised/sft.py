@@ -31,7 +31,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Inputs, Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
 
 
 def train_sft(
@@ -41,7 +41,7 @@ def train_sft(
     train_dataset: Rows | None = None,
     eval_dataset: Rows | Mapping[str, Rows] | None = None,
     peft_config: Any = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Fine-tune a language model, and save it with its tokenizer in `args.output_dir/final`.
 
     An earlier run there is set aside.
@@ -115,7 +115,7 @@ def fit(
     examples: list[Example],
     held_out: Mapping[str, list[Example]],
     runtime: Runtime,
-) -> dict[str, float]:
+) -> Metrics:
     """Train a loaded model on examples, and save it; see `train_sft`."""
     if args.packing:
         check_packing(model, examples)
@@ -168,7 +168,7 @@ class Likelihood(Objective):
     def loss(self, numbers: Tensor) -> Tensor:
         return numbers[:, 0].sum()
 
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         loss, right, learnt = numbers.sum(0).tolist()
         return {"loss": loss / learnt, "mean_token_accuracy": right / learnt}
 

@@ -42,6 +42,7 @@ LOGITS = 2**28
 MOST_SKIPPED = 3  # consecutive steps without a finite gradient
 
 Inputs = dict[str, Tensor]
+Metrics = dict[str, float]
 
 
 class Objective(nn.Module, ABC):
@@ -80,7 +81,7 @@ class Objective(nn.Module, ABC):
         """Return the sum over all units, from the numbers of a micro-batch."""
 
     @abstractmethod
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         """Return metrics, from the float64 numbers of all held-out rows."""
 
 
@@ -167,7 +168,7 @@ class SupervisedTrainer:
         )
 
     @broadcasts_failure
-    def train(self, save: Callable[[atomic.Save, Path], None]) -> dict[str, float]:
+    def train(self, save: Callable[[atomic.Save, Path], None]) -> Metrics:
         """Train, evaluate, and save by `save` (on all processes); return the metrics on held-out
         rows, which are in `metrics.json` too.
 
@@ -182,7 +183,7 @@ class SupervisedTrainer:
         directory = Path(args.output_dir)
         saver = self.checkpointer
         final = directory / "final"
-        measured = dict[str, float]()
+        measured = Metrics()
         trackers = Trackers(args.report_to, runtime)
         termination = Termination(runtime)
         with run_dir_lock(directory, runtime):
@@ -268,10 +269,10 @@ class SupervisedTrainer:
         }
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Return the metrics on every held-out set."""
         self.objective.eval()
-        metrics = dict[str, float]()
+        metrics = Metrics()
         for name, rows in self.held_out.items():
             parts = [self.backend(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
             numbers, _ = self.runtime.gather(torch.cat(parts).double())
