@@ -35,6 +35,7 @@ from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.safetensors"
+RNG = "rng-rank{}.safetensors"
 # What names of weights begin with, in each part before the model whose files are saved.
 PREFIXES = {
     "model": "",
@@ -119,7 +120,7 @@ class Checkpointer:
             gathered = {name: value for name, value in tensors if runtime.is_main}
             save.main(lambda: _save_tensors(gathered, partial / OPTIMIZER))
         with save.step():
-            _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
+            _save_tensors(rng_tensors(), partial / RNG.format(runtime.rank))
         if self.ahead is not None:
             self.ahead.drain()
             with save.step():
@@ -160,7 +161,7 @@ class Checkpointer:
         """
         runtime = save.runtime
         for name, weights, part in self._parts_to_save(final):
-            folder = _folder(path, name)
+            folder = path if name == "model" else path / name
             adapted = _saves_adapter(part)
             trunk = _trunk(name, part)
             if hasattr(trunk, "stored") and not adapted:
@@ -319,7 +320,7 @@ class Checkpointer:
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
         for name, weights, part in self._parts_to_save():
-            folder = _folder(path, name)
+            folder = path if name == "model" else path / name
             adapted = _saves_adapter(part)
             if hasattr(_trunk(name, part), "stored") and not adapted:
                 self._read(name, weights, folder)
@@ -333,13 +334,14 @@ class Checkpointer:
         self.put_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)
-        self.saved = self.state.step if path.resolve() == self.path().resolve() else None
-        best = self.directory.parent.resolve() / "best"
-        here = path.resolve().parent in (best.parent, self.directory.resolve())
-        self.origin = None if here else str(path.resolve())
-        if self.config.get("save_best", True) and not (here and best.exists()):
+        place = path.resolve()
+        self.saved = self.state.step if place == self.path().resolve() else None
+        run = self.directory.parent.resolve()
+        is_here = place.parent in (run, self.directory.resolve())
+        self.origin = None if is_here else str(place)
+        if self.config.get("save_best", True) and not (is_here and (run / "best").exists()):
             self.state.best_reward = None  # the best checkpoint is in the other directory
-        rng = _rng_file(path, rank)
+        rng = path / RNG.format(rank)
         if rng.exists():
             restore_rng(load_file(rng))
         return dict(state["config"])
@@ -353,11 +355,6 @@ class Checkpointer:
             else:
                 value = streaming.read(str(folder), "", full_name.removeprefix(PREFIXES[name]))
             put(piece, value)
-
-
-def _folder(path: Path, name: str) -> Path:
-    """Return the directory of a part in a checkpoint."""
-    return path if name == "model" else path / name
 
 
 def _trunk(name: str, part: Any) -> Any:
@@ -387,10 +384,6 @@ def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     failpoint("save-tensors")
     save_file(tensors, file)
     sync(file)  # the main process may be on another machine
-
-
-def _rng_file(path: Path, rank: int) -> Path:
-    return path / f"rng-rank{rank}.safetensors"
 
 
 def _saves_adapter(module: nn.Module) -> bool:

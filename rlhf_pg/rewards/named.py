@@ -15,6 +15,7 @@ from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import ON_REQUEST, SAMPLED, UNCOPIED
 
+Options = Mapping[str, Any]
 PYTHON = "python:"  # prefix for rewards given in Python that cannot be found by a name
 
 
@@ -69,7 +70,7 @@ def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any], *others
                 )
 
 
-def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
+def make_rewards(names: Sequence[str], options: Options | None = None) -> list[Any]:
     """Make rewards from their names: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
@@ -98,7 +99,7 @@ def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None)
     return rewards
 
 
-def _reward(name: str, options: Mapping[str, Any]) -> Any:
+def _reward(name: str, options: Options) -> Any:
     kind, _, path = name.partition(":")
     if not {".", ":"} & set(name):
         from rlhf_pg.rewards.verifiers import make_verifier

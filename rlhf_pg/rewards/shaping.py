@@ -44,6 +44,7 @@ class Shaping:
         if args.overlong_buffer is not None:
             penalties.append("overlong_penalty")
         self.names = [*rewards.names, *penalties]
+        self._function_weights = rewards.weights
         units = rewards.weights.new_ones(len(penalties))
         self.weights = torch.cat([rewards.weights, units])
         self.moments = {}  # of the totals of each source
@@ -56,7 +57,7 @@ class Shaping:
         """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one is beyond it even
         when it is clipped, or if its weight would take it there.
         """
-        weights = self.weights[: self.functions].abs().clamp(min=1)
+        weights = self._function_weights.abs().clamp(min=1)
         sizes = self._clip(scores).abs().clamp(min=1)
         is_beyond = sizes * weights > LARGEST
         beyond = is_beyond.nonzero()
@@ -154,8 +155,7 @@ class Shaping:
 
         Penalties are left out: they would distinguish equally wrong completions of a group.
         """
-        weights = self.weights[: self.functions]
-        return self._clip(scores) * weights.to(scores)
+        return self._clip(scores) * self._function_weights.to(scores)
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and a mask of the steps (B,T).
