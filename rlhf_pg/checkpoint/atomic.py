@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ SEAL = "sha256"  # the key in it
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
+@dataclass
 class Save:
     """The save of a directory by several processes, any of which may fail."""
 
-    def __init__(self, runtime: Runtime, path: Path) -> None:
-        self.runtime = runtime
-        self.path = path
+    runtime: Runtime
+    path: Path
 
     @contextmanager
     def step(self) -> Iterator[None]:

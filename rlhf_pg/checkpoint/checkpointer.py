@@ -35,10 +35,14 @@ from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.safetensors"
+RNG = "rng-rank{}.safetensors"
 # What names of weights begin with, in each part before the model whose files are saved.
-PREFIXES = {"model": "", "critic": "model."} | dict.fromkeys(
-    ("reference", "teacher"), "policy.model."
-)
+PREFIXES = {
+    "model": "",
+    "critic": "model.",
+    "reference": "policy.model.",
+    "teacher": "policy.model.",
+}
 
 
 @dataclass
@@ -74,19 +78,21 @@ class Checkpointer:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name; the critic's names begin with "critic."."""
-        found: dict[str, Tensor] = dict(self.parts["model"].pieces.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.parts["model"].pieces.named_parameters())
         if "critic" in self.parts:
-            found |= self.parts["critic"].pieces.named_parameters(prefix="critic")
-        return found
+            parameters |= self.parts["critic"].pieces.named_parameters(prefix="critic")
+        return parameters
 
     def path(self, step: int | None = None) -> Path:
         """Return the path of the checkpoint of a step, by default of the latest step."""
-        return self.directory / f"step-{self.state.step if step is None else step:08d}"
+        if step is None:
+            step = self.state.step
+        return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, complete or not, in order."""
-        found = self.directory.glob("step-" + "[0-9]" * 8)
-        return sorted(int(path.name.removeprefix("step-")) for path in found)
+        paths = self.directory.glob("step-" + "[0-9]" * 8)
+        return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
     def save(self, runtime: Runtime, path: Path | None = None, prunes: bool = True) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
@@ -105,29 +111,35 @@ class Checkpointer:
         save.main(lambda: atomic.begin(path))
         self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
-        found = optimizer_tensors(self.backend, names)
+        tensors = optimizer_tensors(self.backend, names)
         if runtime.splits:  # one by one
             with save.step():
                 file = partial / OPTIMIZER if runtime.is_main else None
-                streaming.write(file, found, 4 * len(names))
+                streaming.write(file, tensors, 4 * len(names))
         else:
-            tensors = {name: value for name, value in found if runtime.is_main}
-            save.main(lambda: _save_tensors(tensors, partial / OPTIMIZER))
+            gathered = {name: value for name, value in tensors if runtime.is_main}
+            save.main(lambda: _save_tensors(gathered, partial / OPTIMIZER))
         with save.step():
-            _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank))
+            _save_tensors(rng_tensors(), partial / RNG.format(runtime.rank))
         if self.ahead is not None:
             self.ahead.drain()
             with save.step():
                 self.ahead.save(partial, runtime.rank, self.state.step)
-        facts = {"step": self.state.step, "version": __version__, "config": self.config}
-        facts |= self.numbers() | {"fingerprints": self.fingerprints()}
+        facts = {
+            "step": self.state.step,
+            "version": __version__,
+            "config": self.config,
+            **self.numbers(),
+            "fingerprints": self.fingerprints(),
+        }
         save.main(lambda: atomic.publish(path, facts))
         if path == self.path():
             self.saved = self.state.step
             if runtime.is_main and prunes and self.limit is not None:
                 older = [step for step in self.steps() if step < self.state.step]
+                excess = max(0, len(older) + 1 - self.limit)
                 try:
-                    for step in older[: max(0, len(older) + 1 - self.limit)]:
+                    for step in older[:excess]:
                         atomic.remove(self.path(step))
                 except OSError as error:
                     text = "older checkpoints cannot be removed (save_total_limit): %s"
@@ -136,10 +148,10 @@ class Checkpointer:
 
     def _parts_to_save(self, final: bool = False) -> Iterator[tuple[str, FullWeights, Any]]:
         """Yield name, weights and module of each saved part; a fixed model is not saved."""
-        for name, whole in self.parts.items():
-            part: Any = whole.module
+        for name, weights in self.parts.items():
+            part: Any = weights.module
             if name in ("model", "critic") or (part.moves and not final):
-                yield name, whole, part
+                yield name, weights, part
 
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save the models as `from_pretrained` reads them.
@@ -147,55 +159,65 @@ class Checkpointer:
         This includes a moving reference, unless `final`: then `save_merged` adds the model with its
         adapter merged, in `merged/`.
         """
-        for name, whole, part in self._parts_to_save(final):
+        runtime = save.runtime
+        for name, weights, part in self._parts_to_save(final):
+            folder = path if name == "model" else path / name
             adapted = _saves_adapter(part)
             trunk = _trunk(name, part)
             if hasattr(trunk, "stored") and not adapted:
-                self._stream(save, name, whole, trunk, path if name == "model" else path / name)
+                self._stream(save, name, weights, trunk, folder)
                 continue
             alone = adapted and not saves_base(trunk)
-            with whole.gathered(save.runtime.main_host, alone), save.step():
-                if not save.runtime.is_main:
+            with weights.gathered(runtime.main_host, alone), save.step():
+                if not runtime.is_main:
                     continue
                 if name == "model":
                     failpoint("save-models")
                     part.save_pretrained(path)
-                    if adapted and (generation := getattr(part, "generation_config", None)):
+                    generation = getattr(part, "generation_config", None)
+                    if adapted and generation:
                         generation.save_pretrained(path)  # which tokens end a turn
                     self.tokenizer.save_pretrained(path)
                 elif name == "critic":
-                    part.save(path / name, self.running.get("value_moments"))
+                    part.save(folder, self.running.get("value_moments"))
                 else:
-                    part.save(path / name)
+                    part.save(folder)
         if final and self.config.get("save_merged"):
             policy: Any = self.parts["model"]
-            with policy.gathered(save.runtime.main_host), save.step():
-                if save.runtime.is_main:
+            folder = path / "merged"
+            with policy.gathered(runtime.main_host), save.step():
+                if runtime.is_main:
                     try:
-                        merge(policy.module).save_pretrained(path / "merged")
-                        self.tokenizer.save_pretrained(path / "merged")
+                        merge(policy.module).save_pretrained(folder)
+                        self.tokenizer.save_pretrained(folder)
                     except (RuntimeError, ValueError) as error:  # the adapter is worth more
-                        shutil.rmtree(path / "merged", ignore_errors=True)
+                        shutil.rmtree(folder, ignore_errors=True)
                         logger.warning("%s has no merged/: %s", save.path, tell(error))
 
     def _stream(
-        self, save: atomic.Save, name: str, whole: FullWeights, trunk: Any, path: Path
+        self,
+        save: atomic.Save,
+        name: str,
+        weights: FullWeights,
+        trunk: Any,
+        folder: Path,
     ) -> None:
         """Save a model like `save_models`, tensor by tensor."""
         is_main = save.runtime.is_main
-        pieces = dict(whole.pieces.named_parameters())
+        pieces = dict(weights.pieces.named_parameters())
         with save.step():
-            streaming.save(path if is_main else None, trunk, *whole.tensors(PREFIXES[name], trunk))
+            tensors, count = weights.tensors(PREFIXES[name], trunk)
+            streaming.save(folder if is_main else None, trunk, tensors, count)
             if is_main:
                 failpoint("save-models")
         if name == "model":
-            save.main(lambda: self.tokenizer.save_pretrained(path))
-        critic: Any = whole.module
+            save.main(lambda: self.tokenizer.save_pretrained(folder))
+        critic: Any = weights.module
         if name == "critic":
             with save.step():
                 head = {n: full(pieces[f"head.{n}"]).cpu() for n in ("weight", "bias")}
                 if is_main:
-                    critic.save_head(path, self.running.get("value_moments"), head)
+                    critic.save_head(folder, self.running.get("value_moments"), head)
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of all state that changes during a run, except tensors."""
@@ -215,8 +237,9 @@ class Checkpointer:
             self.scheduler.base_lrs = peaks
             step = self.scheduler.last_epoch
             scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
-            of_step = zip(peaks, self.scheduler.lr_lambdas, strict=True)
-            rates = [peak * factor(step) * scale for peak, factor in of_step]
+            rates = []
+            for peak, factor in zip(peaks, self.scheduler.lr_lambdas, strict=True):
+                rates.append(peak * factor(step) * scale)
         for group, rate in zip(self.backend.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         vars(self.state).update(numbers["counters"])
@@ -231,39 +254,44 @@ class Checkpointer:
         """
         run = self.directory.parent
         if runtime.is_main:
-            left = self.directory.glob(f"{PARTIAL}*")
-            names = [path.name.removeprefix(PARTIAL) for path in left]
-            for path in (run / "best", run / "final", *map(self.directory.joinpath, names)):
-                atomic.recover(path)
+            atomic.recover(run / "best")
+            atomic.recover(run / "final")
+            for partial in [*self.directory.glob(f"{PARTIAL}*")]:
+                atomic.recover(self.directory / partial.name.removeprefix(PARTIAL))
         runtime.barrier()
-        there: list[int] = runtime.gather_objects(self.steps())[0]
-        newest = max(there, default=-1)
+        steps: list[int] = runtime.gather_objects(self.steps())[0]
+        newest = max(steps, default=-1)
         if choice:
-            latest = choice in (True, "latest")
+            is_latest = choice in (True, "latest")
+            paths = [Path(str(choice))]
+            if is_latest:
+                paths = [self.path(step) for step in reversed(steps)]
             faults = list[str]()
-            paths = [self.path(step) for step in reversed(there)] if latest else [Path(str(choice))]
             for path in paths:
-                if (reason := self._fault(path, runtime)) is None:
+                reason = self._fault(path, runtime)
+                if reason is None:
                     break
                 faults.append(f"{path} is not complete ({reason})")
             else:
-                text = f"{self.directory if latest else choice} has no complete checkpoint: "
+                text = f"{self.directory if is_latest else choice} has no complete checkpoint: "
                 text += "; ".join(faults) or "there is none"
-                if there and not latest:
+                if steps and not is_latest:
                     text += f". {self.directory} has {self.path(newest).name}"
                 raise ValueError(text)
             if faults and runtime.is_main:
                 logger.warning("resuming from %s: %s", path, "; ".join(faults))
             saved = self.restore(path, runtime.rank)
-            if not latest and newest > self.state.step:
+            if not is_latest and newest > self.state.step:
                 raise ValueError(
                     f"{self.directory} has checkpoints of later steps, up to "
                     f"{self.path(newest).name}: move them away, resume from the latest, or choose "
                     "another output_dir"
                 )
             return saved
-        if there and self.state.step == 0:
-            end = atomic.state(run / "final").get("step", -1) if runtime.is_main else -1
+        if steps and self.state.step == 0:
+            end = -1
+            if runtime.is_main:
+                end = atomic.state(run / "final").get("step", -1)
             if runtime.all_reduce_max(end) < newest:  # it has not finished
                 raise ValueError(
                     f"{run} has the checkpoints of an earlier run: resume it "
@@ -281,44 +309,52 @@ class Checkpointer:
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
         """Restore a saved state of this run (`compatibility.check`); return its config."""
         state = atomic.state(path)
-        config = {key: value for key, value in self.config.items() if key not in self.found}
-        counters = asdict(self.state)
-        prints = self.fingerprints()
-        altered = compatibility.check(path, state, config, prints, self.running, counters)
+        altered = compatibility.check(
+            path,
+            state,
+            {key: value for key, value in self.config.items() if key not in self.found},
+            self.fingerprints(),
+            self.running,
+            asdict(self.state),
+        )
         if altered and rank == 0:
             logger.warning("%s is resumed with other settings: %s", path, altered)
-        for name, whole, part in self._parts_to_save():
+        for name, weights, part in self._parts_to_save():
+            folder = path if name == "model" else path / name
             adapted = _saves_adapter(part)
             if hasattr(_trunk(name, part), "stored") and not adapted:
-                self._read(name, whole, path if name == "model" else path / name)
+                self._read(name, weights, folder)
                 continue
-            with whole.modify(adapted):
+            with weights.modify(adapted):
                 if name == "model":
-                    load_weights(part, path)
+                    load_weights(part, folder)
                 else:
-                    part.restore(path / name)
+                    part.restore(folder)
         self.backend.load_state(read_state(path / OPTIMIZER, self.parameters))
         self.put_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)
-        self.saved = self.state.step if path.resolve() == self.path().resolve() else None
-        best = self.directory.parent.resolve() / "best"
-        here = path.resolve().parent in (best.parent, self.directory.resolve())
-        self.origin = None if here else str(path.resolve())
-        if self.config.get("save_best", True) and not (here and best.exists()):
+        place = path.resolve()
+        self.saved = self.state.step if place == self.path().resolve() else None
+        run = self.directory.parent.resolve()
+        is_here = place.parent in (run, self.directory.resolve())
+        self.origin = None if is_here else str(place)
+        if self.config.get("save_best", True) and not (is_here and (run / "best").exists()):
             self.state.best_reward = None  # the best checkpoint is in the other directory
-        if (rng := _rng_file(path, rank)).exists():
+        rng = path / RNG.format(rank)
+        if rng.exists():
             restore_rng(load_file(rng))
         return dict(state["config"])
 
-    def _read(self, name: str, whole: FullWeights, path: Path) -> None:
+    def _read(self, name: str, weights: FullWeights, folder: Path) -> None:
         """Restore what `_stream` saved, tensor by tensor."""
-        critic: Any = whole.module
-        for full_name, piece in whole.pieces.named_parameters():
+        critic: Any = weights.module
+        for full_name, piece in weights.pieces.named_parameters():
             if full_name.startswith("head."):
-                put(piece, critic.saved_head(path)[full_name.removeprefix("head.")])
+                value = critic.saved_head(folder)[full_name.removeprefix("head.")]
             else:
-                put(piece, streaming.read(str(path), "", full_name.removeprefix(PREFIXES[name])))
+                value = streaming.read(str(folder), "", full_name.removeprefix(PREFIXES[name]))
+            put(piece, value)
 
 
 def _trunk(name: str, part: Any) -> Any:
@@ -348,10 +384,6 @@ def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     failpoint("save-tensors")
     save_file(tensors, file)
     sync(file)  # the main process may be on another machine
-
-
-def _rng_file(path: Path, rank: int) -> Path:
-    return path / f"rng-rank{rank}.safetensors"
 
 
 def _saves_adapter(module: nn.Module) -> bool:

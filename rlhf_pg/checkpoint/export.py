@@ -47,12 +47,18 @@ def push(path: Path, args: PolicyGradientConfig) -> str | None:
     try:
         hub = huggingface_hub.HfApi()
         repository = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-        message = "Trained with rlhf_pg"
-        hub.upload_folder(repo_id=repository, folder_path=path, commit_message=message)
+        hub.upload_folder(
+            repo_id=repository,
+            folder_path=path,
+            commit_message="Trained with rlhf_pg",
+        )
     except Exception as error:  # from the network, the Hub or httpx
         logger.warning(
             "push_to_hub: %s could not be uploaded (%s): try `hf upload %s %s`",
-            *(quote(str(path)), tell(error), quote(name), quote(str(path))),
+            quote(str(path)),
+            tell(error),
+            quote(name),
+            quote(str(path)),
         )
         return None
     return f"{hub.endpoint}/{repository}"

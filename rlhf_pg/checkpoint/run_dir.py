@@ -22,22 +22,33 @@ logger = logging.getLogger(__name__)
 MODELS = ("checkpoints", "best", "final")
 # In the order of setting aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
-    *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "tensorboard"),
-    *("wandb", "run-id", "skipped", "report.html", "tokens", "trace.jsonl"),
-    *("metrics.json", "metrics.jsonl"),
+    "config.yaml",
+    "completions.jsonl",
+    "checkpoints",
+    "best",
+    "final",
+    "tensorboard",
+    "wandb",
+    "run-id",
+    "skipped",
+    "report.html",
+    "tokens",
+    "trace.jsonl",
+    "metrics.json",
+    "metrics.jsonl",
 )
 
 
 def set_aside(directory: Path) -> str | None:
     """Move the files of an earlier run to `earlier-N/`; return a message, or None without files."""
-    there = [name for name in RUN_FILES if os.path.lexists(directory / name)]
-    if not there:
+    names = [name for name in RUN_FILES if os.path.lexists(directory / name)]
+    if not names:
         return None
     numbers = [path.name.removeprefix("earlier-") for path in directory.glob(EARLIER)]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     place = directory / f"earlier-{last + 1}"
     place.mkdir()
-    for name in there:
+    for name in names:
         (directory / name).rename(place / name)
     return f"{directory} had an earlier run or a model, which was moved to {place}"
 

@@ -11,17 +11,29 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, groupby
+from itertools import count, groupby
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = ("groups", "truncated", "end_values", "positive")
-_ID_FIELDS = ("prompt_ids", "completion_ids")
-_LISTS = ("prompts", "completions", "dataset_rows", "episodes")  # with one entry per row
+_ROW_FIELDS = (
+    "groups",
+    "truncated",
+    "end_values",
+    "positive",
+)
+_LISTS = (  # with one entry per row
+    "prompts",
+    "completions",
+    "dataset_rows",
+    "episodes",
+)
 _TABLES = ("columns", "logged")  # dicts of such lists
+
+Jumps = tuple[tuple[int, int], ...]
+Fields = dict[str, Any]  # of a batch
 
 
 class RowLengths(NamedTuple):
@@ -32,7 +44,7 @@ class RowLengths(NamedTuple):
     completion: int
     actions: int = 0  # tokens of the completion that the policy chose
     end: int = 0  # columns of the completion through its last action token
-    jumps: tuple[tuple[int, int], ...] = ()  # (column, offset) of a tree's branches; see `Batch`
+    jumps: Jumps = ()  # (column, offset) of a tree's branches; see `Batch`
     deepest: int = 0  # tokens of a tree's longest path; 0 for a sequence
     paths: int = 1  # from a root to a leaf
 
@@ -114,15 +126,17 @@ class Batch:
         chose, by default all; `offsets` are `parent_offsets`. ValueError if a row does not have
         one number per token.
         """
+        lengths = [len(completion) for completion in completions]
         for rows in (logprobs, actions or completions, offsets or completions):
-            if list(map(len, rows)) != list(map(len, completions)):
+            if list(map(len, rows)) != lengths:
                 raise ValueError("a completion needs a log-probability, action, offset per token")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = pad_rows(completions, pad_token_id)
+        sampler_logprobs, _ = pad_rows(logprobs, 0.0, dtype=dtype)
         action_mask = completion_mask.clone()
         if actions is not None:
             action_mask, _ = pad_rows(actions, False, dtype=torch.bool)
-        fields = {
+        fields: Fields = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
@@ -130,12 +144,13 @@ class Batch:
             "action_mask": action_mask,
             "groups": torch.tensor(groups, dtype=torch.int64),
             "truncated": torch.tensor(truncated, dtype=torch.bool),
-            "sampler_logprobs": pad_rows(logprobs, 0.0, dtype=dtype)[0],
+            "sampler_logprobs": sampler_logprobs,
         }
-        if {*chain.from_iterable(offsets or ())} - {1}:
-            fields["parent_offsets"] = pad_rows(offsets or (), 1)[0]
-        there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
-        return cls(**there)
+        if offsets is not None:
+            parent_offsets, _ = pad_rows(offsets, 1)
+            if (parent_offsets != 1).any():
+                fields["parent_offsets"] = parent_offsets
+        return cls(**{name: value.to(device) for name, value in fields.items()})
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
@@ -153,8 +168,10 @@ class Batch:
         return self.prompt_mask.sum() + self.completion_mask.sum()
 
     def token_lists(self) -> list[list[int]]:
-        rows = zip(self.completion_ids.cpu(), self.completion_mask.cpu(), strict=True)
-        return [ids[mask].tolist() for ids, mask in rows]
+        lists = []
+        for ids, mask in zip(self.completion_ids.cpu(), self.completion_mask.cpu(), strict=True):
+            lists.append(ids[mask].tolist())
+        return lists
 
     @property
     def width(self) -> int:
@@ -163,7 +180,11 @@ class Batch:
 
     def lengths(self) -> Tensor:
         """Return (B,3) int64: the completion's tokens, the prompt's, whether it was truncated."""
-        lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
+        lengths = [
+            self.completion_mask.sum(1),
+            self.prompt_mask.sum(1),
+            self.truncated.long(),
+        ]
         return torch.stack(lengths, dim=1)
 
     def with_counts(self) -> Self:
@@ -175,64 +196,87 @@ class Batch:
             return self
         if not self.num_rows:
             return dataclasses.replace(self, host_rows=())
-        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1), self.action_ends]
-        columns = torch.stack([self.shared_prefixes(), *lengths], dim=1)
+        counts = [
+            self.shared_prefixes(),
+            self.prompt_mask.sum(1),
+            self.completion_mask.sum(1),
+            self.action_mask.sum(1),
+            self.action_ends,
+        ]
+        columns = torch.stack(counts, dim=1)
         if self.parent_offsets is not None:
             columns = torch.cat([columns, self.parent_offsets], dim=1)
-        rows = tuple(
-            RowLengths._make([*row[:5], *_measure(row[1], row[5 : 5 + row[2]])])
-            for row in columns.tolist()
-        )
-        return dataclasses.replace(self, host_rows=rows)
+        rows = []
+        for family, prompt, completion, actions, end, *offsets in columns.tolist():
+            jumps, deepest, paths = _measure(prompt, offsets[:completion])
+            lengths = RowLengths(
+                family,
+                prompt,
+                completion,
+                actions,
+                end,
+                jumps,
+                deepest,
+                paths,
+            )
+            rows.append(lengths)
+        return dataclasses.replace(self, host_rows=tuple(rows))
 
     @property
     def action_ends(self) -> Tensor:
         """(B,) int64: the columns of each completion through its last action token, 0 without."""
-        columns = torch.arange(1, self.action_mask.shape[1] + 1, device=self.action_mask.device)
-        return torch.where(self.action_mask, columns, 0).amax(1)
+        mask = self.action_mask
+        columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        return torch.where(mask, columns, 0).amax(1)
 
     def action_slots(self) -> Tensor:
         """Return (M,) int64: the indices of the action tokens in flattened (B,T)."""
         mask = self.action_mask.flatten()
         if self.host_rows is None:
             return mask.nonzero().squeeze(1)
-        return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
+        size = sum(row.actions for row in self.host_rows)
+        return mask.nonzero_static(size=size).squeeze(1)
 
     def select(self, rows: Tensor) -> Self:
         """Return the tensors of these rows (int64 indices), without columns of padding only.
 
         For a `with_counts` batch and indices on the host, this does not wait for the GPU.
         """
-        host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
+        host_rows = None
+        width = 1
+        prompt_width = 1
+        if self.host_rows is not None:
+            host_rows = tuple(self.host_rows[i] for i in rows.tolist())
+            for row in host_rows:
+                width = max(width, row.completion)
+                prompt_width = max(prompt_width, row.prompt)
         rows = to_device(rows, self.groups.device)
-        if host_rows is None:
-            longest = self.lengths()[rows].amax(0).tolist() if len(rows) else (0, 0)
-            width = longest[0] or 1
-            prompt_width = longest[1] or 1
-        else:
-            prompt_width = max((row.prompt for row in host_rows), default=0) or 1
-            width = max((row.completion for row in host_rows), default=0) or 1
-
-        def pick(name: str, value: Tensor) -> Tensor:
+        if host_rows is None and len(rows):
+            longest = self.lengths()[rows].amax(0)
+            width, prompt_width, _ = longest.clamp(min=1).tolist()
+        picked: Fields = {}
+        for name, value in self._tensors():
             value = value[rows]
-            if name in _ROW_FIELDS:
-                return value
             if name in _PROMPT_FIELDS:
-                return value[:, -prompt_width:]
-            return value[:, :width]
-
-        picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
+                value = value[:, -prompt_width:]
+            elif name not in _ROW_FIELDS:
+                value = value[:, :width]
+            picked[name] = value
         return type(self)(**picked, host_rows=host_rows)
 
     def pick(self, rows: Sequence[int], **changes: Any) -> Self:
         """Return these rows with their texts, columns and episodes, and with `changes`."""
-        lists = {name: [x[i] for i in rows] for name in _LISTS if (x := getattr(self, name))}
-        tables = {
-            name: {key: [x[i] for i in rows] for key, x in getattr(self, name).items()}
-            for name in _TABLES
-        }
+        picked: Fields = {}
+        for name in _LISTS:
+            values = getattr(self, name)
+            if values:
+                picked[name] = [values[i] for i in rows]
+        for name in _TABLES:
+            picked[name] = {}
+            for key, values in getattr(self, name).items():
+                picked[name][key] = [values[i] for i in rows]
         chosen = self.select(torch.tensor(rows, dtype=torch.int64))
-        return chosen.with_columns(**lists, **tables, **changes)
+        return chosen.with_columns(**picked, **changes)
 
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
@@ -242,49 +286,50 @@ class Batch:
         """
         if any(part.parent_offsets is not None for part in parts):
             parts = [part.with_columns(parent_offsets=part.all_offsets()) for part in parts]
-        fills = {"scores": math.nan, "parent_offsets": 1, **dict.fromkeys(_ID_FIELDS, pad_token_id)}
-
-        def join(name: str) -> Tensor:
+        fills = {
+            "scores": math.nan,
+            "parent_offsets": 1,
+            "prompt_ids": pad_token_id,
+            "completion_ids": pad_token_id,
+        }
+        joined: Fields = {}
+        for name, _ in parts[0]._tensors():
             values = [getattr(part, name) for part in parts]
-            if name in _ROW_FIELDS:
-                return torch.cat(values)
-            width = max(value.shape[1] for value in values)
-            left = name in _PROMPT_FIELDS
-            padded = []
-            for value in values:
-                missing = width - value.shape[1]
-                sides = (0, 0) * (value.ndim - 2) + ((missing, 0) if left else (0, missing))
-                padded.append(nn.functional.pad(value, sides, value=fills.get(name, 0)))
-            return torch.cat(padded)
-
-        def table(name: str) -> dict[str, list[Any]]:
+            if name not in _ROW_FIELDS:
+                left = name in _PROMPT_FIELDS
+                values = _pad_columns(values, fills.get(name, 0), left)
+            joined[name] = torch.cat(values)
+        for name in _LISTS:
+            joined[name] = [x for part in parts for x in getattr(part, name)]
+        for name in _TABLES:
+            table: dict[str, list[Any]] = {}
             keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
-            return {
-                key: [x for p in parts for x in getattr(p, name).get(key, [None] * p.num_rows)]
-                for key in keys
-            }
-
-        joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
-        joined |= {name: [x for part in parts for x in getattr(part, name)] for name in _LISTS}
-        joined |= {name: table(name) for name in _TABLES}
+            for key in keys:
+                table[key] = []
+                for part in parts:
+                    blanks = [None] * part.num_rows
+                    table[key] += getattr(part, name).get(key, blanks)
+            joined[name] = table
         return cls(**joined)
 
     def blank_row(self) -> Self:
         """Return one row without action tokens, for a forward pass that adds no loss."""
 
-        def blank(name: str, value: Tensor) -> Tensor:
-            shape = (1,) if name in _ROW_FIELDS else (1, 1, *value.shape[2:])
-            filled = {"prompt_mask": 1, "completion_mask": 1, "parent_offsets": 1}
-            return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
-
-        row = RowLengths(family=0, prompt=1, completion=1, actions=0)
-        blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
+        blanks: Fields = {}
+        for name, value in self._tensors():
+            shape = [1]
+            if name not in _ROW_FIELDS:
+                shape += [1, *value.shape[2:]]
+            fill = int(name in ("prompt_mask", "completion_mask", "parent_offsets"))
+            blanks[name] = value.new_full(shape, fill)
+        row = RowLengths(family=0, prompt=1, completion=1)
         return type(self)(**blanks, host_rows=(row,))
 
     @property
     def longest(self) -> int:
         """The real tokens of the longest path of a row, prompt and completion together."""
-        return max(row.longest for row in self.with_counts().host_rows or ())
+        rows = self.with_counts().host_rows or ()
+        return max(row.longest for row in rows)
 
     def all_offsets(self) -> Tensor:
         """Return `parent_offsets`, also where every row is a sequence."""
@@ -302,7 +347,8 @@ class Batch:
         prompts = torch.where(self.prompt_mask, self.prompt_ids, -1)
         columns = torch.cat([self.groups[:, None], prompts], dim=1)
         differs = (columns[1:] != columns[:-1]).any(1)
-        return nn.functional.pad(differs.cumsum(0), (1, 0))
+        numbers = differs.cumsum(0)
+        return nn.functional.pad(numbers, (1, 0))
 
     def micro_batches(self, max_tokens: int, window: float = math.inf) -> list[Tensor]:
         """Split row indices, on the host, into micro-batches of at most `max_tokens`.
@@ -312,27 +358,47 @@ class Batch:
                 longer row has its whole micro-batch padded, so it is kept apart.
         """
         rows = self.with_counts().host_rows or ()
+        short = [i for i, row in enumerate(rows) if row.longest <= window]
+        long = [i for i, row in enumerate(rows) if row.longest > window]
         batches: list[Tensor] = []
-        for split, is_long in ((split_packed, False), (split_padded, True)):
-            places = [i for i, row in enumerate(rows) if (row.longest > window) == is_long]
+        for split, places in ((split_packed, short), (split_padded, long)):
             index = torch.tensor(places, dtype=torch.int64)
-            batches += [index[part] for part in split([rows[i] for i in places], max_tokens)]
+            chosen = [rows[i] for i in places]
+            for part in split(chosen, max_tokens):
+                batches.append(index[part])
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, x) for name, x in vars(self).items() if isinstance(x, Tensor))
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                yield name, value
 
 
-def _measure(prompt: int, offsets: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int, int]:
+def _measure(prompt: int, offsets: Sequence[int]) -> tuple[Jumps, int, int]:
     """Return `jumps`, `deepest` and `paths` of a row, given its prompt's length and offsets."""
     jumps = tuple((t, offset) for t, offset in enumerate(offsets) if offset != 1)
     if not jumps:
         return (), 0, 1
-    followed = {t - offset for t, offset in enumerate(offsets, prompt) if offset}
-    depths = list(range(1, prompt + 1))
+    followed = {*range(prompt - 1)}
+    followed |= {t - offset for t, offset in enumerate(offsets, prompt) if offset}
+    depths = [*range(1, prompt + 1)]
     for offset in offsets:
-        depths.append(depths[-offset] + 1 if offset else 1)
-    return jumps, max(depths), len(depths) - len(followed.union(range(prompt - 1)))
+        depth = depths[-offset] if offset else 0
+        depths.append(depth + 1)
+    leaves = len(depths) - len(followed)
+    return jumps, max(depths), leaves
+
+
+def _pad_columns(values: Sequence[Tensor], fill: float, left: bool) -> list[Tensor]:
+    """Pad tensors (rows, columns, ...) to the widest."""
+    width = max(value.shape[1] for value in values)
+    padded = []
+    for value in values:
+        missing = width - value.shape[1]
+        sides = [missing, 0] if left else [0, missing]
+        sides = [0, 0] * (value.ndim - 2) + sides
+        padded.append(nn.functional.pad(value, sides, value=fill))
+    return padded
 
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:
@@ -348,13 +414,14 @@ def pad_rows(
     dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     """Return values and mask, (B, widest row); at least one column, so that B = 0 stays 2-D."""
-    width = max((len(row) for row in rows), default=0) or 1
+    width = max([1, *map(len, rows)])
     values = torch.full((len(rows), width), pad, dtype=dtype)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if left else slice(len(row))
-        values[i, where] = torch.tensor(row, dtype=dtype)
-        mask[i, where] = True
+        start = width - len(row) if left else 0
+        place = slice(start, start + len(row))
+        values[i, place] = torch.tensor(row, dtype=dtype)
+        mask[i, place] = True
     return values, mask
 
 
@@ -374,12 +441,13 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
     batches: list[list[int]] = []
     room: list[int] = []
     # First-fit decreasing: at most 11/9 of the minimal number of batches (Johnson 1973).
-    for size, own in sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0]):
+    pieces = sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0])
+    for size, piece in pieces:
         place = next((i for i, left in enumerate(room) if size <= left), len(room))
         if place == len(room):
             batches.append([])
             room.append(max_tokens)
-        batches[place] += own
+        batches[place] += piece
         room[place] -= size
     return batches
 
@@ -388,30 +456,37 @@ def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
     """Split rows into batches that are padded to the longest prompt and completion."""
     batches: list[list[int]] = []
     prompt = completion = paths = 0  # the longest of the last batch, and its number of paths
-    for i in sorted(range(len(rows)), key=lambda i: -rows[i].longest):
-        own = rows[i].prompt, rows[i].longest - rows[i].prompt
-        prompt = max(prompt, own[0])
-        completion = max(completion, own[1])
-        paths += rows[i].paths
+    longest_first = sorted(range(len(rows)), key=lambda i: -rows[i].longest)
+    for i in longest_first:
+        row = rows[i]
+        depth = row.longest - row.prompt
+        prompt = max(prompt, row.prompt)
+        completion = max(completion, depth)
+        paths += row.paths
         if not batches or paths * (prompt + completion) > max_tokens:
             batches.append([])
-            (prompt, completion), paths = own, rows[i].paths
+            prompt = row.prompt
+            completion = depth
+            paths = row.paths
         batches[-1].append(i)
     return batches
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Yield families, or parts of them, with their tokens; longest completions first."""
-    for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):
+    families = groupby(range(len(rows)), key=lambda i: rows[i].family)
+    for _, run in families:
         family = list(run)
         prompt = rows[family[0]].prompt
         size = prompt
         piece = list[int]()
-        for i in sorted(family, key=lambda i: -rows[i].completion):
-            if piece and size + rows[i].completion > max_tokens:
+        family.sort(key=lambda i: -rows[i].completion)
+        for i in family:
+            length = rows[i].completion
+            if piece and size + length > max_tokens:
                 yield size, piece
                 size = prompt
                 piece = []
-            size += rows[i].completion
+            size += length
             piece.append(i)
         yield size, piece

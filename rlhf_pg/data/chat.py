@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import tell
-from rlhf_pg.data.messages import normalise
+from rlhf_pg.data.messages import Schemas, normalise
 from rlhf_pg.data.rendering import (
     MARK,
     QUOTE,
@@ -28,7 +28,8 @@ from rlhf_pg.data.rendering import text_of as text_of
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the SHA-256 of the vocabulary, special tokens and chat template."""
     parts = (tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def encode(
@@ -37,7 +38,7 @@ def encode(
     row: int = 0,
     what: str = "prompt",
     open_turn: bool = True,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
     most: int | None = None,
 ) -> list[int]:
     """Encode a string or chat messages as token ids.
@@ -77,9 +78,11 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> l
     # The last token may be of the text, or one that the tokenizer puts behind every text.
     bare = tokenize(tokenizer, text, where, add_special_tokens=False)["input_ids"]
     if not bare:
-        return ids[: ids[0] == tokenizer.bos_token_id]
-    ends = (end for end in range(len(ids), 0, -1) if ids[:end][-len(bare) :] == bare)
-    return ids[: next(ends, None)]
+        return ids[:1] if ids[0] == tokenizer.bos_token_id else []
+    for end in range(len(ids), 0, -1):
+        if ids[:end][-len(bare) :] == bare:
+            return ids[:end]
+    return ids
 
 
 def render_chat(
@@ -87,14 +90,14 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     where: str,
     open_turn: bool = True,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
 ) -> str:
     """Return a chat as text for `tokenize_chat`; see `encode`."""
     chat, _ = known_roles(normalise(messages, where), tokenizer, where, tools)
-    continued = open_turn and continues(chat)
-    last = len(chat) - 1
-    shown = prepare(chat, tokenizer, where, tools, [last] if continued or not open_turn else [])
-    if continued or shown.hides_last:
+    is_continued = open_turn and continues(chat)
+    learnt = [len(chat) - 1] if is_continued or not open_turn else []
+    shown = prepare(chat, tokenizer, where, tools, learnt)
+    if is_continued or shown.hides_last:
         text, end = last_turn(shown, tokenizer, where, tools)
         return text if open_turn else text + end
     return render(tokenizer, shown.messages, where, open_turn, tools)
@@ -105,7 +108,7 @@ def encode_answer(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Any,
     stop_id: int | None,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
 ) -> list[int]:
     """Encode the answer to an assistant's turn, through the opening of its next turn.
 
@@ -131,11 +134,12 @@ def encode_answer(
     if not mark:
         raise ValueError("the chat template does not show the assistant's last message")
     special = special_tokens(tokenizer)
-    end = special.found.match(text.lstrip())  # whitespace may be before it
+    after_space = text.lstrip()
+    end = special.found.match(after_space)
     if stop_id is not None and end is not None:
         is_stop = end.group() == tokenizer.decode([stop_id])
         if is_stop or (stop_id in special.ids and turn_ends(tokenizer)):
-            text = text.lstrip()[end.end() :]
+            text = after_space[end.end() :]
     return tokenize_chat(tokenizer, text, where)
 
 
@@ -156,7 +160,9 @@ def text_of_completion(
 
 def continues(prompt: Any) -> bool:
     """Return whether a prompt ends with an assistant message, which the policy continues."""
-    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    last = prompt[-1]
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return False
     return isinstance(last.get("content"), str | list) and not last.get("tool_calls")
@@ -168,15 +174,16 @@ def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
     """
     if not messages or not continues(prompt):
         return prompt, messages
-    first = {**messages[0], "content": text_of(prompt[-1]) + messages[0]["content"]}
-    return prompt[:-1], [first, *messages[1:]]
+    first, *others = messages
+    content = text_of(prompt[-1]) + first["content"]
+    return prompt[:-1], [{**first, "content": content}, *others]
 
 
-def last_text(said: Any) -> str:
+def last_text(chat: Any) -> str:
     """Return a text, or that of the last message of a chat; "" if it has none."""
-    if isinstance(said, str):
-        return said
-    return text_of(said[-1]) if said else ""
+    if isinstance(chat, str):
+        return chat
+    return text_of(chat[-1]) if chat else ""
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
@@ -196,13 +203,17 @@ def spell(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[i
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = tokenize(tokenizer, name, where, **plain)["input_ids"]
     if special.ids & set(ids):  # some vocabularies have the name as a piece
-        letters = [tokenize(tokenizer, letter, where, **plain) for letter in name]
-        ids = [i for letter in letters for i in letter["input_ids"]]
+        ids = []
+        for letter in name:
+            ids += tokenize(tokenizer, letter, where, **plain)["input_ids"]
     return ids
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    where: str,
+    **options: bool,
 ) -> dict[str, list[Any]]:
     """Tokenize a text: return "input_ids" and other entries by the options."""
     try:

@@ -42,7 +42,8 @@ def settle_data(
             held_out = load_named_data(args, task, train=False).eval
             eval_dataset = held_out or load_named_data(args, task).train
         sets = make_sets(eval_dataset, args)
-        return task, next(iter(sets.values())), sets
+        train_dataset = next(iter(sets.values()))
+        return task, train_dataset, sets
     args.refuse_twice("train_dataset", train_dataset, "task")
     train_dataset, eval_dataset = load_data(args, train_dataset, eval_dataset, task)
     if train_dataset is not None or environment_factory is None:  # environments bring prompts
@@ -62,9 +63,11 @@ def load_data(args: Config, train: Any, held_out: Any, task: Any = None) -> Load
     args.refuse_twice("train_dataset", train, "dataset_name")
     args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
     named = load_named_data(args, task, train is None)
-    return Loaded(
-        named.train if train is None else train, named.eval if held_out is None else held_out
-    )
+    if train is None:
+        train = named.train
+    if held_out is None:
+        held_out = named.eval
+    return Loaded(train, held_out)
 
 
 def load_named_data(args: Config, task: Any = None, train: bool = True) -> Loaded:
@@ -72,18 +75,21 @@ def load_named_data(args: Config, task: Any = None, train: bool = True) -> Loade
     loaded = load_datasets(args, args.seed, train)
     if task is None:
         return loaded
-    own = {} if task.eval_dataset is None else {"": task.eval_dataset}
-    return Loaded(task.train_dataset, loaded.eval or own)
+    held_out = loaded.eval
+    if not held_out and task.eval_dataset is not None:
+        held_out = {"": task.eval_dataset}
+    return Loaded(task.train_dataset, held_out)
 
 
 def make_sets(eval_dataset: Any, args: Config, of_texts: bool = True) -> dict[str, Any]:
     """Make the prompts of evaluation datasets, by name; a single one has the name ""."""
-    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    return {
-        name: make_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
-        for name, data in sets.items()
-        if data is not None or not name
-    }
+    if not isinstance(eval_dataset, Mapping):
+        eval_dataset = {"": eval_dataset}
+    sets = {}
+    for name, data in eval_dataset.items():
+        if data is not None or not name:
+            sets[name] = make_prompts(data, args, f"eval_dataset {name}".rstrip(), of_texts)
+    return sets
 
 
 def with_date(args: C, tokenizer: Any, today: str) -> C:
@@ -97,7 +103,8 @@ def with_date(args: C, tokenizer: Any, today: str) -> C:
     day = today
     directories = [Path(args.output_dir)]
     if args.resume_from_checkpoint not in (None, "latest"):
-        directories.append(Path(args.resume_from_checkpoint).absolute().parent.parent)
+        checkpoint = Path(args.resume_from_checkpoint).absolute()
+        directories.append(checkpoint.parent.parent)
     for directory in directories:
         file = directory / "config.yaml"
         if file.is_file():
@@ -116,5 +123,9 @@ def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:
         rows = open_dataset(args.ptx_dataset_name, None, "train")
         if "text" not in rows.column_names:
             raise ValueError(f"there is no column text in {', '.join(rows.column_names)}")
-        texts = [encode(x, tokenizer, i, "text") for i, x in enumerate(rows["text"]) if x]
-    return [ids[: 1 + args.max_completion_length] for ids in texts]  # nothing predicts the first
+        texts = []
+        for row, text in enumerate(rows["text"]):
+            if text:
+                ids = encode(text, tokenizer, row, "text")
+                texts.append(ids[: 1 + args.max_completion_length])  # nothing predicts the first
+    return texts

@@ -1,7 +1,7 @@
 """Chat messages in one normal form, whatever form the data have."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import show
@@ -18,6 +18,10 @@ SHAREGPT = {
     "tool": "tool",
     "system": "system",
 }
+Message = dict[str, Any]
+Chat = list[Message]
+Schemas = Sequence[dict[str, Any]]  # schemas of functions
+
 # Fields of a message in which templates look for the assistant's thoughts.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # What SFT learns of a message.
@@ -31,7 +35,7 @@ class Arguments(dict[str, Any]):
     """Arguments of a call, whose nulls are the call's own."""
 
 
-def normalise(messages: Any, where: str) -> list[dict[str, Any]]:
+def normalise(messages: Any, where: str) -> Chat:
     """Return messages in OpenAI's form, with text as content and objects as arguments of calls.
 
     ShareGPT's `from` and `value` become role and content; parts that are all text become one text;
@@ -48,7 +52,7 @@ def normalise(messages: Any, where: str) -> list[dict[str, Any]]:
     return [_normal(message, number, where) for number, message in enumerate(messages)]
 
 
-def storable(messages: Any, where: str) -> list[dict[str, Any]]:
+def storable(messages: Any, where: str) -> Chat:
     """Return messages in normal form, with arguments as JSON text: a table, whose columns have one
     type, would change their types, nulls and order.
     """
@@ -73,14 +77,24 @@ def read_tools(tools: Any, where: str) -> list[dict[str, Any]]:
         tools = [tools]
     schemas = []
     for tool in without_nulls(tools or []):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        function = _function_of(tool)
+        if function is None:
             raise ValueError(f"{where} must be schemas of functions with names, got {show(tool)}")
         if "input_schema" in function:  # Anthropic's name
-            rest = {key: value for key, value in function.items() if key != "input_schema"}
-            function = {**rest, "parameters": function["input_schema"]}
+            function = dict(function)
+            function["parameters"] = function.pop("input_schema")
         schemas.append({"type": "function", "function": function})
     return schemas
+
+
+def _function_of(value: Any) -> Any:
+    """Return the function of a tool or a call, which may be bare; None if it has no name."""
+    if not isinstance(value, Mapping):
+        return None
+    function = value.get("function", value)
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return function
+    return None
 
 
 def without_nulls(value: Any) -> Any:
@@ -92,13 +106,17 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def without_weights(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_weights(chat: Chat) -> Chat:
     """Return messages without what says whether SFT learns them."""
-    return [{k: v for k, v in message.items() if k not in WEIGHTS} for message in chat]
+    chat = [message.copy() for message in chat]
+    for message in chat:
+        for key in WEIGHTS:
+            message.pop(key, None)
+    return chat
 
 
-def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
-    message: dict[str, Any] = without_nulls(given)
+def _normal(raw: Mapping[str, Any], number: int, where: str) -> Message:
+    message: Message = without_nulls(raw)
     if "from" in message and "role" not in message:
         message = of_sharegpt(message, f"{where}: message {number}")
     role = message.get("role")
@@ -112,17 +130,19 @@ def _normal(given: Mapping[str, Any], number: int, where: str) -> dict[str, Any]
         role = "tool"
     if "content" not in message and not calls and not any(key in message for key in THOUGHTS):
         raise ValueError(f"{where} has no content, but the keys {', '.join(message)}")
-    first, *others = [key for key in THOUGHTS if message.get(key)] or [""]
-    for key in others:  # some servers write both names
-        if message.pop(key) != message[first]:
-            raise ValueError(f"{where}: {first} and {key} differ: give the thoughts in one of them")
+    fields = [key for key in THOUGHTS if message.get(key)]
+    for key in fields[1:]:  # some servers write both names
+        if message.pop(key) != message[fields[0]]:
+            raise ValueError(
+                f"{where}: {fields[0]} and {key} differ: give the thoughts in one of them"
+            )
     message["content"] = _text_of_parts(message.get("content", ""), where)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in calls]
     return {**message, "role": role}
 
 
-def of_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def of_sharegpt(message: Mapping[str, Any], where: str) -> Message:
     """Return a message with `from` and `value` in OpenAI's form; ValueError for another role."""
     message = dict(message)
     speaker = message.pop("from")
@@ -145,9 +165,7 @@ def _text_of_parts(content: Any, where: str) -> str:
     texts = []
     for part in content:
         fields = {"text": part} if isinstance(part, str) else part
-        is_text = isinstance(fields, Mapping) and isinstance(fields.get("text"), str)
-        others = is_text and {key for key, value in fields.items() if value} - TEXT_FIELDS
-        if not is_text or others or fields.get("type", "text") not in TEXT_PARTS:
+        if not _is_text(fields):
             raise ValueError(
                 f"{where}: a part of the content is not text: {show(part)}. Models read only text "
                 "here: take the part out, or the row"
@@ -156,18 +174,27 @@ def _text_of_parts(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def _is_text(part: Any) -> bool:
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    fields = {key for key, value in part.items() if value}
+    return fields <= TEXT_FIELDS and part.get("type", "text") in TEXT_PARTS
+
+
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = _function_of(call)
+    if function is None:
         raise ValueError(f"{where}: a call needs a function with a name, got {show(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _read_json(arguments or "{}", where)
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: arguments of a call must be an object, got {show(arguments)}")
-    around = {} if function is call else call
-    function = {**function, "arguments": Arguments(arguments)}
-    return {"type": "function", **around, "function": function}
+    made: dict[str, Any] = {"type": "function"}
+    if function is not call:
+        made |= call
+    made["function"] = {**function, "arguments": Arguments(arguments)}
+    return made
 
 
 def _read_json(text: Any, where: str) -> Any:

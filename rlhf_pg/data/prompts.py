@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import continues, encode
+from rlhf_pg.data.messages import Schemas as Schemas
 from rlhf_pg.data.messages import read_tools, storable
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ UNREAD = {
     "chat_template_kwargs": "all rows have those of the key chat_template_kwargs",
     "documents": "templates are given none here",
 }
-Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
 
@@ -166,20 +166,20 @@ def refuse_unread(dataset: Dataset) -> None:
                 )
 
 
-def as_dataset(given: Any) -> Dataset:
+def as_dataset(rows: Any) -> Dataset:
     """Return a dataset, or make one of a list of dicts; ValueError if that is impossible."""
-    if isinstance(given, Dataset):
-        return given
-    if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
-        hint = ": take one split" if isinstance(given, Mapping) else ""
-        if isinstance(given, IterableDataset):
+    if isinstance(rows, Dataset):
+        return rows
+    if not (isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows)):
+        hint = ": take one split" if isinstance(rows, Mapping) else ""
+        if isinstance(rows, IterableDataset):
             hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
             "set dataset_name (a file, a folder or a Hub id) or task, as in docs/your-data.md, "
-            f"or give a datasets.Dataset or a list of dicts; got {show(given)}{hint}"
+            f"or give a datasets.Dataset or a list of dicts; got {show(rows)}{hint}"
         )
     with about("the list cannot become a dataset"):
-        return from_rows(given)
+        return from_rows(rows)
 
 
 def from_rows(

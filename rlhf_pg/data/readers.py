@@ -29,20 +29,22 @@ def read(files: Mapping[str, Sequence[str]], kind: str, separator: str) -> dict[
     rows = list[dict[str, Any]]()
     places = list[str]()
     parts = dict[str, range]()
-    for split, own in files.items():
+    for split, paths in files.items():
         start = len(rows)
-        for file in own:
+        for file in paths:
             try:
-                found = rows_of(file, kind, separator)
+                records = rows_of(file, kind, separator)
             except Exception as error:
                 raise ValueError(f"{file}: {tell(error)}") from error
-            rows += [row if isinstance(row, dict) else {"text": row} for row in found]
-            places += [f"{file}: row {number}" for number in range(len(found))]
+            for number, record in enumerate(records):
+                rows.append(record if isinstance(record, dict) else {"text": record})
+                places.append(f"{file}: row {number}")
         parts[split] = range(start, len(rows))
     if not rows:
         raise ValueError("there are no rows")
-    whole = from_rows(rows, as_numbers if kind == "csv" else list, places.__getitem__)
-    return {split: whole.select(part) for split, part in parts.items()}
+    convert = as_numbers if kind == "csv" else list
+    table = from_rows(rows, convert, places.__getitem__)
+    return {split: table.select(part) for split, part in parts.items()}
 
 
 def rows_of(file: str, kind: str, separator: str) -> list[Any]:
@@ -55,8 +57,9 @@ def rows_of(file: str, kind: str, separator: str) -> list[Any]:
             return rows_of_csv(lines, separator)
         texts = [line.rstrip("\r\n") for line in lines]
     kept = [text for text in texts if text.strip()]
-    if len(kept) < len(texts):
-        logger.warning("%s: left out %d blank lines", file, len(texts) - len(kept))
+    blank = len(texts) - len(kept)
+    if blank:
+        logger.warning("%s: left out %d blank lines", file, blank)
     return kept
 
 
@@ -73,8 +76,9 @@ def rows_of_json(text: str) -> list[Any]:
             raise
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        with about(f"line {number}"):
-            rows += [load(line)] if line.strip() else []
+        if line.strip():
+            with about(f"line {number}"):
+                rows.append(load(line))
     return rows
 
 
@@ -98,10 +102,11 @@ def rows_of_csv(lines: TextIO, separator: str) -> list[dict[str, str]]:
 
 def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return names with their values; ValueError if a name is there twice."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError(f"a name is there twice: {', '.join(name for name, _ in pairs)}")
-    return made
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = ", ".join(name for name, _ in pairs)
+        raise ValueError(f"a name is there twice: {names}")
+    return record
 
 
 def as_numbers(cells: list[str]) -> list[Any]:

@@ -18,7 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.messages import THOUGHTS, WEIGHTS, Arguments, normalise, without_weights
+from rlhf_pg.data.messages import (
+    THOUGHTS,
+    WEIGHTS,
+    Arguments,
+    Chat,
+    Message,
+    Schemas,
+    normalise,
+    without_weights,
+)
 from rlhf_pg.data.template_bounds import bounded
 
 logger = logging.getLogger(__name__)
@@ -39,7 +48,7 @@ IDENTIFIERS = ("role", "id", "tool_call_id", "call_id", "type", "index")
 OPEN = "<think>"
 CLOSE = "</think>"
 # Special tokens that the assistant writes itself around thoughts and calls.
-OWN = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
+TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")
 AFTER_EMPTY = re.compile(rf"{OPEN}\s*{CLOSE}\s*{OPEN}")
 # What `strftime` may be asked for.
 CODES = [f"%{flag}{code}" for flag in ("", "-") for code in "aAbBcdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ"]
@@ -48,7 +57,6 @@ ARGUMENTS = "chat_template_kwargs"
 DATE = "chat_template_date"
 OF_TOOLS = -1  # the number of the message of a word that is in a schema
 
-Chat = list[dict[str, Any]]
 Lose = Callable[[Chat], tuple[list["Word"], ValueError | None]]
 
 
@@ -122,7 +130,7 @@ def known_roles(
     chat: Chat,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
     count: int = 0,
 ) -> tuple[Chat, int]:
     """Return normal messages in roles that the chat template shows: OpenAI's newer `developer` as
@@ -142,8 +150,8 @@ def prepare(
     messages: Any,
     tokenizer: PreTrainedTokenizerBase,
     where: str,
-    tools: Sequence[dict[str, Any]] = (),
-    whole: Collection[int] = (),
+    tools: Schemas = (),
+    learnt: Collection[int] = (),
 ) -> Shown:
     """Return messages, quoted, in the form in which the chat template shows all their words.
 
@@ -152,14 +160,14 @@ def prepare(
     see `_place_thoughts`.
 
     Args:
-        whole: numbers of the assistant's messages that must not lose their thoughts, since they
+        learnt: numbers of the assistant's messages that must not lose their thoughts, since they
             are learnt. The last message may: `last_turn` has it whole.
 
     Raises:
         ValueError: the template does not show a word, with its message and role.
     """
-    given = normalise(messages, where)
-    chat = quote(given, tokenizer, where)
+    unquoted = normalise(messages, where)
+    chat = quote(unquoted, tokenizer, where)
     lose = partial(_lost_words, tokenizer=tokenizer, where=where, tools=tools)
     lost, error = lose(chat)
     for form in FORMS:
@@ -172,11 +180,13 @@ def prepare(
             chat = other
             lost = others
             error = failure
+    if error is not None:
+        raise error
     last = len(chat) - 1
-    must_show = {*whole} - {last}
-    faults = [word for word in lost if not word.is_thought or word.message in must_show]
-    if error is not None or faults:
-        raise error or ValueError(_explain(faults[0], given, where))
+    must_show = {*learnt} - {last}
+    for word in lost:
+        if not word.is_thought or word.message in must_show:
+            raise ValueError(_explain(word, unquoted, where))
     hides_last = any(word.message == last for word in lost)
     return Shown(chat, hides_last)
 
@@ -247,7 +257,7 @@ def mark_chat(quoted: Chat) -> tuple[Chat, list[Word]]:
     return marked, words
 
 
-def _mark_message(message: dict[str, Any], number: int, words: list[Word]) -> dict[str, Any]:
+def _mark_message(message: Message, number: int, words: list[Word]) -> Message:
     """Mark every word of a message, and append it to `words`."""
     thinks = message["role"] == "assistant"
     marked = {}
@@ -296,7 +306,7 @@ def _mark(
     return value
 
 
-def _mark_tools(tools: Sequence[dict[str, Any]], words: list[Word]) -> list[dict[str, Any]]:
+def _mark_tools(tools: Schemas, words: list[Word]) -> Schemas:
     """Mark the names of functions, which every template shows that reads tools."""
     marked = []
     for tool in tools:
@@ -348,12 +358,13 @@ def _explain(word: Word, chat: Chat, where: str) -> str:
 
 def _content_as_part(chat: Chat) -> Chat:
     """Return content as a list of one part, which templates of models with images read."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message["content"], str)
-        else message
-        for message in chat
-    ]
+    changed = []
+    for message in chat:
+        if isinstance(message["content"], str):
+            part = {"type": "text", "text": message["content"]}
+            message = {**message, "content": [part]}
+        changed.append(message)
+    return changed
 
 
 def _arguments_as_text(chat: Chat) -> Chat:
@@ -379,12 +390,12 @@ def _developer_as_system(chat: Chat) -> Chat:
     return renamed
 
 
-def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[str, Any]:
+def _move_thoughts(message: Message, field: str | None = None) -> Message:
     """Return a message with its thoughts in a field, or in front of its content."""
     if message["role"] != "assistant":
         return message
     content = text_of(message)
-    rest = {key: value for key, value in message.items() if key not in THOUGHTS}
+    moved = {key: value for key, value in message.items() if key not in THOUGHTS}
     thoughts = "".join(message[key] for key in THOUGHTS if isinstance(message.get(key), str))
     if not thoughts and CLOSE in content:
         thoughts, _, content = content.rpartition(CLOSE)
@@ -395,10 +406,10 @@ def _move_thoughts(message: dict[str, Any], field: str | None = None) -> dict[st
     if field is None:
         content = f"{OPEN}\n{thoughts}\n{CLOSE}\n\n{content}"
     else:
-        rest[field] = thoughts
+        moved[field] = thoughts
     is_text = isinstance(message["content"], str)
-    rest["content"] = content if is_text else [{"type": "text", "text": content}]
-    return rest
+    moved["content"] = content if is_text else [{"type": "text", "text": content}]
+    return moved
 
 
 # With nothing changed at the end, for what the others have mended.
@@ -483,7 +494,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def with_mark(message: dict[str, Any], mark: str = MARK) -> dict[str, Any]:
+def with_mark(message: Message, mark: str = MARK) -> Message:
     """Return a message with a mark behind its content."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -500,7 +511,7 @@ def render(
     quoted: Chat,
     where: str,
     open_turn: bool = False,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
 ) -> str:
     """Render quoted chat messages with the chat template, for `tokenize_chat`."""
     if not tokenizer.chat_template:
@@ -560,29 +571,29 @@ def quote(value: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
         raise ValueError(f"{where} cannot be read: {tell(error)}") from error
 
 
-def _quote(value: Any, special: SpecialTokens, own: Collection[str] = ()) -> Any:
+def _quote(value: Any, special: SpecialTokens, unquoted: Collection[str] = ()) -> Any:
     if isinstance(value, list | tuple):
         return [_quote(item, special) for item in value]
     if isinstance(value, Mapping):
-        speaks = value.get("role") == "assistant"
-        quoted = {
-            _quote(k, special): v
-            if k == "role" and v in ROLES
-            else _quote(v, special, OWN if speaks and k == "content" else ())
-            for k, v in value.items()
-        }
+        is_assistant = value.get("role") == "assistant"
+        quoted = {}
+        for key, item in value.items():
+            if key != "role" or item not in ROLES:
+                tags = TAGS if is_assistant and key == "content" else ()
+                item = _quote(item, special, tags)
+            quoted[_quote(key, special)] = item
         if isinstance(value, Arguments):
             return Arguments(quoted)
         return quoted
     if value is not None and not isinstance(value, str | int | float):
         value = str(value)  # as a template would render it
-    if isinstance(value, str):
-        return special.found.sub(
-            lambda match: (
-                match.group()
-                if match.group() in own
-                else f"\ue003{special.names.index(match.group())}\ue004"
-            ),
-            value,
-        )
-    return value
+    if not isinstance(value, str):
+        return value
+
+    def quote_name(match: re.Match[str]) -> str:
+        name = match.group()
+        if name in unquoted:
+            return name
+        return f"\ue003{special.names.index(name)}\ue004"
+
+    return special.found.sub(quote_name, value)

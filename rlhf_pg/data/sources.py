@@ -24,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 # The builder of `datasets` for each kind of file.
 KINDS = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
     ".parquet": "parquet",
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".txt", ".text"), "text"),
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".text": "text",
     ".arrow": "arrow",
 }
 PLAIN = {"name", "data_dir", "data_files", "sep"}  # what our readers know of a builder
@@ -56,7 +60,8 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
         if all(len(splits) == 1 and "test" not in splits for splits in opened):
             logger.warning(
                 "dataset_test_split: %s has no split test, so a share of %g is held out instead",
-                *(", ".join(names), SHARE),
+                ", ".join(names),
+                SHARE,
             )
             share = SHARE
     parts: list[Dataset] = []
@@ -70,11 +75,14 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     if split is not None or args.eval_dataset_name:
         for name in args.eval_dataset_name or names:
             held_out[name] = open_dataset(name, args.dataset_config, split)
-    mixed = _mix([rename_columns(part, args) for part in parts], args.dataset_weights, seed)
+    parts = [rename_columns(part, args) for part in parts]
+    mixed = _mix(parts, args.dataset_weights, seed)
     evaluated: dict[str, Dataset] = {}
     for name, data in held_out.items():
         short = Path(name).name.partition(".")[0] if len(held_out) > 1 else ""
-        evaluated[name if short in evaluated else short] = rename_columns(data, args)
+        if short in evaluated:
+            short = name
+        evaluated[short] = rename_columns(data, args)
     return Loaded(mixed if train else None, evaluated)
 
 
@@ -118,11 +126,11 @@ def _read(builder: datasets.DatasetBuilder) -> Mapping[str, Dataset]:
     """Read files by our readers, if they are of one kind and no card has options for them."""
     config = builder.config
     files = builder.config.data_files or {}
-    kinds = {KINDS.get(_suffix(Path(file))) for own in files.values() for file in own}
+    kinds = {KINDS.get(_suffix(Path(file))) for paths in files.values() for file in paths}
     options = {key for key, value in vars(config).items() if value != getattr(type(config), key)}
     if kinds == {builder.name} <= readers.KINDS and options <= PLAIN:
         download = datasets.DownloadManager().download
-        local = {str(split): download(list(own)) for split, own in files.items()}
+        local = {str(split): download(list(paths)) for split, paths in files.items()}
         return readers.read(local, builder.name, getattr(config, "sep", ","))
     builder.download_and_prepare()
     return builder.as_dataset()  # type: ignore[no-any-return]
@@ -131,19 +139,23 @@ def _read(builder: datasets.DatasetBuilder) -> Mapping[str, Dataset]:
 def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
     """Open splits, in the syntax of `datasets`; by default the only one, or else "test"."""
     opened = open_splits(name, config)
-    split = split or (next(iter(opened)) if len(opened) == 1 else "test")
-    split = "+".join(opened) if split == "all" else split
+    if not split:
+        split = next(iter(opened)) if len(opened) == 1 else "test"
+    elif split == "all":
+        split = "+".join(opened)
     sizes = {key: len(data) for key, data in opened.items()}
     try:
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        ranges = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise ValueError(
             f"dataset_name {name!r} has no split {split!r}, but {', '.join(opened)}: name one; "
             "for held-out data dataset_test_split may also be a share such as 0.05"
         ) from error
-    return datasets.concatenate_datasets(
-        [opened[part.splitname].select(range(part.from_, part.to)) for part in parts]
-    )
+    parts = []
+    for place in ranges:
+        rows = range(place.from_, place.to)
+        parts.append(opened[place.splitname].select(rows))
+    return datasets.concatenate_datasets(parts)
 
 
 def _split_off(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
@@ -185,9 +197,9 @@ def _aligned(parts: Sequence[Dataset]) -> list[Dataset]:
     with suppress(ValueError):
         datasets.concatenate_datasets(list(parts))
         return list(parts)
-    whole = from_rows([row for part in parts for row in part], _as_texts)
-    ends = [*accumulate(map(len, parts), initial=0)]
-    return [whole.select(range(*place)) for place in pairwise(ends)]
+    table = from_rows([row for part in parts for row in part], _as_texts)
+    ends = accumulate(map(len, parts), initial=0)
+    return [table.select(range(start, end)) for start, end in pairwise(ends)]
 
 
 def _as_texts(values: list[Any]) -> list[Any]:
@@ -202,21 +214,24 @@ def rename_columns(data: Dataset, args: DataConfig) -> Dataset:
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
         raise ValueError("dataset_columns gives two names to one column: name each only once")
-    there = data.column_names
+    names = data.column_names
     for theirs in wanted:
-        if theirs not in there:
+        if theirs not in names:
             raise ValueError(
-                f"dataset_columns: the dataset has no column {theirs!r}; it has {', '.join(there)}"
+                f"dataset_columns: the dataset has no column {theirs!r}; it has {', '.join(names)}"
             )
     changed = {theirs: ours for theirs, ours in wanted.items() if theirs != ours}
-    hidden = [ours for ours in changed.values() if ours in there and ours not in changed]
-    if changed:
-        return data.remove_columns(hidden).rename_columns(changed)
-    return data
+    if not changed:
+        return data
+    hidden = [ours for ours in changed.values() if ours in names and ours not in changed]
+    return data.remove_columns(hidden).rename_columns(changed)
 
 
 def with_prompts(
-    data: Dataset, args: DataConfig, of_texts: bool = True, key: str = "prompt_template"
+    data: Dataset,
+    args: DataConfig,
+    of_texts: bool = True,
+    key: str = "prompt_template",
 ) -> Dataset:
     """Make the column `prompt` from each row: by a template, with a system message, as a chat.
 
@@ -253,7 +268,11 @@ def with_prompts(
 
 
 def _prompt(
-    row: Mapping[str, Any], number: int, names: Sequence[str], args: DataConfig, key: str
+    row: Mapping[str, Any],
+    number: int,
+    names: Sequence[str],
+    args: DataConfig,
+    key: str,
 ) -> Any:
     prompt = row.get("prompt")
     template = getattr(args, key)
@@ -267,8 +286,9 @@ def _prompt(
                 raise ValueError(f"{key} names {{{name}}}, which row {number} lacks")
         try:
             if key == PRIVILEGED and isinstance(prompt, list):  # a chat, with another last message
-                text = template.format(**{**row, "prompt": prompt[-1]["content"]})
-                prompt = [*prompt[:-1], {**prompt[-1], "content": text}]
+                *before, last = prompt
+                text = template.format(**{**row, "prompt": last["content"]})
+                prompt = [*before, {**last, "content": text}]
             else:
                 prompt = template.format(**row)
         except Exception as error:  # from a conversion or format after the name
@@ -291,22 +311,24 @@ def make_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) 
     """
     template = getattr(args, PRIVILEGED, None) or ""
     with about(what):
-        given = _functions_as_tools(as_dataset(data))
-        refuse_unread(given)
-        made = with_prompts(given, args, of_texts)
+        data = _functions_as_tools(as_dataset(data))
+        refuse_unread(data)
+        made = with_prompts(data, args, of_texts)
         if of_texts and {"prompt", "system"} <= {*made.column_names}:
             for number, row in enumerate(made):
                 if isinstance(row["prompt"], str):
                     refuse_columns_of_chats(row, args, number)
-        has_column = PRIVILEGED in given.column_names and hasattr(args, PRIVILEGED)
+        has_column = PRIVILEGED in data.column_names and hasattr(args, PRIVILEGED)
         if what != "train_dataset" or names_function(template) or not (template or has_column):
             return made
         if template and "{" not in template:
             raise ValueError(f"{PRIVILEGED} must be FILE.py:FUNCTION, or have columns in braces")
         if not template:
-            given = given.select_columns([PRIVILEGED]).rename_column(PRIVILEGED, "prompt")
-        hidden = with_prompts(given, args, of_texts and bool(template), PRIVILEGED)["prompt"]
-        made = made.remove_columns(PRIVILEGED) if has_column else made
+            data = data.select_columns([PRIVILEGED]).rename_column(PRIVILEGED, "prompt")
+            of_texts = False
+        hidden = with_prompts(data, args, of_texts, PRIVILEGED)["prompt"]
+        if has_column:
+            made = made.remove_columns(PRIVILEGED)
         return made.add_column(PRIVILEGED, hidden)
 
 
@@ -344,9 +366,9 @@ def system_of(row: Mapping[str, Any], args: DataConfig) -> str | None:
 
 def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
     """Put a system message before a conversation; ValueError if it has one already."""
-    roles = {m.get(key) for m in messages if isinstance(m, Mapping) for key in ("role", "from")}
-    if "system" in roles:
-        raise ValueError(
-            f"system_prompt: {where} has a system message already: leave system_prompt out"
-        )
+    for message in messages:
+        if isinstance(message, Mapping) and "system" in (message.get("role"), message.get("from")):
+            raise ValueError(
+                f"system_prompt: {where} has a system message already: leave system_prompt out"
+            )
     return [{"role": "system", "content": system}, *messages]

@@ -39,9 +39,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute an operation, unless its result would be huge (OverflowError)."""
-        for one, times in ((left, right), (right, left)):
-            is_long = isinstance(one, int) if operator == "**" else hasattr(one, "__len__")
-            if is_long and isinstance(times, int) and _size(one) * abs(times) > LARGEST:
+        for value, times in ((left, right), (right, left)):
+            is_long = isinstance(value, int) if operator == "**" else hasattr(value, "__len__")
+            if is_long and isinstance(times, int) and _size(value) * abs(times) > LARGEST:
                 raise OverflowError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
@@ -60,7 +60,8 @@ class Watch:
     """The thread that ends templates of this process."""
 
     def __init__(self) -> None:
-        self.lock, self.busy = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.busy = threading.Event()
         self.began: dict[int, tuple[int, int]] = {}  # by thread: polls since then, memory before
         threading.Thread(target=self.run, daemon=True).start()
 

@@ -12,11 +12,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.data.chat import spell, tokenize
-from rlhf_pg.data.messages import WEIGHTS, normalise, without_weights
+from rlhf_pg.data.messages import WEIGHTS, Chat, Schemas, normalise, without_weights
 from rlhf_pg.data.rendering import (
     QUOTE,
     WORD,
-    Chat,
     known_roles,
     last_turn,
     mark_chat,
@@ -38,7 +37,7 @@ def encode_turns(
     where: str,
     read: int = 0,
     assistant_only: bool = False,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Schemas = (),
     append_eos: bool = True,
 ) -> tuple[list[int], list[bool]]:
     """Encode a closed chat; return its ids, and the mask of those to train on.
@@ -67,18 +66,18 @@ def encode_turns(
     last = len(chat) - 1
     hides_learnt = shown.hides_last and last in whole_turns
     if hides_learnt:
-        whole = "".join(last_turn(shown, tokenizer, where, tools))
+        text = "".join(last_turn(shown, tokenizer, where, tools))
     else:
-        whole = render(tokenizer, quoted, where, tools=tools)
+        text = render(tokenizer, quoted, where, tools=tools)
 
     def length(count: int, closed: bool) -> int:
         """Return the length of the text up to a message, or up to the opening of its turn."""
         if count == 0:
             return 0
         if count > last:
-            return len(whole)
-        text = render(tokenizer, quoted[:count], where, open_turn=not closed, tools=tools)
-        if not whole.startswith(text):
+            return len(text)
+        start = render(tokenizer, quoted[:count], where, open_turn=not closed, tools=tools)
+        if not text.startswith(start):
             raise ValueError(
                 f"{where}: the chat template renders the first {count} messages differently if "
                 "more follow, so the policy's words cannot be separated from the rest. Use a "
@@ -86,43 +85,45 @@ def encode_turns(
                 "history in every turn (chat_template), or train on all tokens "
                 "(assistant_only_loss and completion_only_loss: false)"
             )
-        return len(text)
+        return len(start)
 
     def turn(number: int) -> Span:
         """Return the span of a turn; the assistant's begins behind its opening."""
         return length(number, closed=number not in spoken), length(number + 1, closed=True)
 
     start = length(read, closed=False)
-    spans = [(start, len(whole))]
+    spans = [(start, len(text))]
     template = template_of(tokenizer, tools)
-    tagged = assistant_only and GENERATION.search(template) and not hides_learnt
-    if tagged:
+    is_tagged = assistant_only and GENERATION.search(template) and not hides_learnt
+    if is_tagged:
         _, spans = _render_blocks(quoted, tokenizer, tools)
     elif assistant_only:
         spans = [turn(n) for n in whole_turns]
     unlearnt = [n for n in range(read, len(chat)) if not learnt[n]]
     left_out: list[Span] | None = None
-    if tagged and unlearnt:  # these turns need not be told apart
+    if is_tagged and unlearnt:  # these turns need not be told apart
         left_out = _blocks_of(unlearnt, quoted, spans, tokenizer, tools)
     elif assistant_only:
         left_out = []
     if left_out is None:
         left_out = [turn(n) for n in unlearnt]
     if assistant_only:
-        spans = [*spans, *(turn(n) for n in asked if n not in spoken)]
-    learnt_spans = [(max(first, start), len(whole[:end].rstrip())) for first, end in spans]
+        spans += [turn(n) for n in asked if n not in spoken]
+    learnt_spans = [(max(first, start), len(text[:end].rstrip())) for first, end in spans]
     openings = [start]
     for number in spoken:
         if number > read:
             with suppress(ValueError):  # the template renders this turn differently
                 openings.append(length(number, closed=False))
-    ids, places = _tokenize_turns(whole, openings, tokenizer, where)
+    ids, places = _tokenize_turns(text, openings, tokenizer, where)
     mask = [_overlaps(p, learnt_spans) and not _overlaps(p, left_out) for p in places]
     return _with_ends(ids, mask, tokenizer, assistant_only, append_eos and last in whole_turns)
 
 
 def _render_blocks(
-    quoted: Chat, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+    quoted: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Schemas,
 ) -> tuple[str, list[Span]]:
     """Render a chat, and return the spans of its {% generation %} blocks too."""
     [text], [spans] = render_jinja_template(
@@ -140,7 +141,7 @@ def _blocks_of(
     quoted: Chat,
     spans: Sequence[Span],
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],
+    tools: Schemas,
 ) -> list[Span] | None:
     """Return the blocks of messages with these numbers; None if a block cannot be attributed.
 
@@ -150,10 +151,10 @@ def _blocks_of(
     text, blocks = _render_blocks(marked, tokenizer, tools)
     if len(blocks) != len(spans):
         return None
-    found = [*WORD.finditer(text)]
-    places = [mark.start() for mark in found]
-    owners = [words[int(mark[1])].message for mark in found]
-    own = list[Span]()
+    marks = [*WORD.finditer(text)]
+    places = [mark.start() for mark in marks]
+    owners = [words[int(mark[1])].message for mark in marks]
+    chosen = list[Span]()
     for span, (first, end) in zip(spans, blocks, strict=True):
         low = bisect_left(places, first)
         high = bisect_left(places, end)
@@ -161,8 +162,9 @@ def _blocks_of(
         kinds = {n in numbers for n in inside if quoted[n]["role"] == "assistant"}
         if len(kinds) != 1:
             return None
-        own += [span] if True in kinds else []
-    return own
+        if True in kinds:
+            chosen.append(span)
+    return chosen
 
 
 def is_learnt(message: Mapping[str, Any], where: str) -> bool:
@@ -211,12 +213,12 @@ def _tokenize_turns(
     begin = 0
     first = 0  # start of the text that is tokenized together, and of its tokens
     for opening, end in pairwise([0, *openings, len(text)]):
-        more, spans = _tokenize_places(text[begin:end], tokenizer, where)
-        if more[: len(ids) - first] != ids[first:]:
+        pieces, spans = _tokenize_places(text[begin:end], tokenizer, where)
+        if pieces[: len(ids) - first] != ids[first:]:
             begin = opening
             first = len(ids)
-            more, spans = _tokenize_places(text[begin:end], tokenizer, where)
-        ids = ids[:first] + more
+            pieces, spans = _tokenize_places(text[begin:end], tokenizer, where)
+        ids = ids[:first] + pieces
         places = places[:first] + [(begin + a, begin + b) for a, b in spans]
     return ids, places
 

@@ -18,8 +18,12 @@ SHOWN = re.compile(
 
 def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return 95 % confidence intervals: the mean -+ 1.96 standard errors over prompts."""
-    errors = {name: metrics.get(f"{name}_stderr", math.nan) * Z for name in metrics}
-    return {name: (metrics[name] - x, metrics[name] + x) for name, x in errors.items() if x == x}
+    known = {}
+    for name, mean in metrics.items():
+        half = metrics.get(f"{name}_stderr", math.nan) * Z
+        if not math.isnan(half):
+            known[name] = (mean - half, mean + half)
+    return known
 
 
 def tables(
@@ -30,21 +34,30 @@ def tables(
     """Return a table for each evaluation set (one without a name is ""), and for their mean;
     rewards that never reach the threshold have no row for pass@k.
     """
-    heads = {name: f"eval_{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
+    heads = {name: f"eval_{name}_" if name else "eval_" for name in [*sets, ""]}
     known = intervals(metrics)
     rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
     for metric, value in metrics.items():
         owner = max((name for name, head in heads.items() if metric.startswith(head)), key=len)
         full = metric.removeprefix(heads[owner])
         short = full.removeprefix("greedy_")
-        if SHOWN.fullmatch(short) and (value or "/pass@" not in short):
-            half = f" ± {known[metric][1] - value:.2g}" if metric in known else ""
-            cell = "-" if math.isnan(value) else f"{value:.4g}{half}"
-            rows[owner].setdefault(short, [""] * len(columns))[short != full] = cell
+        if not SHOWN.fullmatch(short) or (value == 0 and "/pass@" in short):
+            continue
+        cell = "-"
+        if not math.isnan(value):
+            cell = f"{value:.4g}"
+            if metric in known:
+                cell += f" ± {known[metric][1] - value:.2g}"
+        cells = rows[owner].setdefault(short, [""] * len(columns))
+        is_greedy = short != full
+        cells[is_greedy] = cell
     made = []
-    for name, own in rows.items():
-        table = Table(Column(literal(name or ("evaluation" if "" in sets else "mean"))), *columns)
-        for metric, cells in own.items():
+    for name, cells_of in rows.items():
+        if not cells_of:
+            continue
+        title = name or ("evaluation" if "" in sets else "mean")
+        table = Table(Column(literal(title)), *columns)
+        for metric, cells in cells_of.items():
             table.add_row(literal(metric), *cells)
-        made += [table] * bool(own)
+        made.append(table)
     return made

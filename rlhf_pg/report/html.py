@@ -55,8 +55,8 @@ def _document(
         "form-action 'none'"
     )
     # JSON in ASCII that cannot end its element, nor a line of a script.
-    said = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
-    said = said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    content = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     yield (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -65,13 +65,13 @@ def _document(
         f"<title>{html.escape(visible(title))}</title>\n"
         f"<style>{style}</style>\n</head>\n<body>\n"
         "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
-        f'<script type="application/json" id="data">{said}</script>\n'
+        f'<script type="application/json" id="data">{content}</script>\n'
     )
     for script in scripts:
         yield f"<script>{script}</script>\n"
     # After the scripts, which show the curves while these are still being read.
-    for step, content in steps:
-        encoded = base64.b64encode(content).decode()
+    for step, packed in steps:
+        encoded = base64.b64encode(packed).decode()
         yield f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n'
     yield "</body>\n</html>\n"
 

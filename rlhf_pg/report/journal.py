@@ -4,7 +4,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import last_text
 from rlhf_pg.report import run_files
-from rlhf_pg.report.troubles import troubles
+from rlhf_pg.report.troubles import Line, troubles
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,16 @@ class Journal:
         self._shown = shown
         self.console = console = Console(quiet=not is_main)
         updates = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))
-        text = TextColumn("{task.description}", markup=False, table_column=Column())  # may wrap
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), text, TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, disable=not updates)
-        self._total, self._task = 0, self._bar.add_task("")
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column()),  # may wrap
+            TimeRemainingColumn(),
+            console=console,
+            disable=not updates,
+        )
+        self._total = 0
+        self._task = self._bar.add_task("")
         self._lacks_tokens = False
         if not is_main:
             return
@@ -60,13 +66,11 @@ class Journal:
         self._report_failed = False
         self._lines = run_files.read(directory / run_files.METRICS)
         self._warned = {trouble.title for trouble in troubles(self._lines)}
-        for left in (
-            *directory.glob(f"{PARTIAL}*"),
-            *directory.glob(f"{run_files.TOKENS}/{PARTIAL}*"),
-        ):
-            if left.is_file():  # of a process that was killed
-                left.unlink()
-        for file in (directory / run_files.TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+        tokens = directory / run_files.TOKENS
+        for file in (*directory.glob(f"{PARTIAL}*"), *tokens.glob(f"{PARTIAL}*")):
+            if file.is_file():  # of a process that was killed
+                file.unlink()
+        for file in tokens.glob("*step-" + "[0-9]" * 8 + ".safetensors"):
             if int(file.stem[-8:]) > after_step:  # a resumed run repeats this step
                 file.unlink()
 
@@ -138,7 +142,7 @@ class Journal:
                 self._warned.add(trouble.title)
                 self.say(f"step {trouble.step}: {trouble.title} ({trouble.key}). {trouble.text}")
 
-    def trace(self, line: Mapping[str, Any]) -> None:
+    def trace(self, line: Line) -> None:
         """Save a line of trace.jsonl."""
         if self.is_main:
             self._trace.write(line)
@@ -159,28 +163,37 @@ class Journal:
                     logger.warning("%s has no step %d: %s", file.parent, step, error)
                 self._lacks_tokens = True
         if record.completions:
-            self._completions.write(*({"step": step, **one} for one in record.completions))
+            self._completions.write(*({"step": step, **line} for line in record.completions))
         for i in record.shown:
-            one = record.completions[i]
-            said = " ".join(_spell(one[key]) for key in one if key.startswith("rewards/"))
-            self.say(f"  {_text(one['prompt'])} -> {_text(one['completion'])}  [{said}]")
+            line = record.completions[i]
+            scores = " ".join(_spell(line[key]) for key in line if key.startswith("rewards/"))
+            self.say(f"  {_text(line['prompt'])} -> {_text(line['completion'])}  [{scores}]")
 
 
 def _text(turns: Any) -> str:
     """Return a string, or the last message of a chat (if there is one), shortened and escaped."""
     text = last_text(turns)
-    return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
+    if len(text) > 200:
+        text = f"{text[:100]} ... {text[-95:]}"
+    return repr(text)
 
 
-def _summarize(metrics: Mapping[str, Any], *names: str) -> str:
+def _summarize(metrics: Line, *names: str) -> str:
     """Return the metrics that the run computes as text, a reward with its sources if several."""
     parts = []
-    for name in (name for name in names if metrics.get(name) is not None):
-        source = re.compile(f"{name.removesuffix('reward')}rewards/(.*)/mean")
-        found = filter(None, map(source.fullmatch, metrics))
-        each = ", ".join(f"{one[1]} {_spell(metrics[one[0]])}" for one in found)
+    for name in names:
+        if metrics.get(name) is None:
+            continue
         label = name.removeprefix("eval_").removesuffix("_reward")
-        parts.append(f"{label} {_spell(metrics[name])}" + f" ({each})" * ("," in each))
+        part = f"{label} {_spell(metrics[name])}"
+        pattern = re.compile(f"{name.removesuffix('reward')}rewards/(.*)/mean")
+        sources = []
+        for key, value in metrics.items():
+            if source := pattern.fullmatch(key):
+                sources.append(f"{source[1]} {_spell(value)}")
+        if len(sources) > 1:
+            part += f" ({', '.join(sources)})"
+        parts.append(part)
     return "  ".join(parts)
 
 

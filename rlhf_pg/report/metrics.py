@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,11 +13,28 @@ from rlhf_pg.advantages import group_stats, total_scores
 
 # Keys of every line of metrics.jsonl; null if a number was not computed.
 KEYS = (
-    *("step", "loss", "grad_norm", "learning_rate", "reward", "reward_std", "kl", "entropy"),
-    *("completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean"),
-    *("frac_reward_zero_std", "num_tokens", "step_time", "time/rollout", "time/reward"),
-    *("time/score", "time/update", "perf/tokens_per_second"),
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "reward",
+    "reward_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "clip_ratio/region_mean",
+    "frac_reward_zero_std",
+    "num_tokens",
+    "step_time",
+    "time/rollout",
+    "time/reward",
+    "time/score",
+    "time/update",
+    "perf/tokens_per_second",
 )
+
+Metrics = dict[str, float]
 
 
 class Meter:
@@ -25,8 +43,8 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Tensor]] = {}
-        self._highest: dict[str, list[Tensor]] = {}  # for /min: of the negated values
+        self._sums = defaultdict[str, list[Tensor]](list)
+        self._highest = defaultdict[str, list[Tensor]](list)  # for /min: of the negated values
         self.seconds: dict[str, float] = {}
         self._made = time.perf_counter()
 
@@ -38,43 +56,55 @@ class Meter:
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Add to the sum and the count of a mean."""
         total = total.detach().to(torch.float64)
-        # Filling in a number avoids the synchronisation of copying it to a GPU.
-        count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
-        self._sums.setdefault(name, []).append(torch.stack([total, count]))
+        if not isinstance(count, Tensor):
+            # Filling in a number avoids the synchronisation of copying it to a GPU.
+            count = torch.full_like(total, count)
+        self._sums[name].append(torch.stack([total, count.to(total)]))
 
     def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
         """Add the True slots of a (B,T) tensor."""
+        x = x.detach()
         if not name.endswith(("/min", "/max")):
-            self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
+            self.add(name, torch.where(mask, x, 0.0).sum(), mask.sum())
             return
-        upward = -x.detach() if name.endswith("/min") else x.detach()
-        highest = torch.where(mask, upward.to(torch.float64), -math.inf).amax()
-        self._highest.setdefault(name, []).append(highest)
+        if name.endswith("/min"):
+            x = -x
+        highest = torch.where(mask, x.to(torch.float64), -math.inf).amax()
+        self._highest[name].append(highest)
 
     def absorb(self, other: "Meter") -> None:
         """Add everything in another meter."""
-        for own, theirs in ((self._sums, other._sums), (self._highest, other._highest)):
-            for name, parts in theirs.items():
-                own.setdefault(name, []).extend(parts)
+        for name, parts in other._sums.items():
+            self._sums[name].extend(parts)
+        for name, parts in other._highest.items():
+            self._highest[name].extend(parts)
 
     def sums(self) -> Tensor:
         """Return (names, 2) sums and counts in the order of the names, equal on all processes."""
         return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
 
-    def means(self, sums: Tensor) -> dict[str, float]:
+    def means(self, sums: Tensor) -> Metrics:
         """Return the means, from `sums` reduced over processes."""
-        pairs = zip(sorted(self._sums), sums.tolist(), strict=True)
-        return {name: total / count if count else math.nan for name, (total, count) in pairs}
+        means = {}
+        for name, (total, count) in zip(sorted(self._sums), sums.tolist(), strict=True):
+            means[name] = math.nan
+            if count:
+                means[name] = total / count
+        return means
 
-    def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def extremes(self, gather: Callable[[Tensor], Tensor]) -> Metrics:
         """Return extremes over the rows that `gather` returns; NaN if there was no slot."""
         if not self._highest:
             return {}
         names = sorted(self._highest)
-        own = torch.stack([torch.stack(self._highest[name]).amax() for name in names])
-        highest = zip(names, gather(own[None]).amax(0).tolist(), strict=True)
-        signed = {name: -top if name.endswith("/min") else top for name, top in highest}
-        return {name: x if math.isfinite(x) else math.nan for name, x in signed.items()}
+        local = torch.stack([torch.stack(self._highest[name]).amax() for name in names])
+        highest = gather(local[None]).amax(0)
+        extremes = {}
+        for name, x in zip(names, highest.tolist(), strict=True):
+            if name.endswith("/min"):
+                x = -x
+            extremes[name] = x if math.isfinite(x) else math.nan
+        return extremes
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -86,8 +116,11 @@ class Meter:
 
 
 def reward_metrics(
-    raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor
-) -> dict[str, float]:
+    raw: Tensor,
+    trained: Tensor,
+    names: Sequence[str],
+    groups: Tensor,
+) -> Metrics:
     """Compute the reward metrics over all ranks, from the totals of completions.
 
     Args:
@@ -97,24 +130,30 @@ def reward_metrics(
             `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
-    metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
+    metrics = {"reward": math.nan}
+    if not means.isnan().all():
+        metrics["reward"] = means.nansum().item()
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
         # Over all completions of all prompts; a single one has no std.
         valid = column[~column.isnan()]
-        metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
-    grouped = len(torch.unique(groups)) < len(groups)
-    own = (groups if grouped else torch.zeros_like(groups)).cpu()
-    total = total_scores(trained.cpu(), own)
+        metrics[f"rewards/{name}/std"] = math.nan
+        if len(valid) > 1:
+            metrics[f"rewards/{name}/std"] = valid.std().item()
+    is_grouped = len(torch.unique(groups)) < len(groups)
+    if not is_grouped:
+        groups = torch.zeros_like(groups)
+    groups = groups.cpu()
+    total = total_scores(trained.cpu(), groups)
     valid = ~total.isnan()
-    stats = group_stats(total, valid, own)
+    stats = group_stats(total, valid, groups)
     metrics["reward_std"] = stats.std[valid].mean().item()
-    if grouped:
+    if is_grouped:
         metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()
     return metrics
 
 
-def length_metrics(lengths: Tensor) -> dict[str, float]:
+def length_metrics(lengths: Tensor) -> Metrics:
     """Compute the length metrics over all ranks, from the rows of `Batch.lengths`, (N,3)."""
     completion, prompt, truncated = lengths.double().unbind(1)
     return {

@@ -32,25 +32,42 @@ from safetensors.numpy import load_file, save
 from rlhf_pg.boundary.input_files import MOST_LINES, read_file, read_yaml
 from rlhf_pg.boundary.output_files import open_own, write_file
 from rlhf_pg.boundary.quoted import quote, tell
-from rlhf_pg.report.troubles import is_number
+from rlhf_pg.report.troubles import Line, is_number
 
 logger = logging.getLogger(__name__)
 
+Record = dict[str, Any]  # a line of a file of JSON lines, or another object
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 TRACE = "trace.jsonl"
 # What reading a file of tokens that is none may raise.
 UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError)
 # What lines of trace.jsonl and completions.jsonl have; lists and objects hold texts.
-KINDS: dict[str, type] = dict.fromkeys(
-    ("processes", "num_prompts", "other_tokens", "prompt_index", "sample"), int
-)
-KINDS |= {"backend": str, "device": str, "versions": dict, "weights": dict, "sources": list}
+KINDS: dict[str, type] = {
+    "processes": int,
+    "num_prompts": int,
+    "other_tokens": int,
+    "prompt_index": int,
+    "sample": int,
+    "backend": str,
+    "device": str,
+    "versions": dict,
+    "weights": dict,
+    "sources": list,
+}
 OF_A_START = ("versions", "processes", "backend", "device")
 OF_A_STEP = ("sources", "num_prompts", "other_tokens")
 OF_A_RUN = ("config.yaml", METRICS)
 TOKENS = "tokens"
-OF_ROWS = ("prompt_index", "sample", "row", "rank", "truncated", "prompt_lengths", "lengths")
+OF_ROWS = (
+    "prompt_index",
+    "sample",
+    "row",
+    "rank",
+    "truncated",
+    "prompt_lengths",
+    "lengths",
+)
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
@@ -117,9 +134,11 @@ class StepTokens:
         prompts: list[list[int]] = []
         end = 0
         for length in self.prompt_lengths.tolist():
-            own = prompts[-1] if length < 0 else self.prompt_ids[end : end + length].tolist()
-            prompts.append(own)
-            end += max(0, length)
+            if length < 0:
+                prompts.append(prompts[-1])
+            else:
+                prompts.append(self.prompt_ids[end : end + length].tolist())
+                end += length
         return prompts
 
     def save(self, path: Path) -> None:
@@ -132,11 +151,13 @@ class StepTokens:
         tensors["scores"] = _exact(self.scores)
         if texts is not None:
             encoded = [text.encode("utf-8", "replace") for text in texts]
-            lengths = [len(text) for text in encoded]  # rarely more than fit in a byte
             tensors["text"] = np.frombuffer(b"".join(encoded), np.uint8)
-            tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(max(lengths, default=0)))
+            lengths = [len(text) for text in encoded]  # rarely more than fit in a byte
+            longest = max(lengths, default=0)
+            tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(longest))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, [save({name: np.ascontiguousarray(x) for name, x in tensors.items()})])
+        tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+        write_file(path, [save(tensors)])
 
     @classmethod
     def load(cls, path: Path) -> "StepTokens":
@@ -155,13 +176,14 @@ class StepTokens:
 
     def check(self) -> None:
         """Refuse arrays that do not fit together (ValueError)."""
-        rows = len(self.lengths)
         total = len(self.ids)
         prompt_total = len(self.prompt_ids)
-        sizes = dict.fromkeys(("ids", "action"), total) | {"prompt_ids": prompt_total}
-        sizes |= dict.fromkeys(OF_ROWS, rows) | {"score_at": len(self.scores)}
+        sizes = {"ids": total, "action": total, "prompt_ids": prompt_total}
+        sizes |= dict.fromkeys(OF_ROWS, len(self.lengths))
+        sizes["score_at"] = len(self.scores)
         arrays = {name: (getattr(self, name), size, "iub") for name, size in sizes.items()}
-        arrays |= {name: (self.numbers[name], total, "f") for name in self.numbers}
+        for name, x in self.numbers.items():
+            arrays[name] = (x, total, "f")
         if self.offsets is not None:
             arrays["offsets"] = (self.offsets, total, "i")
         for name, (x, size, kinds) in arrays.items():
@@ -201,10 +223,10 @@ def half(x: NDArray[Any]) -> NDArray[Any]:
 class StepRecord:
     """The record of a step; complete only on the main process."""
 
-    trace: Mapping[str, Any]
+    trace: Line
     tokens: StepTokens | None = None  # of all completions
     greedy: StepTokens | None = None  # of the greedy completions that an estimator needs
-    completions: Sequence[Mapping[str, Any]] = ()  # for completions.jsonl, if due
+    completions: Sequence[Line] = ()  # for completions.jsonl, if due
     shown: Sequence[int] = ()  # indices of those for the console
 
 
@@ -215,7 +237,7 @@ class RunFiles:
     directory: Path
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Record:
         """The resolved config; empty if there is none. ValueError if it is not one."""
         file = self.directory / "config.yaml"
         if os.path.lexists(file):
@@ -223,39 +245,47 @@ class RunFiles:
         return {}
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Record]:
         """The line of each step: numbers, or None."""
-        return [
-            {key: value if is_number(value) else None for key, value in line.items()}
-            for line in read(self.directory / METRICS)
-        ]
+        lines = read(self.directory / METRICS)
+        for line in lines:
+            for key, value in line.items():
+                if not is_number(value):
+                    line[key] = None
+        return lines
 
     @cached_property
-    def completions(self) -> list[dict[str, Any]]:
+    def completions(self) -> list[Record]:
         """The completions of logged steps."""
         return read(self.directory / COMPLETIONS, KINDS)
 
     @cached_property
-    def _trace(self) -> list[dict[str, Any]]:
+    def _trace(self) -> list[Record]:
         return read(self.directory / TRACE, KINDS)
 
     @property
     def starts(self) -> list[Start]:
         """The starts of the run: one, and another for each resume."""
-        known = [field.name for field in fields(Start)]
-        starts = (line for line in self._trace if _has(line, OF_A_START))
-        return [Start(**{key: line[key] for key in known if _has(line, [key])}) for line in starts]
+        starts = []
+        for line in self._trace:
+            if _has(line, OF_A_START):
+                names = [field.name for field in fields(Start) if _has(line, [field.name])]
+                starts.append(Start(**{name: line[name] for name in names}))
+        return starts
 
     @cached_property
-    def traces(self) -> dict[int, dict[str, Any]]:
+    def traces(self) -> dict[int, Record]:
         """The line of each step in trace.jsonl."""
         return {line["step"]: line for line in self._trace if _has(line, OF_A_STEP)}
 
     @cached_property
     def weights(self) -> dict[int, dict[str, str]]:
         """Fingerprints of the trained tensors, by step of the checkpoint."""
-        saved = (line for line in self._trace if _has(line, ["weights"]) and "versions" not in line)
-        return {line["step"]: line["weights"] for line in saved}
+        weights = {}
+        for line in self._trace:
+            if _has(line, ["weights"]) and "versions" not in line:
+                weights[line["step"]] = line["weights"]
+        return weights
 
     def tokens(self, step: int, greedy: bool = False) -> StepTokens | None:
         """Return the record of a step's completions; None if there is none that can be read."""
@@ -275,17 +305,20 @@ def run_of(name: str) -> RunFiles:
     if not run.directory.exists():
         raise ValueError(f"{quote(name)} does not exist: pass the output_dir of a run")
     if not any((run.directory / file).is_file() for file in OF_A_RUN):
-        inside = {path.parent.name for x in OF_A_RUN for path in run.directory.glob(f"*/{x}")}
-        hint = f"; in it are the runs {', '.join(map(quote, sorted(inside)))}" if inside else ""
         files = " or ".join(OF_A_RUN)
-        raise ValueError(f"{quote(name)} is not a directory of a run, which has {files}{hint}")
+        message = f"{quote(name)} is not a directory of a run, which has {files}"
+        inside = {path.parent.name for x in OF_A_RUN for path in run.directory.glob(f"*/{x}")}
+        if inside:
+            message += f"; in it are the runs {', '.join(map(quote, sorted(inside)))}"
+        raise ValueError(message)
     _ = run.config, run.metrics, run.starts  # or ValueError
     return run
 
 
 def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
     """Return the path of the record of a step's completions."""
-    return directory / TOKENS / f"{'greedy-' * greedy}step-{step:08d}.safetensors"
+    kind = "greedy-step" if greedy else "step"
+    return directory / TOKENS / f"{kind}-{step:08d}.safetensors"
 
 
 class JsonLines:
@@ -297,17 +330,22 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:
-        lines = path.read_bytes().splitlines() if path.is_file() and keep_through_step else []
+        lines = []
+        if path.is_file() and keep_through_step:
+            lines = path.read_bytes().splitlines()
         steps = [_step(line) for line in lines]
         if math.inf in steps[:-1]:
             logger.warning("%s has unreadable lines, which are removed", path)
-        kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
-        write_file(path, [line + b"\n" for line in kept])
+        kept = []
+        for line, step in zip(lines, steps, strict=True):
+            if step <= keep_through_step:
+                kept.append(line + b"\n")
+        write_file(path, kept)
         self.path = path
         self._synced = synced
         self._has_failed = False
 
-    def write(self, *records: Mapping[str, Any]) -> None:
+    def write(self, *records: Line) -> None:
         """Append a line for each record; if the disk is full, warn once and drop them."""
         size = None
         try:
@@ -334,7 +372,7 @@ def _step(line: bytes) -> float:
         return math.inf
 
 
-def line_of(record: Mapping[str, Any]) -> str:
+def line_of(record: Line) -> str:
     """Return a record as a line of JSON; NaN and infinities become null, other objects text."""
     return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
@@ -350,7 +388,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read(path: Path, kinds: Mapping[str, type] = {}) -> list[dict[str, Any]]:
+def read(path: Path, kinds: Mapping[str, type] = {}) -> list[Record]:
     """Read the records of a file of JSON lines, if it exists, and skip lines that are none;
     ValueError if it is not such a file.
     """
@@ -375,29 +413,34 @@ def _whole(digits: str) -> float:
 
 def _is_record(line: Any, kinds: Mapping[str, type]) -> bool:
     """Return whether a line has its step, and what it says is of these kinds."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+    if not isinstance(line, dict):
         return False
-    known = [(line[name], kind) for name, kind in kinds.items() if line.get(name) is not None]
-    texts = [text for x, kind in known if kind in (dict, list) for text in _inside(x)]
-    fits = all(type(x) is kind for x, kind in known) and all(isinstance(x, str) for x in texts)
-    return fits and _is_shallow(line)
+    step = line.get("step")
+    if type(step) is not int or step < 0:
+        return False
+    for name, kind in kinds.items():
+        value = line.get(name)
+        if value is None:
+            continue
+        if type(value) is not kind or not all(isinstance(text, str) for text in _inside(value)):
+            return False
+    return _is_shallow(line)
 
 
-def _has(line: Mapping[str, Any], names: Sequence[str]) -> bool:
+def _has(line: Line, names: Sequence[str]) -> bool:
     return all(line.get(name) is not None for name in names)
 
 
 def _inside(value: Any) -> Sequence[Any]:
     """Return what is in a list or an object."""
-    values = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list):
-        return list(values)
-    return []
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _is_shallow(value: Any, most: int = 60) -> bool:
     """Return whether lists and objects are within one another at most so often."""
-    return most > 0 and all(_is_shallow(one, most - 1) for one in _inside(value))
+    return most > 0 and all(_is_shallow(inner, most - 1) for inner in _inside(value))
 
 
 @cache
@@ -410,6 +453,9 @@ def version(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages, by name."""
-    found = {"python": platform.python_version()}
-    found |= {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
-    return {name: number for name, number in found.items() if number != "unknown"}
+    numbers = {"python": platform.python_version()}
+    for package in ("rlhf-pg", *PACKAGES, *ALSO):
+        number = version(package)
+        if number != "unknown":
+            numbers[package] = number
+    return numbers

@@ -73,8 +73,8 @@ def write_report(directory: Path, out: Path | None = None, running: bool = False
     files = RunFiles(directory)
     lines = files.metrics
     curve = curve_data(files)
-    computed = {key for line in lines for key, value in line.items() if value is not None}
-    absent = {key for line in lines for key in line} - computed
+    keys = {key for line in lines for key in line}
+    absent = {key for key in keys if all(line.get(key) is None for line in lines)}
     tables = []
     if files.starts:
         rows = [[str(x.step), str(x.processes), x.backend, x.device] for x in files.starts]
@@ -115,13 +115,13 @@ def _subtitle(files: RunFiles) -> list[str]:
     last = lines[-1]["step"] if lines else 0
     planned = config.get("max_steps")
     of = f" of {planned}" if isinstance(planned, int) and planned > last else ""
-    said = [str(config.get("algorithm") or "").upper(), model.name, f"{last}{of} steps"]
+    parts = [str(config.get("algorithm") or "").upper(), model.name, f"{last}{of} steps"]
     if files.starts:
         start = files.starts[-1]
-        said.append(f"{start.processes} x {start.device} ({start.backend})")
+        parts.append(f"{start.processes} x {start.device} ({start.backend})")
         shown = ("torch", "transformers", "rlhf-pg")
-        said += [f"{name} {start.versions[name]}" for name in shown if name in start.versions]
-    return said
+        parts += [f"{name} {start.versions[name]}" for name in shown if name in start.versions]
+    return parts
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
@@ -136,11 +136,12 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
             group = line.removeprefix("# ")
             continue
         title, patterns, what = line.split(" | ")
-        matched = (fnmatch.filter(left, pattern) for pattern in patterns.split())
-        own = list(dict.fromkeys(key for keys in matched for key in keys))
-        if own:
-            charts.append({"group": group, "title": title, "what": what, "keys": own})
-            left = [key for key in left if key not in own]
+        matched = []
+        for pattern in patterns.split():
+            matched += fnmatch.filter(left, pattern)
+            left = [key for key in left if key not in matched]
+        if matched:
+            charts.append({"group": group, "title": title, "what": what, "keys": matched})
     what = "A number that the run logged."
     other = [{"group": "Other", "title": k, "what": what, "keys": [k]} for k in sorted(left)]
     return [*charts, *other]

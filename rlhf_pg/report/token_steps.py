@@ -15,6 +15,7 @@ import math
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,24 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.run_files import UNREADABLE, RunFiles, half, tokens_file
-from rlhf_pg.report.troubles import is_number
+from rlhf_pg.report.run_files import UNREADABLE, Record, RunFiles, half, tokens_file
+from rlhf_pg.report.troubles import Line, is_number
 
 MOST_COMPLETIONS = 10_000
 MOST_TOKENS = 3_000_000
 LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
 LONGEST_EXTRA = 300  # characters of an extra column
-OWN = {"step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated", "error"}
+# Keys of completions.jsonl that are not extra columns.
+KEYS = {
+    "step",
+    "prompt_index",
+    "sample",
+    "prompt",
+    "completion",
+    "advantage",
+    "truncated",
+    "error",
+}
 
 # The numbers of a token in display order; a run has those that it computes. Colours show the sign
 # of diverging columns, and the size of the others.
@@ -53,65 +64,89 @@ class LoggedSteps:
 
     def __init__(self, files: RunFiles) -> None:
         self.files = files
-        self.records: dict[int, list[dict[str, Any]]] = {}  # lines of completions.jsonl by step
+        self.records: dict[int, list[Record]] = {}  # lines of completions.jsonl by step
         names: dict[str, None] = {}
-        for record in sorted(files.completions, key=lambda record: int(record["step"])):
+        for record in sorted(files.completions, key=itemgetter("step")):
             self.records.setdefault(record["step"], []).append(record)
-            names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
-        given = files.config.get("reward_weights")
-        given = given if isinstance(given, list) and all(map(is_number, given)) else []
+            for name in record:
+                if name.startswith("rewards/"):
+                    names[name] = None
+        weights = files.config.get("reward_weights")
+        if not isinstance(weights, list) or not all(map(is_number, weights)):
+            weights = []
         # Weights of the sources of reward by name; 1 if not given, as for penalties, the last.
-        self.weights = dict(zip(names, given, strict=False))
+        self.weights = dict(zip(names, weights, strict=False))
 
     def pack(self, step: int) -> bytes:
         """Pack a step for a page; without tokens it has the texts of its completions."""
         tokens = self.files.tokens(step)
         records = self.records[step]
-        header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}
+        header: Record = {"step": step, "tokens": 0, "columns": []}
         arrays: list[bytes] = []
         if tokens is None or tokens.texts is None:
-            said = [((x.get("prompt_index"), x.get("sample", i)), x) for i, x in enumerate(records)]
+            places = [
+                (record.get("prompt_index"), record.get("sample", i))
+                for i, record in enumerate(records)
+            ]
             lengths: list[int | None] = [None] * len(records)
         else:
-            by_place = {(x.get("prompt_index"), x.get("sample")): x for x in records}
-            places = zip(tokens.prompt_index.tolist(), tokens.sample.tolist(), strict=True)
-            said = [(place, by_place.get(place, {})) for place in places]
+            by_place = {
+                (record.get("prompt_index"), record.get("sample")): record for record in records
+            }
+            samples = tokens.sample.tolist()
+            places = list(zip(tokens.prompt_index.tolist(), samples, strict=True))
+            records = [by_place.get(place, {}) for place in places]
             lengths = tokens.lengths.tolist()
             # An id may have several texts if a character is spread over tokens.
-            entries: dict[tuple[int, str], int] = {}
-            pairs = zip(tokens.ids.tolist(), tokens.texts, strict=True)
-            entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
-            ids, texts = zip(*entries, strict=True) if entries else ((), ())
-            header["vocabulary"] = {"ids": ids, "texts": list(map(visible, texts))}
-            header["columns"] = [name for name in NAMES if name in tokens.numbers]
-            header["tokens"] = len(tokens.ids)
-            arrays.append(_planes(np.array(entry, "<u4")))
+            vocabulary: dict[tuple[int, str], int] = {}
+            entries = []
+            for pair in zip(tokens.ids.tolist(), tokens.texts, strict=True):
+                entries.append(vocabulary.setdefault(pair, len(vocabulary)))
+            header["vocabulary"] = {
+                "ids": [number for number, _ in vocabulary],
+                "texts": [visible(text) for _, text in vocabulary],
+            }
+            header["tokens"] = len(entries)
+            arrays.append(_planes(np.array(entries, "<u4")))
             arrays.append(tokens.action.astype(np.uint8).tobytes())
-            arrays += [_planes(half(tokens.numbers[name])) for name in header["columns"]]
-        numbers: dict[Any, int] = {}
-        prompts: list[dict[str, Any]] = []
-        completions: list[dict[str, Any]] = []
-        for ((index, sample), record), length in zip(said, lengths, strict=True):
-            if index not in numbers:
-                numbers[index] = len(prompts)
+            for name in NAMES:
+                if name in tokens.numbers:
+                    header["columns"].append(name)
+                    arrays.append(_planes(half(tokens.numbers[name])))
+        prompt_numbers: dict[Any, int] = {}
+        prompts: list[Record] = []
+        completions = []
+        for (index, sample), record, length in zip(places, records, lengths, strict=True):
+            if index not in prompt_numbers:
+                prompt_numbers[index] = len(prompts)
                 prompts.append({"index": index, "turns": _turns(record.get("prompt"))})
-            turns = _turns(record.get("completion")) if length is None else None
-            own = {"prompt": numbers[index], "sample": sample, "length": length, "turns": turns}
-            completions.append(own | _facts(record, self.weights))
-        header |= {"prompts": prompts, "completions": completions}
+            completion = {
+                "prompt": prompt_numbers[index],
+                "sample": sample,
+                "length": length,
+                "turns": None,
+            }
+            if length is None:
+                completion["turns"] = _turns(record.get("completion"))
+            completions.append(completion | _facts(record, self.weights))
+        header["prompts"] = prompts
+        header["completions"] = completions
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
-        return gzip.compress(b"".join([struct.pack("<I", len(text)), text, *arrays]), 6, mtime=0)
+        packed = b"".join([struct.pack("<I", len(text)), text, *arrays])
+        return gzip.compress(packed, 6, mtime=0)
 
-    def summary(self, step: int) -> dict[str, Any]:
+    def summary(self, step: int) -> Record:
         """Return the summary of a step before it is opened: its size, best and worst."""
-        totals = [
-            (total, record.get("prompt_index"), record.get("sample"))
-            for record in self.records[step]
-            if (total := _facts(record, self.weights)["total"]) is not None
-        ]
-        completions = len(self.records[step])
+        records = self.records[step]
+        totals = []
+        for record in records:
+            total = _facts(record, self.weights)["total"]
+            if total is not None:
+                totals.append((total, record.get("prompt_index"), record.get("sample")))
+        completions = len(records)
         tokens = 0
-        if (path := tokens_file(self.files.directory, step)).is_file():
+        path = tokens_file(self.files.directory, step)
+        if path.is_file():
             with suppress(*UNREADABLE), safe_open(path, "numpy") as file:
                 lengths = file.get_tensor("lengths")
                 completions = len(lengths)
@@ -120,19 +155,20 @@ class LoggedSteps:
             "step": step,
             "completions": completions,
             "tokens": tokens,
-            "best": max(totals, key=lambda one: one[0], default=None),
-            "worst": min(totals, key=lambda one: one[0], default=None),
+            "best": max(totals, key=itemgetter(0), default=None),
+            "worst": min(totals, key=itemgetter(0), default=None),
         }
 
     def chosen(self) -> tuple[list[int], str]:
         """Return the steps that fit in a page, and a note if some do not."""
         steps = list(self.records)
         sizes = {step: self.summary(step) for step in steps}
-        scored = [step for step in steps if sizes[step]["best"] is not None]
+        scored = [size for size in sizes.values() if size["best"]]
         marked = steps[:1]
         if scored:
-            marked.append(max(scored, key=lambda step: float(sizes[step]["best"][0])))
-            marked.append(min(scored, key=lambda step: float(sizes[step]["worst"][0])))
+            best = max(scored, key=lambda size: size["best"][0])
+            worst = min(scored, key=lambda size: size["worst"][0])
+            marked += [best["step"], worst["step"]]
         room = MOST_COMPLETIONS
         tokens_left = MOST_TOKENS
         chosen: list[int] = []
@@ -142,47 +178,63 @@ class LoggedSteps:
             if chosen and (room < 0 or tokens_left < 0):
                 break
             chosen.append(step)
-        note = (
-            f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
-            f"best, the worst and the latest, up to {MOST_COMPLETIONS:,} completions and "
-            f"{MOST_TOKENS:,} tokens."
-        )
-        return sorted(chosen), note if len(chosen) < len(steps) else ""
+        note = ""
+        if len(chosen) < len(steps):
+            note = (
+                f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
+                f"best, the worst and the latest, up to {MOST_COMPLETIONS:,} completions and "
+                f"{MOST_TOKENS:,} tokens."
+            )
+        return sorted(chosen), note
 
 
-def _facts(record: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
+def _facts(record: Line, weights: Mapping[str, float]) -> Record:
     """Return the data of a completion other than its tokens."""
-    names = [name for name in record if name.startswith("rewards/")]
-    scores = {name: record[name] for name in names if is_number(record[name])}
-    extra = [
-        (visible(name), _text(value, LONGEST_EXTRA))
-        for name, value in record.items()
-        if name not in OWN and name not in names and value is not None
-    ]
-    total = math.fsum(weights.get(name, 1.0) * score for name, score in scores.items())
+    scores = []
+    terms = []
+    extra = []
+    for name, value in record.items():
+        if name.startswith("rewards/"):
+            if is_number(value):
+                scores.append([visible(name.removeprefix("rewards/")), value])
+                terms.append(weights.get(name, 1.0) * value)
+        elif name not in KEYS and value is not None:
+            extra.append((visible(name), _text(value, LONGEST_EXTRA)))
+    advantage = record.get("advantage")
+    error = record.get("error")
     return {
-        "total": total if scores else None,
-        "scores": [[visible(n.removeprefix("rewards/")), score] for n, score in scores.items()],
-        "advantage": record["advantage"] if is_number(record.get("advantage")) else None,
+        "total": math.fsum(terms) if terms else None,
+        "scores": scores,
+        "advantage": advantage if is_number(advantage) else None,
         "truncated": record.get("truncated") is True,
-        "error": _text(record["error"], LONGEST_EXTRA) if record.get("error") else None,
+        "error": _text(error, LONGEST_EXTRA) if error else None,
         "extra": extra,
     }
 
 
-def _turns(said: Any) -> list[list[str]]:
+def _turns(messages: Any) -> list[list[str]]:
     """Return roles and texts of a chat, or one text without a role; other parts are JSON."""
+    if not isinstance(messages, list):
+        messages = [messages] if messages else []
     turns = []
-    for one in said if isinstance(said, list) else [said] if said else []:
-        turn = one if isinstance(one, dict) else {"content": one}
-        content = turn.get("content") or []
-        said = []
-        for part in content if isinstance(content, list) else [content]:
+    for message in messages:
+        if not isinstance(message, dict):
+            message = {"content": message}
+        parts = message.get("content") or []
+        if not isinstance(parts, list):
+            parts = [parts]
+        texts = []
+        for part in parts:
             text = part.get("text") if isinstance(part, dict) else part
-            said.append(text if isinstance(text, str) else _string(part))
-        if others := {k: v for k, v in turn.items() if k not in ("role", "content") and v}:
-            said.append(_string(others))
-        turns.append([visible(str(turn.get("role", ""))), _text("\n".join(said))])
+            texts.append(text if isinstance(text, str) else _string(part))
+        others = {}
+        for key, value in message.items():
+            if value and key not in ("role", "content"):
+                others[key] = value
+        if others:
+            texts.append(_string(others))
+        role = str(message.get("role", ""))
+        turns.append([visible(role), _text("\n".join(texts))])
     return turns
 
 
@@ -194,8 +246,10 @@ def _string(value: Any) -> str:
 
 def _text(value: Any, longest: int = LONGEST_TEXT) -> str:
     text = _string(value)
-    more = f" ... ({len(text):,} characters)" if len(text) > longest else ""
-    return visible(text[:longest]) + more
+    shown = visible(text[:longest])
+    if len(text) > longest:
+        shown += f" ... ({len(text):,} characters)"
+    return shown
 
 
 def _planes(numbers: NDArray[Any]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 from rlhf_pg.boundary.user_code import LARGEST
 
 WINDOW = 10  # steps
+LENGTH = "completions/mean_length"
 ALIKE = "All groups equal"
 FAR = "Steps too large"
 
@@ -44,92 +45,125 @@ class Rule(NamedTuple):
 
 def troubles(lines: Sequence[Line]) -> list[Trouble]:
     """Return the troubles of a run, from the lines of its steps; the earliest first."""
-    entropy, kl, norms = (values(lines, key) for key in ("entropy", "kl", "grad_norm"))
+    entropy = values(lines, "entropy")
+    kl = values(lines, "kl")
+    norms = values(lines, "grad_norm")
     first_entropy = fmean(x for _, x in entropy[:WINDOW]) if len(entropy) > WINDOW else 0.0
     usual_kl = median(x for _, x in kl[: max(WINDOW, len(kl) // 2)]) if kl else 0.0
     usual_norm = median(x for _, x in norms) if norms else 0.0
     paid = [(step, abs(reward) + std) for step, reward, std in _rewards(lines)]  # 0: all are 0
-    early = _early_entropy(lines)
-    length = "completions/mean_length"
     rules = [
         Rule(
-            *("entropy", entropy, lambda mean: mean < 0.05 * first_entropy, "Entropy collapse"),
+            "entropy",
+            entropy,
+            lambda mean: mean < 0.05 * first_entropy,
+            "Entropy collapse",
             "Below 5% of what it was: the completions of a prompt are nearly the same, so little "
             "more can be learnt. If the reward is not yet good, begin again with entropy_coef, a "
             "larger epsilon_high or a smaller learning rate.",
         ),
         Rule(
-            *("entropy", early, lambda x: x < max(1e-3, 0.05 * entropy[0][1]), "All alike"),
+            "entropy",
+            _early_entropy(lines),
+            lambda x: x < max(1e-3, 0.05 * entropy[0][1]),
+            "All alike",
             "Completions of a prompt no longer differ, and the reward has not risen. Begin again "
             "with a smaller learning_rate; if they were so from the first step, raise temperature.",
             window=3,
         ),
         Rule(
             # Above 4 nats a token the reference would hardly ever have written it.
-            *("kl", kl, lambda mean: mean > max(0.5, min(4 * usual_kl, 4.0)), "KL explosion"),
+            "kl",
+            kl,
+            lambda mean: mean > max(0.5, min(4 * usual_kl, 4.0)),
+            "KL explosion",
             "The policy has left its reference far behind, often to exploit the reward: read the "
             "completions. Use a larger beta, a smaller learning rate, or an earlier checkpoint.",
         ),
         Rule(
-            *("approx_kl/after", None, lambda kl: kl > 0.35, FAR),
+            "approx_kl/after",
+            None,
+            lambda kl: kl > 0.35,
+            FAR,
             "They move the policy so far that the reward may not come back. Begin again, or from "
             "an earlier checkpoint, with a smaller learning_rate (for models of billions about "
             "1e-6, with LoRA 1e-5 to 2e-4), fewer num_iterations, or target_kl.",
             window=2,
         ),
         Rule(
-            *("reward", _falls(lines), lambda share: share > 1, "Reward falls"),
+            "reward",
+            _falls(lines),
+            lambda share: share > 1,
+            "Reward falls",
             "It has lost half of its height. If it stays there, read the completions, and begin "
             "from an earlier checkpoint with a smaller learning_rate or a larger beta.",
             window=1,
         ),
         Rule(
-            *("reward", paid, lambda x: x == 0, "Reward is always 0"),
+            "reward",
+            paid,
+            lambda x: x == 0,
+            "Reward is always 0",
             "No completion scores, so nothing can be learnt: read completions.jsonl. Check that "
             "the reward finds the answer; else use easier prompts, a longer "
             "max_completion_length, a reward for the format, or SFT first.",
             window=5,
         ),
         Rule(
-            *("frac_reward_zero_std", None, lambda mean: mean >= 0.9, ALIKE),
+            "frac_reward_zero_std",
+            None,
+            lambda mean: mean >= 0.9,
+            ALIKE,
             "Nearly every prompt has one score for all its completions, from which group baselines "
             "learn nothing: prompts are too easy or too hard, the reward has too few steps, or the "
             "policy has collapsed.",
         ),
         Rule(
-            *("completions/clipped_ratio", None, lambda x: x >= 0.9, "Everything truncated"),
+            "completions/clipped_ratio",
+            None,
+            lambda x: x >= 0.9,
+            "Everything truncated",
             "Nearly no completion ends by itself. Check that the model knows its stop token and "
             "chat template, or raise max_completion_length; missing_eos_penalty rewards ending.",
         ),
         Rule(
-            *(length, *_paid_lengths(lines, length), "Reward up while length runs away"),
+            LENGTH,
+            *_paid_lengths(lines),
+            "Reward up while length runs away",
             "Completions are over twice as long as at first, and the reward rises with them. Check "
             "in the token view that length itself is not what is paid; overlong_buffer or a reward "
             "of length holds it back.",
         ),
         Rule(
-            *("grad_norm", norms, lambda mean: mean > 50 * usual_norm > 0, "Gradients explode"),
+            "grad_norm",
+            norms,
+            lambda mean: mean > 50 * usual_norm > 0,
+            "Gradients explode",
             "The gradient is far longer than it usually is. Use a smaller learning rate or "
             "max_grad_norm, and look at the longest completions.",
         ),
         Rule(
-            *("explained_variance", values(lines, "explained_variance")[2 * WINDOW :]),
-            *(lambda mean: mean < 0, "The critic foresees nothing"),
+            "explained_variance",
+            values(lines, "explained_variance")[2 * WINDOW :],
+            lambda mean: mean < 0,
+            "The critic foresees nothing",
             "Its values are worse than a constant, and add noise to the advantages. Raise "
             "value_learning_rate or vf_coef, or train the critic alone at first.",
         ),
     ]
     if any("teacher/divergence" in line for line in lines):  # it needs no score, and leads far
         rules = [rule for rule in rules if rule.title not in ("Reward is always 0", ALIKE, FAR)]
-    found = []
+    stretches = []
     for rule in rules:
         points = values(lines, rule.key) if rule.points is None else rule.points
         if stretch := _stretch(points, rule.is_bad, rule.window):
-            found.append(Trouble(rule.key, *stretch, rule.title, rule.text))
+            stretches.append(Trouble(rule.key, *stretch, rule.title, rule.text))
     text = "`rlhf-pg replay RUN --step N` shows the completions of such a step."
-    skipped = [step for step, count in values(lines, "skipped_updates") if count > 0]
-    found += [Trouble("skipped_updates", n, None, "Updates skipped", text) for n in skipped[:1]]
-    return sorted(found, key=lambda trouble: trouble.step)
+    for step, count in values(lines, "skipped_updates"):
+        if count > 0:
+            stretches.append(Trouble("skipped_updates", step, None, "Updates skipped", text))
+            break
+    return sorted(stretches, key=lambda trouble: trouble.step)
 
 
 def _rewards(lines: Sequence[Line]) -> list[tuple[int, float, float]]:
@@ -149,13 +183,17 @@ def _falls(lines: Sequence[Line]) -> Points:
     best = -inf
     limit = inf
     for i in range(5, len(rows)):
-        earlier = [reward for _, reward, _ in rows[max(0, i - 1 - WINDOW) : i - 1]]
-        if (mean := fmean(earlier)) > best:
-            lowest = min(0.0, *(reward for _, reward, _ in rows[: i + 1]))
+        window = rows[max(0, i - 1 - WINDOW) : i - 1]
+        earlier = [reward for _, reward, _ in window]
+        mean = fmean(earlier)
+        if mean > best:
             best = mean
-            spread = fmean(std for _, _, std in rows[max(0, i - 1 - WINDOW) : i - 1])
+            lowest = min(0.0, *(reward for _, reward, _ in rows[: i + 1]))
+            spread = fmean(std for _, _, std in window)
             limit = max((best - lowest) / 2, spread / 2, 4 * pstdev(earlier), 1e-9)
-        points.append((rows[i][0], (best - (rows[i - 1][1] + rows[i][1]) / 2) / limit))
+        step, reward, _ = rows[i]
+        latest = (rows[i - 1][1] + reward) / 2
+        points.append((step, (best - latest) / limit))
     return points
 
 
@@ -163,24 +201,26 @@ def _early_entropy(lines: Sequence[Line]) -> Points:
     """Return the entropy of the first steps, infinite where the reward has clearly risen."""
     entropy = dict(values(lines, "entropy"))
     rows = _rewards(lines)[:WINDOW]
-    return [
-        (step, inf if reward > rows[0][1] + rows[0][2] / 4 else entropy[step])
-        for step, reward, _ in rows
-        if step in entropy
-    ]
+    points = Points()
+    for step, reward, _ in rows:
+        has_risen = reward > rows[0][1] + rows[0][2] / 4
+        if step in entropy:
+            points.append((step, inf if has_risen else entropy[step]))
+    return points
 
 
-def _paid_lengths(lines: Sequence[Line], key: str) -> tuple[Points, Callable[[float], bool]]:
+def _paid_lengths(lines: Sequence[Line]) -> tuple[Points, Callable[[float], bool]]:
     """Return lengths, 0 where the reward has not risen, and the test for too long ones."""
-    rewards = dict(values(lines, "reward"))
-    both = [(step, length, rewards[step]) for step, length in values(lines, key) if step in rewards]
-    if len(both) <= WINDOW:
+    reward_at = dict(values(lines, "reward"))
+    lengths = [(step, length) for step, length in values(lines, LENGTH) if step in reward_at]
+    if len(lengths) <= WINDOW:
         return [], lambda _: False
-    before = fmean(length for _, length, _ in both[:WINDOW])
-    reward_before = fmean(reward for _, _, reward in both[:WINDOW])
+    rewards = [reward_at[step] for step, _ in lengths]
+    before = fmean(length for _, length in lengths[:WINDOW])
+    reward_before = fmean(rewards[:WINDOW])
     points = []
-    for i, (step, length, _) in enumerate(both):
-        paid = fmean(reward for _, _, reward in both[max(0, i - WINDOW + 1) : i + 1])
+    for i, (step, length) in enumerate(lengths):
+        paid = fmean(rewards[max(0, i - WINDOW + 1) : i + 1])
         points.append((step, length if paid > reward_before else 0.0))
     return points, lambda mean: mean > max(2 * before, before + 32)
 
@@ -208,11 +248,19 @@ def _stretch(
     ]
     if not any(bad):
         return None
-    last = len(bad) - 1 - bad[::-1].index(True)
     if window == 2:
-        last = next((i - 1 for i in range(bad.index(True), last) if not bad[i]), last)
-    first = next((i + 1 for i in range(last, -1, -1) if not bad[i]), 0)
+        last = bad.index(True)
+        while last + 1 < len(bad) and bad[last + 1]:
+            last += 1
+    else:
+        last = len(bad) - 1 - bad[::-1].index(True)
+    first = last
+    while first > 0 and bad[first - 1]:
+        first -= 1
     # The first step that is bad itself in the first bad window: trouble rarely begins at once.
     begins = points[first : first + window]
     began = next((step for step, value in begins if is_bad(value)), begins[0][0])
-    return began, None if last == len(bad) - 1 else points[last + window - 1][0]
+    until = None
+    if last < len(bad) - 1:
+        until = points[last + window - 1][0]
+    return began, until

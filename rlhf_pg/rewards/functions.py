@@ -17,11 +17,18 @@ from rlhf_pg.boundary.quoted import frames, show, tell
 from rlhf_pg.boundary.user_code import CallFailed, begin, finite
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
-ON_REQUEST = ("ended", "truncated", "step")  # arguments of functions that name them
-UNCOPIED = ("environments", "log_extra", "log_metric")
+ON_REQUEST = {"ended", "truncated", "step"}  # arguments of functions that name them
+UNCOPIED = {"environments", "log_extra", "log_metric"}
 OWN_COLUMNS = {  # the run's own columns of completions.jsonl
-    *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated"),
-    *("turns", "error"),
+    "step",
+    "prompt_index",
+    "sample",
+    "prompt",
+    "completion",
+    "advantage",
+    "truncated",
+    "turns",
+    "error",
 }
 
 
@@ -38,9 +45,11 @@ class Source:
 
     @classmethod
     def of(cls, name: str, function: Any) -> "Source":
-        is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        is_model = getattr(function, "is_reward_model", False)
-        kind: Any = "model" if is_model else "async" if is_async else "plain"
+        kind: Any = "plain"
+        if getattr(function, "is_reward_model", False):
+            kind = "model"
+        elif any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+            kind = "async"
         return cls(name, function, inspect.signature(function).parameters, kind)
 
 
@@ -63,8 +72,12 @@ class RewardInputs:
 
     def lists(self) -> dict[str, Any]:
         """Return the completions and their data, without the columns."""
-        names = (*SAMPLED, "ended", "truncated", "environments")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        lists = {}
+        for name in (*SAMPLED, "ended", "truncated", "environments"):
+            values = getattr(self, name)
+            if values is not None:
+                lists[name] = values
+        return lists
 
     def select(self, rows: Sequence[int]) -> "RewardInputs":
         """Return the inputs of some of the completions."""
@@ -92,8 +105,11 @@ class RewardInputs:
             names |= offered.keys() - ON_REQUEST | self.columns.keys()
         if isinstance(source.function, functools.partial):
             names -= source.function.keywords.keys()  # bound already
-        uncopied = names if source.kind == "worker" else UNCOPIED  # a worker gets copies
-        return {x: offered[x] if x in uncopied else copy.deepcopy(offered[x]) for x in names}
+        arguments = {name: offered[name] for name in names}
+        if source.kind != "worker":  # which gets copies
+            for name in names - UNCOPIED:
+                arguments[name] = copy.deepcopy(arguments[name])
+        return arguments
 
 
 @dataclass
@@ -128,7 +144,8 @@ def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
     """
     try:
         returned = function(**arguments)
-        returned = begin(lambda: returned).result() if inspect.isawaitable(returned) else returned
+        if inspect.isawaitable(returned):
+            returned = begin(lambda: returned).result()
         return replace(answer, scores=read_scores(returned, answer.count))
     except CallFailed:
         raise
@@ -146,7 +163,10 @@ def _failed(error: BaseException, arguments: Mapping[str, Any]) -> CallFailed:
 
 
 async def call_async(
-    function: Any, arguments: Mapping[str, Any], answer: Answer, timeout: float | None
+    function: Any,
+    arguments: Mapping[str, Any],
+    answer: Answer,
+    timeout: float | None,
 ) -> Answer:
     """Call an async function like `call`; after `timeout` seconds it is cancelled (CallFailed)."""
     try:

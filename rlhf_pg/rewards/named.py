@@ -15,25 +15,30 @@ from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import RewardsConfig
 from rlhf_pg.rewards.functions import ON_REQUEST, SAMPLED, UNCOPIED
 
+Options = Mapping[str, Any]
 PYTHON = "python:"  # prefix for rewards given in Python that cannot be found by a name
 
 
 def settle_rewards(
-    given: Any, args: RewardsConfig, own: Any = None
+    functions: Any, args: RewardsConfig, of_task: Any = None
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Return the rewards of a run, lines that describe named ones, and keys that `config.yaml` has
     in place of the config's.
 
-    Rewards given in Python take precedence over named ones, and these over a task's `own`.
+    Rewards given in Python take precedence over named ones, and these over a task's.
     """
-    rewards = list(given) if isinstance(given, list | tuple) else [given]
+    rewards = list(functions) if isinstance(functions, list | tuple) else [functions]
     if rewards:
-        names = {"reward_funcs": tuple(map(name_of, rewards)), "reward_model_name_or_path": None}
-        return rewards, [], names | {"reward_options": {}}
+        recorded: dict[str, Any] = {
+            "reward_funcs": tuple(map(name_of, rewards)),
+            "reward_model_name_or_path": None,
+            "reward_options": {},
+        }
+        return rewards, [], recorded
     named = make_rewards(args.reward_funcs, args.reward_options)
-    rewards = [args.reward_model_name_or_path, *(named or [own])]
-    said = describe(args.reward_funcs, named)
-    return [reward for reward in rewards if reward is not None], said, {}
+    rewards = [args.reward_model_name_or_path, *(named or [of_task])]
+    lines = describe(args.reward_funcs, named)
+    return [reward for reward in rewards if reward is not None], lines, {}
 
 
 def no_reward(completions: Sequence[Any]) -> list[float]:
@@ -41,20 +46,22 @@ def no_reward(completions: Sequence[Any]) -> list[float]:
     return [0.0] * len(completions)
 
 
-def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any], *more: str) -> None:
+def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any], *others: str) -> None:
     """Refuse a function with an argument that is neither the run's nor a column (ValueError)."""
-    known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state", *more}
+    known = {*SAMPLED, *ON_REQUEST, *UNCOPIED, "trainer_state", *others}
     for what, data in datasets.items():
         if data is None or data.format["type"] == "custom":  # a transform may make other columns
             continue
         columns = [name for name in data.column_names if name != "prompt"]
-        if taken := [name for name in columns if name in SAMPLED]:
+        taken = [name for name in columns if name in SAMPLED]
+        if taken:
             raise ValueError(f"{what}: rename column {taken[0]!r}, an argument of every reward")
         for reward in filter(callable, rewards):
             asked = inspect.signature(reward).parameters.values()
             needed = [p.name for p in asked if p.default is p.empty and str(p)[0] != "*"]
             needed += getattr(reward, "columns", ())
-            if missing := [name for name in needed if name not in known.union(columns)]:
+            missing = [name for name in needed if name not in known.union(columns)]
+            if missing:
                 name = getattr(reward, "__name__", type(reward).__name__)
                 raise ValueError(
                     f"reward function {name} needs {missing[0]!r}: there are {', '.join(SAMPLED)} "
@@ -63,7 +70,7 @@ def check_arguments(rewards: Sequence[Any], datasets: Mapping[str, Any], *more: 
                 )
 
 
-def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None) -> list[Any]:
+def make_rewards(names: Sequence[str], options: Options | None = None) -> list[Any]:
     """Make rewards from their names: callables, or a path or Hub id of a reward model.
 
     - `my_rewards.py:accuracy`, `package.module:accuracy`: a function, see
@@ -75,29 +82,33 @@ def make_rewards(names: Sequence[str], options: Mapping[str, Any] | None = None)
 
     ValueError if a name or an option is unknown, or cannot be used.
     """
-    options = dict(options or {})
-    for key, own in options.items():
+    options = options or {}
+    for key, values in options.items():
         if key not in names and f"judge:{key}" not in names:
             raise ValueError(
                 f"reward_options has {quote(key)}, which reward_funcs does not name"
                 f"{nearest(key, names)}; it names {', '.join(map(quote, names)) or 'nothing'}"
             )
-        if not isinstance(own, Mapping):
-            raise ValueError(f"reward_options of {quote(key)} must be a mapping, got {show(own)}")
-    short = {name: name.removeprefix("judge:") for name in names}
-    return [_reward(name, options.get(name, options.get(short[name], {}))) for name in names]
+        if not isinstance(values, Mapping):
+            got = show(values)
+            raise ValueError(f"reward_options of {quote(key)} must be a mapping, got {got}")
+    rewards = []
+    for name in names:
+        of_judge = options.get(name.removeprefix("judge:"), {})
+        rewards.append(_reward(name, options.get(name, of_judge)))
+    return rewards
 
 
-def _reward(name: str, options: Mapping[str, Any]) -> Any:
-    kind, _, own = name.partition(":")
+def _reward(name: str, options: Options) -> Any:
+    kind, _, path = name.partition(":")
     if not {".", ":"} & set(name):
         from rlhf_pg.rewards.verifiers import make_verifier
 
         return make_verifier(name, options)
     if kind == "model":
-        if options or not own:
+        if options or not path:
             raise ValueError(f"write model:PATH_OR_HUB_ID, without options, got {quote(name)}")
-        return own
+        return path
     if name.startswith(PYTHON):
         raise ValueError(
             f"reward_funcs has {quote(name)}, a reward that was given in Python and cannot be "
@@ -106,14 +117,16 @@ def _reward(name: str, options: Mapping[str, Any]) -> Any:
     if kind in ("judge", "http", "https"):
         from rlhf_pg.rewards.servers import HttpReward, Judge
 
-        made, given = (Judge, own) if kind == "judge" else (HttpReward, name)
         with about(quote(name)):
-            return made(given, **check_options(made.__init__, options))
+            if kind == "judge":
+                return Judge(path, **check_options(Judge.__init__, options))
+            return HttpReward(name, **check_options(HttpReward.__init__, options))
     function = load(name)
     if not options and hasattr(function, "__name__"):
         return function
     known = [option for option in inspect.signature(function).parameters if option not in SAMPLED]
-    if unknown := [option for option in options if option not in known]:
+    unknown = [option for option in options if option not in known]
+    if unknown:
         raise ValueError(
             f"{quote(name)} has no option {show(unknown[0])}{nearest(str(unknown[0]), known)}; "
             f"its options are {', '.join(known) or 'none'}"
@@ -155,8 +168,8 @@ def name_of(source: Any) -> str:
         return f"model:{getattr(source.config, '_name_or_path', '')}"
     name = getattr(source, "__name__", type(source).__name__)
     module = getattr(source, "__module__", "")
-    found = sys.modules.get(module)
-    if inspect.isclass(source) or module == "__main__" or getattr(found, name, None) is not source:
+    found = getattr(sys.modules.get(module), name, None)
+    if inspect.isclass(source) or module == "__main__" or found is not source:
         return f"{PYTHON}{name}"
     if module.startswith(PREFIX):  # loaded from a file
         return f"{sys.modules[module].__file__}:{name}"

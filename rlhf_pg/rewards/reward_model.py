@@ -44,13 +44,15 @@ class RewardModel:
     sees_eos: bool = True  # False appends no EOS to a string
 
     def __post_init__(self) -> None:
-        kind = AutoModelForSequenceClassification
         trusted = self.trust_remote_code
         if not isinstance(self.model, PreTrainedModel):
             with about(f"reward model {name_of(self.model)}"):
                 models.check_directory(self.model)
                 self.model = models.from_pretrained(
-                    kind, self.model, dtype="auto", trust_remote_code=trusted
+                    AutoModelForSequenceClassification,
+                    self.model,
+                    dtype="auto",
+                    trust_remote_code=trusted,
                 )
         self.model = self.model.to(self.device or self.model.device).eval()
         self.__name__ = name_of(self.model.name_or_path or type(self.model).__name__)

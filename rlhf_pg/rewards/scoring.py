@@ -77,8 +77,9 @@ class Rewards:
         on_error: Literal["error", "drop", "value"] = "error",
         error_value: float = 0.0,
     ) -> None:
-        given: Any = functions
-        listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
+        listed: Any = functions
+        if callable(functions) or isinstance(functions, MODELS):
+            listed = [functions]
         if not listed and not environment:
             raise ValueError("reward_funcs is empty: give a reward function or an environment")
         tokenizers: Any = processing_classes
@@ -105,9 +106,13 @@ class Rewards:
                     f"merge_and_unload()), got {show(function)}"
                 )
             taken = {*RESERVED, *(source.name for source in self.sources)}
-            own = getattr(function, "__name__", type(function).__name__)
-            names = (own, *(f"{own}_{n}" for n in range(2, len(listed) + 2)))
-            source = Source.of(next(name for name in names if name not in taken), function)
+            unnumbered = getattr(function, "__name__", type(function).__name__)
+            name = unnumbered
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{unnumbered}_{number}"
+            source = Source.of(name, function)
             is_ready_made = getattr(function, "__module__", "") == "rlhf_pg.rewards.verifiers"
             stays = is_ready_made or "environments" in source.parameters
             if workers and source.kind == "plain" and not stays:
@@ -120,7 +125,9 @@ class Rewards:
                         "define it at the top level of a file of its own, or unset reward_workers"
                     ) from error
             self.sources.append(source)
-        self.names = [source.name for source in self.sources] + ["environment"] * environment
+        self.names = [source.name for source in self.sources]
+        if environment:
+            self.names.append("environment")
         self.has_environment = environment
         weights = [1.0] * len(self.names) if weights is None else weights
         self.weights = torch.tensor(weights, dtype=torch.float64)
@@ -139,20 +146,23 @@ class Rewards:
 
     def begin(self, inputs: RewardInputs) -> PendingCalls:
         """Begin the calls on the completions of one prompt that can run during sampling."""
-        beside = [k for k, source in enumerate(self.sources) if source.kind in BESIDE]
-        return {k: self._call(self.sources[k], inputs) for k in beside}
+        return {
+            k: self._call(source, inputs)
+            for k, source in enumerate(self.sources)
+            if source.kind in BESIDE
+        }
 
     def _call(self, source: Source, inputs: RewardInputs) -> Future[Answer]:
         """Call a function in a worker, on the event loop, or right here."""
         answer = Answer(len(inputs.completions))
-        given = (source.function, inputs.arguments(source, answer), answer)
+        arguments = (source.function, inputs.arguments(source, answer), answer)
         if source.kind == "worker":
-            return self.pool.schedule(call, *given, timeout=self.timeout)
+            return self.pool.schedule(call, *arguments, timeout=self.timeout)
         if source.kind == "async":
-            return begin(lambda: call_async(*given, self.timeout))
+            return begin(lambda: call_async(*arguments, self.timeout))
         done: Future[Answer] = Future()
         try:
-            done.set_result(call(*given))
+            done.set_result(call(*arguments))
         except CallFailed as failure:
             done.set_exception(failure)
         return done
@@ -181,32 +191,33 @@ class Rewards:
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
         if paid is not None:
             scores[:, :, -1] = paid.cpu()
-        rows: list[int] = mask.any(1).nonzero().flatten().tolist()
+        active: list[int] = mask.any(1).nonzero().flatten().tolist()
         rows_of: dict[int, list[int]] = {}  # rows of each group
-        for i in rows:
+        for i in active:
             rows_of.setdefault(0 if groups is None else groups[i], []).append(i)
         result = RewardResult(
             scores=scores,
             lost=torch.zeros(len(mask), dtype=torch.bool),
-            called=len(rows),
+            called=len(active),
             failed={source.name: 0 for source in self.sources},
         )
         pending: dict[int, PendingCalls] = dict(begun or {})
         try:
-            parts = {group: inputs.select(own) for group, own in rows_of.items()}
-            for group, part in parts.items():
+            by_group = []
+            for group, rows in rows_of.items():
+                part = inputs.select(rows)
                 if group not in pending:
                     pending[group] = self.begin(part)
-            by_group = [(own, parts[group], pending[group]) for group, own in rows_of.items()]
+                by_group.append((rows, part, pending[group]))
             for k, source in enumerate(self.sources):
-                parted = by_group
+                parts = by_group
                 is_model = source.kind == "model"
                 if is_model:
-                    parted = [(rows, inputs.select(rows), PendingCalls())] if rows else []
-                for own, part, calls in parted:
+                    parts = [(active, inputs.select(active), PendingCalls())] if active else []
+                for rows, part, calls in parts:
                     try:
                         answer = (calls.get(k) or self._call(source, part)).result()
-                        placed = _place(answer.scores, part.completion_ids, mask[own])
+                        placed = _place(answer.scores, part.completion_ids, mask[rows])
                     except CallFailed as failure:
                         about = "" if is_model else f" (prompt {show(part.prompts[0])})"
                         what, end, where = str(failure).partition("\n")
@@ -214,22 +225,22 @@ class Rewards:
                         if self.on_error == "error":
                             raise ValueError(error) from failure.__cause__
                         result.first_failure = result.first_failure or error
-                        result.failed[source.name] += len(own)
-                        result.lost[own] = True
+                        result.failed[source.name] += len(rows)
+                        result.lost[rows] = True
                         value = self.error_value if self.on_error == "value" else None
-                        answer = Answer(len(own))
-                        placed = _place([value] * len(own), part.completion_ids, mask[own])
-                    scores[own, :, k] = placed
+                        answer = Answer(len(rows))
+                        placed = _place([value] * len(rows), part.completion_ids, mask[rows])
+                    scores[rows, :, k] = placed
                     for name, values in answer.extra.items():
                         column = result.extra.setdefault(name, [None] * len(mask))
-                        for row, entry in zip(own, values, strict=True):
+                        for row, entry in zip(rows, values, strict=True):
                             column[row] = entry
                     for name, numbers in answer.metrics.items():
                         result.metrics.setdefault(name, []).extend(numbers)
         finally:
             give_up(pending.values())  # after an error
         unscored = scores.isnan().all(2).all(1)
-        for i in rows:
+        for i in active:
             if unscored[i] and not result.lost[i]:
                 raise ValueError(
                     f"no reward function applies to completion {i} of the batch: each of "
@@ -241,8 +252,8 @@ class Rewards:
 
 def give_up(calls: Iterable[PendingCalls]) -> None:
     """Cancel calls whose results are not needed any more."""
-    for about_one in calls:
-        for pending in about_one.values():
+    for of_prompt in calls:
+        for pending in of_prompt.values():
             pending.cancel()
 
 

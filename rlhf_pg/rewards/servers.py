@@ -106,13 +106,16 @@ class Judge:
         self.low, self.high = map(float, ends.groups() if ends else (0, 0))
         if self.low >= self.high:
             raise ValueError(f'scale must be two numbers, as "1-10", got {show(scale)}')
-        own = {} if temperature is None else {"temperature": temperature}
-        self.fields = {"model": model, **own, **(request or {})}
+        self.fields: dict[str, Any] = {"model": model}
+        if temperature is not None:
+            self.fields["temperature"] = temperature
+        self.fields |= request or {}
         variable = api_key_env or ("OPENAI_API_KEY" if base_url == OPENAI else None)
         key = key_for(base_url, variable)
         self.client = Client(base_url.rstrip("/"), timeout, retries, concurrency, key)
         self.where = quote(f"{model} at {base_url}")
-        self.where += f", with the key in {variable}" if variable else ""
+        if variable:
+            self.where += f", with the key in {variable}"
         self.cache = None if cache is None else Path(cache)
         self._known: dict[str, float] = {}
         if self.cache is not None and self.cache.exists():
@@ -156,9 +159,9 @@ class Judge:
 
         for _ in range(ANSWERS):
             text = await self.client.ask("/chat/completions", body, content)
-            found = SCORE.findall(text)
-            if found and self.low <= float(found[-1]) <= self.high:
-                self._known[key] = float(found[-1])
+            scores = SCORE.findall(text)
+            if scores and self.low <= float(scores[-1]) <= self.high:
+                self._known[key] = float(scores[-1])
                 if self.cache is not None:
                     self.cache.parent.mkdir(parents=True, exist_ok=True)
                     with open(self.cache, "a", encoding="utf-8", opener=open_own) as file:

@@ -38,24 +38,34 @@ class Shaping:
     def __init__(self, args: PolicyGradientConfig, rewards: Rewards) -> None:
         self.args = args
         self.functions = len(rewards.names)
-        added = ["missing_eos_penalty"] * (args.missing_eos_penalty is not None)
-        added += ["overlong_penalty"] * (args.overlong_buffer is not None)
-        self.names = [*rewards.names, *added]
-        self.weights = torch.cat([rewards.weights, rewards.weights.new_ones(len(added))])
-        normalized = rewards.names if args.normalize_rewards else []  # by the moments of totals
-        self.moments = {f"rewards/{name}": RunningMoments() for name in normalized}
+        penalties = []
+        if args.missing_eos_penalty is not None:
+            penalties.append("missing_eos_penalty")
+        if args.overlong_buffer is not None:
+            penalties.append("overlong_penalty")
+        self.names = [*rewards.names, *penalties]
+        self._function_weights = rewards.weights
+        units = rewards.weights.new_ones(len(penalties))
+        self.weights = torch.cat([rewards.weights, units])
+        self.moments = {}  # of the totals of each source
+        if args.normalize_rewards:
+            for name in rewards.names:
+                self.moments[f"rewards/{name}"] = RunningMoments()
         self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
 
     def bound(self, scores: Tensor) -> Tensor:
         """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one is beyond it even
         when it is clipped, or if its weight would take it there.
         """
-        weights = self.weights[: self.functions].abs().clamp(min=1)
-        beyond = (self._clip(scores).abs().clamp(min=1) * weights > LARGEST).nonzero()
+        weights = self._function_weights.abs().clamp(min=1)
+        sizes = self._clip(scores).abs().clamp(min=1)
+        is_beyond = sizes * weights > LARGEST
+        beyond = is_beyond.nonzero()
         if len(beyond):
             row, token, source = beyond[0].tolist()
+            score = scores[row, token, source]
             raise ValueError(
-                f"the score {scores[row, token, source]:g} of {self.names[source]} for completion "
+                f"the score {score:g} of {self.names[source]} for completion "
                 f"{row} of the batch, or its weight, is too large: it may be {LARGEST:g} at most, "
                 "also when it is weighted. Set reward_clip_range, or lower reward_weights"
             )
@@ -64,36 +74,47 @@ class Shaping:
     def add_penalties(self, scores: Tensor, batch: Batch) -> Tensor:
         """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
         args = self.args
-        added = []
+        penalties = []
         if args.missing_eos_penalty is not None:
-            added.append(-args.missing_eos_penalty * batch.truncated.double())
+            penalties.append(-args.missing_eos_penalty * batch.truncated.double())
         if args.overlong_buffer is not None:
             lengths = batch.completion_mask.sum(1)
-            longest = args.max_completion_length
             if batch.parent_offsets is not None:  # the limit is on a path, not on the whole tree
                 rows = batch.with_counts().host_rows or ()
-                lengths = lengths.new_tensor([row.longest - row.prompt for row in rows])
-            added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
-        # A row without policy tokens has no penalty.
-        silent = ~batch.action_mask.any(1)
-        for penalty in added:
-            column = at_end(penalty.masked_fill(silent, torch.nan), batch.action_mask)
-            scores = torch.cat([scores, column[:, :, None].to(scores)], dim=2)
-        return scores
+                depths = [row.longest - row.prompt for row in rows]
+                lengths = lengths.new_tensor(depths)
+            penalty = overlong(
+                lengths,
+                args.max_completion_length,
+                args.overlong_buffer,
+                args.overlong_penalty,
+            )
+            penalties.append(penalty)
+        mask = batch.action_mask
+        is_silent = ~mask.any(1)  # a row without policy tokens has no penalty
+        sources = [scores]
+        for penalty in penalties:
+            penalty = penalty.masked_fill(is_silent, torch.nan)
+            source = at_end(penalty, mask)[:, :, None]
+            sources.append(source.to(scores))
+        return torch.cat(sources, dim=2)
 
     def observe(self, scores: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         """Update the statistics by a step's raw scores (B,T,K), before they are shaped.
 
         `gather` returns the rows of all processes; collective.
         """
-        own = self._clip(scores)
+        scores = self._clip(scores)
         if self.args.reward_squash == "min_max":
-            low = gather(own.where(~own.isnan(), torch.inf).amin(1)).amin(0)
-            high = gather(own.where(~own.isnan(), -torch.inf).amax(1)).amax(0)
+            is_missing = scores.isnan()
+            low = scores.masked_fill(is_missing, torch.inf).amin(1)
+            low = gather(low).amin(0)
+            high = scores.masked_fill(is_missing, -torch.inf).amax(1)
+            high = gather(high).amax(0)
             self._bounds = low, high
         if not self.moments:
             return
-        totals = gather(sum_step_scores(own)).double()
+        totals = gather(sum_step_scores(scores)).double()
         for column, moments in zip(totals.T, self.moments.values(), strict=True):
             valid = column[~column.isnan()]
             if len(valid):
@@ -101,23 +122,32 @@ class Shaping:
                 var = valid.var(correction=0).item()
                 moments.update(len(valid), mean, var)
 
-    def __call__(self, scores: Tensor, batch: Batch, normalize: bool = True) -> Tensor:
+    def __call__(
+        self,
+        scores: Tensor,
+        batch: Batch,
+        normalize: bool = True,
+    ) -> Tensor:
         """Shape raw scores (B,T,K), without the KL; `normalize` adds running normalisation."""
-        own = self._clip(scores)
+        args = self.args
+        shaped = self._clip(scores)
         penalties = scores[:, :, self.functions :]
-        if self.args.reward_squash == "sigmoid":
-            own = own.sigmoid()
-        elif self.args.reward_squash == "min_max" and normalize:
+        if args.reward_squash == "sigmoid":
+            shaped = shaped.sigmoid()
+        elif args.reward_squash == "min_max" and normalize:
             low, high = self._bounds
-            own = (own - low) / (high - low).where(high > low, 1.0)  # 0 if all are equal
+            width = (high - low).where(high > low, 1.0)  # the quotient is 0 if all are equal
+            shaped = (shaped - low) / width
         if normalize and self.moments:
-            own = own / own.new_tensor([moments.std for moments in self.moments.values()])
-        scores = torch.cat([own, penalties], dim=2)
+            stds = [moments.std for moments in self.moments.values()]
+            shaped = shaped / shaped.new_tensor(stds)
+        scores = torch.cat([shaped, penalties], dim=2)
         scores = scores * self.weights.to(scores)
-        if self.args.missing_eos_mode == "replace":
+        if args.missing_eos_mode == "replace":
+            mask = batch.action_mask
+            rows = batch.truncated & mask.any(1)  # a failed row scores nothing
             source = self.names.index("missing_eos_penalty")
-            rows = batch.truncated & batch.action_mask.any(1)  # a failed row scores nothing
-            return replace_sources(scores, rows, batch.action_mask, source)
+            scores = replace_sources(scores, rows, mask, source)
         return scores
 
     def weigh(self, scores: Tensor) -> Tensor:
@@ -125,7 +155,7 @@ class Shaping:
 
         Penalties are left out: they would distinguish equally wrong completions of a group.
         """
-        return self._clip(scores) * self.weights[: self.functions].to(scores)
+        return self._clip(scores) * self._function_weights.to(scores)
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and a mask of the steps (B,T).
@@ -133,13 +163,14 @@ class Shaping:
         A penalty of 0 is left out: process supervision would count it as another step.
         """
         functions, penalties = shaped.tensor_split([self.functions], dim=2)
-        there = ~functions.isnan().all(2) | (penalties.nansum(2) != 0)
-        return shaped.nansum(2), there
+        has_score = ~functions.isnan().all(2)
+        has_penalty = penalties.nansum(2) != 0
+        return shaped.nansum(2), has_score | has_penalty
 
     def _clip(self, scores: Tensor) -> Tensor:
         """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
-        own = scores[:, :, : self.functions]
+        scores = scores[:, :, : self.functions]
         limits = self.args.reward_clip_range
         if limits is None:
-            return own
-        return own.clamp(*own.new_tensor(limits))
+            return scores
+        return scores.clamp(*scores.new_tensor(limits))

@@ -67,9 +67,13 @@ def put(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter to a value that is on every process; collective."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        value = value.to(mesh.device_type)
-        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)  # no sending
-        parameter.to_local().detach().copy_(own.to_local())
+        shards = distribute_tensor(
+            value.to(mesh.device_type),
+            mesh,
+            parameter.placements,
+            src_data_rank=None,  # no sending
+        )
+        parameter.to_local().detach().copy_(shards.to_local())
         return
     with gathered(parameter, write=True):
         parameter.detach().copy_(value)
@@ -86,8 +90,10 @@ class MasterWeights:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        lossy = [p for p in trained if p.dtype == torch.bfloat16]
-        self._of: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().float()) for p in lossy}
+        self._of: dict[Tensor, Tensor] = {}
+        for parameter in trained:
+            if parameter.dtype == torch.bfloat16:
+                self._of[parameter] = nn.Parameter(parameter.detach().float())
         self._weights = {master: weight for weight, master in self._of.items()}
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
@@ -163,14 +169,14 @@ class DDPBackend:
     @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Return the module's output; without a gradient DDP's wrapper has nothing to do."""
-        return (self._wrapped if torch.is_grad_enabled() else self.module)(*inputs, **options)
+        module = self._wrapped if torch.is_grad_enabled() else self.module
+        return module(*inputs, **options)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
         if last:
             return nullcontext()
-        unsynced: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
-        return unsynced
+        return self._accelerator.no_sync(self._wrapped)  # type: ignore[no-any-return]
 
     @waits
     def backward(self, loss: Tensor) -> None:
@@ -197,7 +203,8 @@ class DDPBackend:
         """
         self._updates.take_gradients()
         updated = [self._updates.of(p) for p in self.module.parameters()]
-        norm = float(full(nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf)))
+        norms = nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf)
+        norm = float(full(norms))
         if math.isfinite(norm):
             self._updates.step()
         self.optimizer.zero_grad()
@@ -207,9 +214,10 @@ class DDPBackend:
         """Yield the optimizer's state as whole tensors, one by one; collective."""
         for updated, values in self.optimizer.state.items():
             for key, value in values.items():
-                whole = full(torch.as_tensor(value))
-                # All 8-bit moments share their tables, but a file stores one for each.
-                yield self._updates.weight(updated), key, whole.clone() if key in TABLES else whole
+                value = full(torch.as_tensor(value))
+                if key in TABLES:  # all 8-bit moments share them, but a file stores one for each
+                    value = value.clone()
+                yield self._updates.weight(updated), key, value
         yield from self._updates.state()
 
     def load_state(self, state: Iterable[State]) -> None:
@@ -266,21 +274,22 @@ class FullWeights:
         finally:
             self._users -= 1
             if not self._users:
-                for own, _ in self._pairs():
-                    if not own.is_meta:
-                        put_in_place(own, own.to("meta"))
+                for parameter, _ in self._pairs():
+                    if not parameter.is_meta:
+                        put_in_place(parameter, parameter.to("meta"))
 
     def tensors(self, prefix: str, model: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], int]:
         """Return what `model`, a part of `module`, has in its files, whole tensors that are
         gathered one by one (collective), the widest first; and their number.
         """
-        pieces = self.pieces.named_parameters()
-        own: list[tuple[str, Tensor]]
-        own = [(n.removeprefix(prefix), p) for n, p in pieces if n.startswith(prefix)]
+        named: list[tuple[str, Tensor]] = []
+        for name, piece in self.pieces.named_parameters():
+            if name.startswith(prefix):
+                named.append((name.removeprefix(prefix), piece))
         saved = model.state_dict().keys()
-        own += [(n, b) for n, b in model.named_buffers() if n in saved]
-        own.sort(key=lambda pair: -pair[1].itemsize)
-        return ((n, full(x)) for n, x in own), len(own)
+        named += [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        named.sort(key=lambda pair: -pair[1].itemsize)
+        return ((name, full(x)) for name, x in named), len(named)
 
     @contextmanager
     def modify(self, trained: bool = False) -> Iterator[None]:
@@ -291,16 +300,16 @@ class FullWeights:
 
     @waits
     def _spread(self, trained: bool) -> None:
-        for own, piece in self._pairs(trained):
-            put(piece, own)
+        for parameter, piece in self._pairs(trained):
+            put(piece, parameter)
 
     @waits
     def _fill(self, device: torch.device | None, trained: bool) -> None:
         pairs = self._pairs(trained)
-        for own, piece in pairs:
+        for parameter, piece in pairs:
             value = full(piece)  # one by one: saves memory where none is kept
             if device is not None:
-                put_in_place(own, value.to(device))
+                put_in_place(parameter, value.to(device))
         if pairs and device is not None:
             for part in self.module.modules():
                 for name, buffer in part.named_buffers(recurse=False):
@@ -312,16 +321,18 @@ class FullWeights:
             return []
         pieces = dict(self.pieces.named_parameters())
         return [
-            (own, pieces[name])
-            for name, own in self.module.named_parameters()
-            if own.requires_grad or not trained
+            (parameter, pieces[name])
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad or not trained
         ]
 
 
 def hollow(module: M) -> M:
     """Copy a module without memory for its parameters; its buffers are whole."""
-    metas = ((p, p.detach().to("meta")) for p in module.parameters())
-    empty: dict[int, Any] = {id(p): nn.Parameter(m, p.requires_grad) for p, m in metas}
+    empty: dict[int, Any] = {}
+    for parameter in module.parameters():
+        meta = parameter.detach().to("meta")
+        empty[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
     return copy.deepcopy(module, empty)
 
 

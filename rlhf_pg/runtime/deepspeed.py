@@ -32,6 +32,8 @@ from rlhf_pg.runtime.ddp import (
 )
 from rlhf_pg.runtime.termination import waits
 
+Config = dict[str, Any]
+
 
 class DeepSpeedBackend(DDPBackend):
     """Shards the moments, from ZeRO-2 on also the gradient, and in ZeRO-3 also the weights."""
@@ -42,8 +44,9 @@ class DeepSpeedBackend(DDPBackend):
         self._bf16 = torch.bfloat16 in dtypes
         if torch.float64 in dtypes:
             raise ValueError("DeepSpeed does not train in float64: set dtype to float32")
-        own = {"gradient_clipping": self.max_grad_norm, "zero_allow_untested_optimizer": True}
-        config = _config(self._accelerator, self._bf16) | own
+        config = _config(self._accelerator, self._bf16)
+        config["gradient_clipping"] = self.max_grad_norm
+        config["zero_allow_untested_optimizer"] = True
         where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
         forced = config.get("zero_force_ds_cpu_optimizer", True)
         optimizer = self.optimizer
@@ -96,10 +99,10 @@ class DeepSpeedBackend(DDPBackend):
         self._is_broken = True
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        own = {id(p) for p in module.parameters()}
+        dropped = {id(p) for p in module.parameters()}
         norms = getattr(self._zero, "norm_for_param_grads", {})
         for i, (parameters, piece) in enumerate(self._groups()):
-            if id(parameters[0]) not in own:
+            if id(parameters[0]) not in dropped:
                 continue
             self._forgotten.append(piece)
             # The norm is computed from these; with offloading it is stored per parameter.
@@ -150,8 +153,10 @@ class DeepSpeedBackend(DDPBackend):
             if key == MASTER and self._bf16:
                 self._set(parameter, None, value)
             elif key == COUNTER:
-                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # its counter is an integer
-                values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
+                if isinstance(self.optimizer, DeepSpeedCPUAdam):  # its counter is an integer
+                    values[key] = int(value)
+                else:
+                    values[key] = count(self.optimizer, piece, value)
             elif key != MASTER:
                 values.setdefault(key, torch.zeros_like(piece))
                 _link(parameter, piece, values)
@@ -164,8 +169,8 @@ class DeepSpeedBackend(DDPBackend):
             return
         size = parameter.ds_tensor.numel()  # equal on all processes: the last shards are padded
         flat = nn.functional.pad(value.flatten(), (0, size * self._world - value.numel()))
-        own = flat.narrow(0, self._accelerator.process_index * size, size)
-        self._zero.set_local_hp_param(own, parameter, key)
+        shard = flat.narrow(0, self._accelerator.process_index * size, size)
+        self._zero.set_local_hp_param(shard, parameter, key)
 
     def _groups(self) -> Iterable[tuple[list[Any], Tensor]]:
         """Return groups of parameters, each with this process's flat shard."""
@@ -175,7 +180,7 @@ class DeepSpeedBackend(DDPBackend):
         return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
 
 
-def _read(module: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+def _read(module: nn.Module, config: Config, device: torch.device) -> None:
     """Shard a module with weights on the meta device, each as it is read from its file."""
 
     class Weights(nn.Module):
@@ -204,7 +209,7 @@ def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
         parameter._hp_mapping.set_optim_state_fragment(piece, values)
 
 
-def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
+def _config(accelerator: Accelerator, bf16: bool) -> Config:
     """Return the launcher's DeepSpeed config without the keys that the recipe decides."""
     plugin = accelerator.state.deepspeed_plugin
     config = _drop_auto(plugin.deepspeed_config)
@@ -225,7 +230,7 @@ def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     }
 
 
-def _drop_auto(config: dict[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: Config) -> Config:
     """Drop the values "auto", which stand for DeepSpeed's defaults, and the batch size."""
     return {
         key: _drop_auto(value) if isinstance(value, dict) else value

@@ -34,15 +34,17 @@ class FSDPBackend(DDPBackend):
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
         """Shard a module that is not trained, even parts that the launcher keeps whole."""
         # Without a backward pass, gathered weights would never be freed.
-        _shard(accelerator, module).set_reshard_after_forward(True)
+        sharded = _shard(accelerator, module)
+        sharded.set_reshard_after_forward(True)
         return module
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Return the module's output; a pass without gradients keeps no layer whole."""
         output = super().__call__(*inputs, **options)
-        for part in () if torch.is_grad_enabled() else self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        if not torch.is_grad_enabled():
+            for part in self.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
         return output
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -57,23 +59,29 @@ class FSDPBackend(DDPBackend):
 
 def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     """Shard a module in place, by the layers that `transformers` does not split, and the rest."""
-    parts = list(module.modules())
-    names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
-    there = {type(part).__name__ for part in parts}
-    module._no_split_modules = sorted(names & there)  # type: ignore[assignment]
+    names = set[str]()
+    kinds = set[str]()
+    for part in module.modules():
+        names.update(getattr(part, "_no_split_modules", None) or ())
+        kinds.add(type(part).__name__)
+    module._no_split_modules = sorted(names & kinds)  # type: ignore[assignment]
     empty = [name for name, p in module.named_parameters() if p.is_meta]
     plugin = accelerator.state.fsdp_plugin
-    wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+    policy = plugin.auto_wrap_policy
+    layers = plugin.transformer_cls_names_to_wrap
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
     sharded: Any = fsdp2_prepare_model(accelerator, module)
     # The plugin now has this module's layers; restore it for the next module.
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
+    plugin.auto_wrap_policy = policy
+    plugin.transformer_cls_names_to_wrap = layers
     # By default the outermost weights stay gathered after a pass without gradients, and changes to
     # them would be lost.
     sharded.set_reshard_after_forward(True, recurse=False)
     if empty:
-        offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        _fill(module, empty, torch.device("cpu") if offloads else accelerator.device)
+        device = accelerator.device
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            device = torch.device("cpu")
+        _fill(module, empty, device)
     return sharded
 
 
@@ -81,21 +89,26 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
 def _fill(module: nn.Module, empty: Sequence[str], device: torch.device) -> None:
     """Give memory to the shards of these parameters, and read their values tensor by tensor."""
 
-    def local(x: Any) -> Tensor:
-        own: Tensor = x.to_local() if isinstance(x, DTensor) else x
-        return own
+    def local(x: Any) -> Any:
+        if isinstance(x, DTensor):
+            return x.to_local()
+        return x
 
     buffers = dict(module.named_buffers())
-    there = {name: local(x).clone() for name, x in module.named_parameters() if name not in empty}
+    kept = {}
+    for name, x in module.named_parameters():
+        if name not in empty:
+            kept[name] = local(x).clone()
     module.to_empty(device=device)  # the others too
     for name, x in module.named_parameters():
-        if name in there:
-            local(x).copy_(there[name])
+        if name in kept:
+            local(x).copy_(kept[name])
         else:
             put(x, stored_value(module, name))
     for name, buffer in buffers.items():
         part, _, leaf = name.rpartition(".")
-        module.get_submodule(part)._buffers[leaf] = buffer
+        owner = module.get_submodule(part)
+        owner._buffers[leaf] = buffer
 
 
 def _set_apart(module: nn.Module) -> None:
@@ -114,4 +127,4 @@ def _set_apart(module: nn.Module) -> None:
             for name, parameter in part.named_parameters(recurse=False):
                 if id(parameter) in copies:
                     setattr(part, name, copies[id(parameter)])
-        taken |= {id(p) for p in child.parameters()}
+        taken.update(map(id, child.parameters()))

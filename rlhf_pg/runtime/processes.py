@@ -133,7 +133,8 @@ class Runtime:
         """Return the rows (B,...) of all processes, where only B may differ, and the own slice."""
         if self.world == 1:
             return rows, slice(0, len(rows))
-        counts = self._accelerator.gather(torch.tensor([len(rows)], device=self.device)).tolist()
+        count = torch.tensor([len(rows)], device=self.device)
+        counts = self._accelerator.gather(count).tolist()
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         blocks = self._accelerator.gather(padded).tensor_split(self.world)
@@ -148,9 +149,9 @@ class Runtime:
         return summed
 
     @waits
-    def gather_objects(self, own: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable objects of all processes in order of rank."""
-        return list(gather_object([own]))
+        return list(gather_object([value]))
 
     def today(self) -> str:
         """Return the date of the first process, such as 2026-11-29."""
@@ -165,8 +166,10 @@ class Runtime:
         """Return, on all processes, the first process's failure, or None."""
         if self.world == 1:
             return failure
-        failures = enumerate(self.gather_objects(failure))
-        return next((f"rank {rank}: {text}" for rank, text in failures if text is not None), None)
+        for rank, text in enumerate(self.gather_objects(failure)):
+            if text is not None:
+                return f"rank {rank}: {text}"
+        return None
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
@@ -176,7 +179,8 @@ class Runtime:
             yield
         except kind as error:
             failure = error
-        if (reason := self.first_error(None if failure is None else str(failure))) is not None:
+        reason = self.first_error(None if failure is None else str(failure))
+        if reason is not None:
             shared = kind(reason)
             shared.__dict__[SHARED] = True
             raise shared from failure
@@ -206,17 +210,18 @@ class RuntimeBeside(Runtime):
     travel through the CPU.
     """
 
-    def __init__(self, whole: Runtime) -> None:
-        vars(self).update(vars(whole) | {"watch": None})
+    def __init__(self, runtime: Runtime) -> None:
+        vars(self).update(vars(runtime))
+        self.watch = None
         self._group: Any = None
         if self.world > 1:
             self._group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
 
-    def gather_objects(self, own: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         if self.world == 1:
-            return [own]
+            return [value]
         everyone: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(everyone, own, self._group)
+        torch.distributed.all_gather_object(everyone, value, self._group)
         return everyone
 
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:

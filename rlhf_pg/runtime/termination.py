@@ -80,8 +80,11 @@ class Termination:
             for number in theirs:
                 signal.signal(number, self._note)
             if self._launched:
-                watched = (os.getppid(), ended)
-                threading.Thread(target=self._watch_parent, args=watched, daemon=True).start()
+                threading.Thread(
+                    target=self._watch_parent,
+                    args=(os.getppid(), ended),
+                    daemon=True,
+                ).start()
             yield
         finally:
             ended.set()
@@ -120,8 +123,9 @@ class Termination:
 
         It also sets `stopping`, the same on all processes, if the run has to end.
         """
-        own = (self.asked[0] if self.asked else 0, self._stop)
-        numbers, stops = zip(*self._runtime.gather_objects(own), strict=True)
+        number = self.asked[0] if self.asked else 0
+        answers = self._runtime.gather_objects((number, self._stop))
+        numbers, stops = zip(*answers, strict=True)
         self.stopping = any(numbers) or any(stops)
         return int(max(numbers))
 
@@ -217,7 +221,9 @@ class Watch:
 
     def _answer(self) -> None:
         """Confirm the failure, and wait for the others before breaking their connections."""
-        if silent := self._meet("knows", [r for r in range(self._world) if r != self._rank]):
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        silent = self._meet("knows", others)
+        if silent:
             self._say(f"no answer from ranks {silent}: gone, or frozen")
         if self._rank == 0:
             time.sleep(POLL)  # the others may still count answers

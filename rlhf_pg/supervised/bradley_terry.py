@@ -42,7 +42,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def train_reward_model(
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     peft_config: Any = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
     The arguments are those of `train_sft`, except:
@@ -138,10 +138,10 @@ def train_reward_model(
     trainer = SupervisedTrainer(objective, trained, tokenizer, pairs, held_out, args, runtime)
 
     def save(saving: atomic.Save, path: Path) -> None:
-        whole = trainer.checkpointer.parts["model"]
-        with whole.gathered(runtime.main_host), saving.step():
+        weights = trainer.checkpointer.parts["model"]
+        with weights.gathered(runtime.main_host), saving.step():
             if runtime.is_main:
-                final = whole.module
+                final = weights.module
                 for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
                     parameter.data = parameter.data.to(weight_dtype(args))
                 models.merge(final).save_pretrained(path)
@@ -172,7 +172,8 @@ def load_pairs(
     """
     with models.about(name):
         dataset = as_dataset(dataset)
-        if missing := {"chosen", "rejected"} - set(dataset.column_names):
+        missing = {"chosen", "rejected"} - set(dataset.column_names)
+        if missing:
             raise ValueError(
                 f"the dataset has no column {min(missing)!r} (it has "
                 f"{', '.join(dataset.column_names)}): rename one by dataset_columns"
@@ -189,9 +190,11 @@ def load_pairs(
         for row, texts in enumerate(dataset):
             pair = _tokenize_pair(texts, args, tokenizer, row, repeated)
             size = max(len(pair.chosen), len(pair.rejected))
-            fits = limit is None or size <= limit
-            pairs.append(pair if fits else None)
-            if not fits and args.long_examples == "error":
+            if limit is None or size <= limit:
+                pairs.append(pair)
+                continue
+            pairs.append(None)
+            if args.long_examples == "error":
                 raise ValueError(
                     f"a text in row {row} has {size} tokens, more than the {limit} of max_length "
                     "or the model: set long_examples to drop, or shorten them"
@@ -227,25 +230,25 @@ def _tokenize_pair(
             asked = with_system(asked, system, where)
         if has_prompt:
             ids = encode_whole(asked, text, tokenizer, row, args.append_eos, tools=tools)
-            both.append(ids)
-            continue
-        if system is not None and isinstance(text, list):
-            text = with_system(text, system, where)
-        ids = encode(text, tokenizer, row, key, open_turn=False, tools=tools)
-        ends = args.append_eos and isinstance(text, str)
-        both.append(with_eos(ids, tokenizer) if ends else ids)
+        else:
+            if system is not None and isinstance(text, list):
+                text = with_system(text, system, where)
+            ids = encode(text, tokenizer, row, key, open_turn=False, tools=tools)
+            if args.append_eos and isinstance(text, str):
+                ids = with_eos(ids, tokenizer)
+        both.append(ids)
     if both[0] == both[1]:
         raise ValueError(
             f"chosen and rejected have the same tokens in row {row}: drop the row, or look at what "
             "the chat template leaves out"
         )
-    given = pair.get("margin", 0.0)
+    value = pair.get("margin", 0.0)
     with suppress(TypeError, ValueError):  # a column of CSV may be text
-        given = float(given)
-    margin = finite(given)
+        value = float(value)
+    margin = finite(value)
     if margin is None or abs(margin) > LARGEST:
         raise ValueError(
-            f"the margin in row {row} must be a finite number, up to {LARGEST:g}, got {show(given)}"
+            f"the margin in row {row} must be a finite number, up to {LARGEST:g}, got {show(value)}"
         )
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
@@ -261,16 +264,17 @@ class Preference(Objective):
     def size(self, row: Pair) -> int:
         return 2 * max(len(row.chosen), len(row.rejected))
 
-    def collate(self, rows: Sequence[Pair]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Pair]) -> Inputs:
         """Pad pairs to (B,2,T) ids and mask, chosen before rejected, and margins (B,)."""
         ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], self.pad)
         margins = torch.tensor([row.margin for row in rows])
         shape = (len(rows), 2, -1)
         return {"ids": ids.view(shape), "mask": mask.view(shape), "margins": margins}
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Return the scores of the chosen and the rejected texts, and the margins, (B,3)."""
-        ids, mask = (inputs[name].flatten(0, 1) for name in ("ids", "mask"))
+        ids = inputs["ids"].flatten(0, 1)
+        mask = inputs["mask"].flatten(0, 1)
         with self.autocast(inputs):
             scores = sequence_scores(self.model, ids, mask).view(-1, 2)
         return torch.cat([scores, inputs["margins"][:, None]], dim=1)
@@ -282,7 +286,7 @@ class Preference(Objective):
             loss = loss + self.center * centering_loss(chosen, rejected)
         return loss * len(numbers)
 
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         """Compute the share of pairs in the right order (a tie is wrong), calibration and loss."""
         chosen, rejected, margins = numbers.unbind(1)
         return {
@@ -318,11 +322,12 @@ def _load(
     def classifier_of(path: str) -> PreTrainedModel:
         models.check_options(path, options, args.trust_remote_code)
         # The checkpoint's dtype may be bfloat16, which would lose small updates.
-        own = {"num_labels": 1, "dtype": weight_dtype(args), **options}
         return models.from_pretrained(
-            *(AutoModelForSequenceClassification, path, NEW_HEADS),
+            AutoModelForSequenceClassification,
+            path,
+            NEW_HEADS,
             trust_remote_code=args.trust_remote_code,
-            **own,
+            **{"num_labels": 1, "dtype": weight_dtype(args), **options},
         )
 
     path = str(model)

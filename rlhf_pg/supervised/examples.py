@@ -3,7 +3,7 @@
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
@@ -29,7 +29,8 @@ UNLABELLED = -100  # the label that losses of transformers ignore
 
 Made = TypeVar("Made")
 S = TypeVar("S", bound=SupervisedConfig)
-Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
+Row: TypeAlias = Mapping[str, Any]
+Rows: TypeAlias = Dataset | Sequence[Row]
 Marked = tuple[list[int], list[bool]]  # token ids, and the mask of those to train on
 
 
@@ -42,10 +43,13 @@ class Example(TypedDict):
 
 def completion_column(columns: Sequence[str]) -> str | None:
     """Return the column with completions of prompts; None if conversations or texts are whole."""
-    is_chat = not CHATS.isdisjoint(columns)
-    if (is_chat and "completion" not in columns) or "prompt" not in columns:
+    if "prompt" not in columns:
         return None
-    return next((name for name in ("completion", "answer") if name in columns), None)
+    if "completion" in columns:
+        return "completion"
+    if "answer" in columns and CHATS.isdisjoint(columns):
+        return "answer"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +59,11 @@ class ExampleMaker:
     tokenizer: PreTrainedTokenizerBase
     args: SFTConfig
     columns: Sequence[str]
+    completion: str | None  # from `completion_column`
     limit: int | None  # most tokens of an example
     repeats_prompt: bool = False  # every completion begins with its prompt, which is not learnt
 
-    @property
-    def completion(self) -> str | None:
-        return completion_column(self.columns)
-
-    def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
+    def __call__(self, row: Row, number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None:
             ids, mask = self._complete(row, row[self.completion], number)
@@ -90,7 +91,7 @@ class ExampleMaker:
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
 
-    def _complete(self, row: Mapping[str, Any], completion: Any, number: int) -> Marked:
+    def _complete(self, row: Row, completion: Any, number: int) -> Marked:
         prompt = row["prompt"]
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
@@ -112,7 +113,7 @@ class ExampleMaker:
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat(row, [*prompt, *completion], read, where)
 
-    def _chat(self, row: Mapping[str, Any], messages: Any, read: int, where: str) -> Marked:
+    def _chat(self, row: Row, messages: Any, read: int, where: str) -> Marked:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
             raise ValueError(f"{where} must be a list of messages, got {show(messages)}")
         system = system_of(row, self.args)
@@ -148,7 +149,11 @@ class ExampleMaker:
 
 
 def load_examples(
-    data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
+    data: Rows,
+    args: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    name: str,
 ) -> list[Example]:
     """Make the examples of a dataset, of at most `limit` tokens; ValueError, with its name, if a
     column is missing, a row is invalid, or none is left.
@@ -156,20 +161,28 @@ def load_examples(
     with about(name):
         data = as_dataset(data)
         columns = data.column_names
-        maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
-        if maker.completion is not None:
-            maker = replace(maker, repeats_prompt=repeat_prompts(data, maker.completion))
-        has_prompts = maker.completion is not None
-        if not has_prompts and not {*CHATS, "text"} & set(columns):
+        completion = completion_column(columns)
+        repeats_prompt = False
+        if completion is not None:
+            repeats_prompt = repeat_prompts(data, completion)
+        elif CHATS.isdisjoint(columns) and "text" not in columns:
             raise ValueError(
                 "the dataset has no columns prompt and completion (or answer), messages, or text: "
                 f"it has {', '.join(columns)}. Rename columns by dataset_columns"
             )
-        if args.completion_only_loss and not has_prompts:
+        elif args.completion_only_loss:
             raise ValueError(
                 f"completion_only_loss needs columns prompt and completion; it has "
                 f"{', '.join(columns)}"
             )
+        maker = ExampleMaker(
+            tokenizer=tokenizer,
+            args=args,
+            columns=columns,
+            completion=completion,
+            limit=limit,
+            repeats_prompt=repeats_prompt,
+        )
         made = [maker(row, number) for number, row in enumerate(data)]
     return left_over(made, name)
 
@@ -181,21 +194,23 @@ def repeat_prompts(data: Dataset, *columns: str) -> bool:
         asked = last_text(prompt)
         return isinstance(text, str) and bool(asked) and text != asked and text.startswith(asked)
 
-    pairs = [pair for name in columns for pair in zip(data["prompt"], data[name], strict=True)]
-    found = bool(pairs) and all(repeats(*pair) for pair in pairs)
-    if found:
-        logger.warning("every %s begins with its prompt, which is read once", " and ".join(columns))
-    return found
+    if not len(data):
+        return False
+    for name in columns:
+        if not all(map(repeats, data["prompt"], data[name])):
+            return False
+    logger.warning("every %s begins with its prompt, which is read once", " and ".join(columns))
+    return True
 
 
 def without_prompt(prompt: Any, text: str) -> str:
     """Return the rest of a text that begins with its prompt; an answer in a chat has no space
     before it.
     """
-    rest = text.removeprefix(last_text(prompt))
+    text = text.removeprefix(last_text(prompt))
     if isinstance(prompt, str):
-        return rest
-    return rest.lstrip()
+        return text
+    return text.lstrip()
 
 
 def split_repeated(prompt: Any, text: Any, row: int, column: str) -> tuple[list[Any], list[Any]]:
@@ -210,18 +225,23 @@ def split_repeated(prompt: Any, text: Any, row: int, column: str) -> tuple[list[
             "move them there, or put a message of the user between"
         )
     bare = [message for message in prompt if message["role"] != "system"]
-    system = [message for message in text[:1] if message["role"] == "system"]
-    if system and text[1 : len(bare) + 1] == bare:
-        return text[: len(bare) + 1], text[len(bare) + 1 :]
-    return prompt, text[len(bare) :] if text[: len(bare)] == bare else text
+    length = len(bare)
+    if text[0]["role"] == "system" and text[1 : length + 1] == bare:
+        return text[: length + 1], text[length + 1 :]
+    if text[:length] == bare:
+        text = text[length:]
+    return prompt, text
 
 
 def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> list[Made]:
     """Return what is not None, and print how many were too long; ValueError if nothing is left."""
-    kept = [one for one in made if one is not None]
+    kept = [row for row in made if row is not None]
+    if not made:
+        raise ValueError(f"{name}: it has no rows: give some")
     if not kept:
-        long = f"each of its {len(made)} {what} is too long: raise max_length, or shorten them"
-        raise ValueError(f"{name}: {long if made else 'it has no rows: give some'}")
+        raise ValueError(
+            f"{name}: each of its {len(made)} {what} is too long: raise max_length, or shorten them"
+        )
     if len(kept) < len(made):
         say(f"{name}: {len(made) - len(kept)} of {len(made)} {what} are too long: left out")
     return kept
@@ -229,14 +249,19 @@ def left_over(made: Sequence[Made | None], name: str, what: str = "rows") -> lis
 
 def limit_of(args: SupervisedConfig, positions: int | None) -> int | None:
     """Return how many tokens an example may have."""
-    return min((n for n in (args.max_length, positions) if n is not None), default=None)
+    limits = [n for n in (args.max_length, positions) if n is not None]
+    return min(limits, default=None)
 
 
 def ends_of(examples: Sequence[Example], args: SFTConfig, positions: int | None) -> list[int]:
     """Return the last token that is learnt of each example, but for those that were cut."""
     limit = limit_of(args, positions) if args.long_examples == "truncate" else None
-    learnt = [row["labels"] for row in examples if len(row["labels"]) != limit]
-    return [next(i for i in reversed(labels) if i != UNLABELLED) for labels in learnt]
+    ends = []
+    for example in examples:
+        labels = example["labels"]
+        if len(labels) != limit:
+            ends.append(next(i for i in reversed(labels) if i != UNLABELLED))
+    return ends
 
 
 def settle_data(
@@ -266,5 +291,7 @@ def load_all(
     limit = limit_of(args, max_positions(model))
     make = partial(load, args=args, tokenizer=tokenizer, limit=limit)
     examples = make(train, name="train_dataset")
-    sets = {name: make(own, name=f"eval_dataset {name}".rstrip()) for name, own in held_out.items()}
+    sets = {}
+    for name, dataset in held_out.items():
+        sets[name] = make(dataset, name=f"eval_dataset {name}".rstrip())
     return args, tokenizer, examples, sets

@@ -31,7 +31,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
 
 
 def train_sft(
@@ -41,7 +41,7 @@ def train_sft(
     train_dataset: Rows | None = None,
     eval_dataset: Rows | Mapping[str, Rows] | None = None,
     peft_config: Any = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Fine-tune a language model, and save it with its tokenizer in `args.output_dir/final`.
 
     An earlier run there is set aside.
@@ -73,12 +73,23 @@ def train_sft(
     model = model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
-    dtype = weight_dtype(args) if peft_config is None else None  # frozen weights are not updated
-    policy = models.policy_of(model, args, runtime.loading_device, peft_config, dtype=dtype)
-    args, tokenizer, examples, held_out = load_all(
-        load_examples, args, policy, processing_class, data, runtime.today()
+    policy = models.policy_of(
+        model,
+        args,
+        runtime.loading_device,
+        peft_config,
+        dtype=weight_dtype(args) if peft_config is None else None,  # frozen weights do not change
     )
-    ends = learn_stops(policy, tokenizer, ends_of(examples, args, models.max_positions(policy)))
+    args, tokenizer, examples, held_out = load_all(
+        load_examples,
+        args,
+        policy,
+        processing_class,
+        data,
+        runtime.today(),
+    )
+    lasts = ends_of(examples, args, models.max_positions(policy))
+    ends = learn_stops(policy, tokenizer, lasts)
     if ends and runtime.is_main:
         names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
         say(f"{names} ends what is learnt: from now on it ends completions of this model too")
@@ -104,7 +115,7 @@ def fit(
     examples: list[Example],
     held_out: Mapping[str, list[Example]],
     runtime: Runtime,
-) -> dict[str, float]:
+) -> Metrics:
     """Train a loaded model on examples, and save it; see `train_sft`."""
     if args.packing:
         check_packing(model, examples)
@@ -134,25 +145,30 @@ class Likelihood(Objective):
     def size(self, row: Example) -> int:
         return len(row["input_ids"])
 
-    def collate(self, rows: Sequence[Example]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Example]) -> Inputs:
         """Pad examples on the right to (B,T) ids, labels and mask, or pack them."""
         if self.packs is not None and self.training:  # held-out rows are counted one by one
             return dict(self.packs(rows))
         ids, mask = pad_rows([row["input_ids"] for row in rows], self.pad)
         labels, _ = pad_rows([row["labels"] for row in rows], UNLABELLED)
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": mask.long(),
+        }
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Return loss, correct tokens and trained tokens of each row, (B,3)."""
-        given = {name: value for name, value in inputs.items() if name != "labels"}
+        inputs = inputs.copy()
+        labels = inputs.pop("labels")
         with self.autocast(inputs):
-            logits = self.model(**given, use_cache=False).logits
-            return token_sums(logits, inputs["labels"], self.smoothing * self.training)
+            logits = self.model(**inputs, use_cache=False).logits
+            return token_sums(logits, labels, self.smoothing * self.training)
 
     def loss(self, numbers: Tensor) -> Tensor:
         return numbers[:, 0].sum()
 
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         loss, right, learnt = numbers.sum(0).tolist()
         return {"loss": loss / learnt, "mean_token_accuracy": right / learnt}
 
@@ -164,11 +180,15 @@ def token_sums(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor
     logits = logits[:, :-1]
     labels = labels[:, 1:]
     learnt = labels != UNLABELLED
-    flat = (logits.flatten(0, 1), labels.flatten())
-    losses = nn.functional.cross_entropy(*flat, reduction="none", label_smoothing=smoothing)
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    losses = losses.view(labels.shape)
     right = (logits.argmax(-1) == labels) & learnt
-    sums = [losses.view(labels.shape).sum(1), right.sum(1), learnt.sum(1)]
-    return torch.stack(sums, dim=1)
+    return torch.stack([losses.sum(1), right.sum(1), learnt.sum(1)], dim=1)
 
 
 @torch.no_grad()
@@ -188,7 +208,8 @@ def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
             inputs = {name: value.to(model.device) for name, value in batch.items()}
             logits.append(model(**inputs, use_cache=False).logits[0, len(first) :].float())
     change = (logits[0] - logits[1]).abs().max() / logits[0].std()
-    if not change <= (0.05 if model.dtype == torch.bfloat16 else 1e-3):  # rounding, in deviations
+    rounding = 0.05 if model.dtype == torch.bfloat16 else 1e-3  # in deviations
+    if not change <= rounding:
         raise ValueError(
             f"packing: the attention of {type(model).__name__} mixes packed examples: leave it out"
         )

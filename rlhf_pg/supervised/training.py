@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ TOKENS = 16384
 LOGITS = 2**28
 MOST_SKIPPED = 3  # consecutive steps without a finite gradient
 
+Inputs = dict[str, Tensor]
+Metrics = dict[str, float]
+
 
 class Objective(nn.Module, ABC):
     """A model and its loss on rows of data."""
@@ -48,9 +52,10 @@ class Objective(nn.Module, ABC):
 
     def __init__(self, model: PreTrainedModel, args: SupervisedConfig) -> None:
         super().__init__()
-        self.model, self._dtype = model, getattr(torch, args.dtype)
+        self.model = model
+        self._dtype = getattr(torch, args.dtype)
 
-    def autocast(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Any]:
+    def autocast(self, inputs: Inputs) -> AbstractContextManager[Any]:
         """Compute in bfloat16 inside the block, if the config says so."""
         kind = next(iter(inputs.values())).device.type  # weights may be offloaded
         return torch.autocast(kind, torch.bfloat16, self._dtype == torch.bfloat16)
@@ -64,11 +69,11 @@ class Objective(nn.Module, ABC):
         """Return the tokens of a row."""
 
     @abstractmethod
-    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Any]) -> Inputs:
         """Make the inputs of `forward`."""
 
     @abstractmethod
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, inputs: Inputs) -> Tensor:
         """Return (B,K) numbers of the rows."""
 
     @abstractmethod
@@ -76,7 +81,7 @@ class Objective(nn.Module, ABC):
         """Return the sum over all units, from the numbers of a micro-batch."""
 
     @abstractmethod
-    def summarize(self, numbers: Tensor) -> dict[str, float]:
+    def summarize(self, numbers: Tensor) -> Metrics:
         """Return metrics, from the float64 numbers of all held-out rows."""
 
 
@@ -117,26 +122,38 @@ class SupervisedTrainer:
         self.objective = objective
         self.rows = rows
         self.held_out = held_out
-        self.runtime, self.state = runtime, TrainState()
+        self.runtime = runtime
+        self.state = TrainState()
         self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)
         steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self.total = args.max_steps if args.max_steps > 0 else steps
-        longest = max(max(map(objective.size, own)) for own in (rows, *held_out.values()))
+        longest = max(map(objective.size, chain(rows, *held_out.values())))
         self.rows_per_pass = micro_batch_size(args, objective.vocabulary, longest, runtime.world)
-        prints = {"model": models.fingerprint(model), "train_dataset": data}
-        prints["tokenizer"] = vocabulary_fingerprint(tokenizer)
+        fingerprints = {
+            "reference": None,
+            "critic": None,
+            "model": models.fingerprint(model),
+            "train_dataset": data,
+            "tokenizer": vocabulary_fingerprint(tokenizer),
+        }
         parts = {"model": FullWeights(model, runtime.splits, runtime.watch)}
         objective.to(runtime.loading_device)
         trained = [p for p in objective.parameters() if p.requires_grad]
-        groups = [
-            {"params": own, "weight_decay": decay}
-            for decay, is_wide in ((args.weight_decay, True), (0.0, False))  # biases, norms: none
-            if (own := [p for p in trained if (p.ndim >= 2) == is_wide])
-        ]
+        groups = []
+        if wide := [p for p in trained if p.ndim >= 2]:
+            groups.append({"params": wide, "weight_decay": args.weight_decay})
+        if narrow := [p for p in trained if p.ndim < 2]:  # biases and norms do not decay
+            groups.append({"params": narrow, "weight_decay": 0.0})
         optimizer = AdamW(groups, lr=args.learning_rate, fused=True)
-        warmup = args.warmup_steps if args.warmup_steps >= 1 else self.total * args.warmup_steps
-        length = math.ceil(warmup), self.total
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, *length)
+        warmup = args.warmup_steps
+        if warmup < 1:  # a share of all steps
+            warmup *= self.total
+        scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            math.ceil(warmup),
+            self.total,
+        )
         self.backend = runtime.prepare(objective, optimizer, args.max_grad_norm)
         self.checkpointer = Checkpointer(
             directory=Path(args.output_dir) / "checkpoints",
@@ -146,12 +163,12 @@ class SupervisedTrainer:
             scheduler=scheduler,
             state=self.state,
             config=asdict(args),
-            fingerprints=lambda: {"reference": None, "critic": None, **prints},
+            fingerprints=lambda: fingerprints,
             limit=args.save_total_limit,
         )
 
     @broadcasts_failure
-    def train(self, save: Callable[[atomic.Save, Path], None]) -> dict[str, float]:
+    def train(self, save: Callable[[atomic.Save, Path], None]) -> Metrics:
         """Train, evaluate, and save by `save` (on all processes); return the metrics on held-out
         rows, which are in `metrics.json` too.
 
@@ -166,7 +183,7 @@ class SupervisedTrainer:
         directory = Path(args.output_dir)
         saver = self.checkpointer
         final = directory / "final"
-        measured = dict[str, float]()
+        measured = Metrics()
         trackers = Trackers(args.report_to, runtime)
         termination = Termination(runtime)
         with run_dir_lock(directory, runtime):
@@ -178,8 +195,8 @@ class SupervisedTrainer:
                 )
             journal = Journal(directory, state.step, runtime.is_main, ("loss", "grad_norm"))
             if runtime.is_main:
-                own = replace(args, resume_from_checkpoint=saver.origin)
-                dump(own, directory / "config.yaml")
+                recorded = replace(args, resume_from_checkpoint=saver.origin)
+                dump(recorded, directory / "config.yaml")
             tracked = trackers.open(directory, args.run_name, asdict(args), state.step > 0)
             with termination.handle_signals(), tracked, journal.progress(self.total):
                 while state.step < self.total:
@@ -206,8 +223,11 @@ class SupervisedTrainer:
                     write_file(directory / "metrics.json", [f"{text}\n".encode()])
             if number := termination.agree():  # also of a signal during the last report
                 raise Terminated(number)
-            said = ", ".join(f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items())
-            journal.say(f"{f'held-out {said}; ' if said else ''}saved {final}")
+            line = f"saved {final}"
+            if measured:
+                parts = [f"{n.removeprefix('eval_')} {x:.3f}" for n, x in measured.items()]
+                line = f"held-out {', '.join(parts)}; {line}"
+            journal.say(line)
         return measured
 
     def step(self) -> dict[str, Any]:
@@ -216,7 +236,8 @@ class SupervisedTrainer:
         state = self.state
         begun = time.perf_counter()
         rate = self.backend.optimizer.param_groups[0]["lr"]
-        rows = [self.rows[i] for i in order(len(self.rows), args.batch_size, args.seed, state.step)]
+        places = order(len(self.rows), args.batch_size, args.seed, state.step)
+        rows = [self.rows[i] for i in places]
         units = sum(map(self.objective.count, rows))
         self.objective.train()
         if args.disable_dropout:
@@ -230,7 +251,9 @@ class SupervisedTrainer:
         norm = self.backend.step()
         self.checkpointer.scheduler.step()
         state.step += 1
-        state.skipped_in_a_row = 0 if math.isfinite(norm) else state.skipped_in_a_row + 1
+        state.skipped_in_a_row += 1
+        if math.isfinite(norm):
+            state.skipped_in_a_row = 0
         if state.skipped_in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
                 f"step {state.step}: {MOST_SKIPPED + 1} gradients in a row are not finite: lower "
@@ -246,29 +269,33 @@ class SupervisedTrainer:
         }
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Return the metrics on every held-out set."""
         self.objective.eval()
-        metrics = dict[str, float]()
+        metrics = Metrics()
         for name, rows in self.held_out.items():
-            found = [self.backend(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
-            numbers, _ = self.runtime.gather(torch.cat(found).double())
+            parts = [self.backend(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
+            numbers, _ = self.runtime.gather(torch.cat(parts).double())
             summary = self.objective.summarize(numbers.cpu())
             prefix = f"eval_{name}_" if name else "eval_"
-            metrics |= {prefix + key: value for key, value in summary.items()}
+            for key, value in summary.items():
+                metrics[prefix + key] = value
         return metrics
 
-    def _micro_batches(self, rows: Sequence[Any]) -> Iterator[tuple[dict[str, Tensor], int, bool]]:
+    def _micro_batches(self, rows: Sequence[Any]) -> Iterator[tuple[Inputs, int, bool]]:
         """Yield the inputs of this process's micro-batches, as many as on every other process, with
         their number of rows (0 for blank inputs), and whether they are the last.
         """
-        own = rows[self.runtime.rank :: self.runtime.world]
-        number = math.ceil(math.ceil(len(rows) / self.runtime.world) / self.rows_per_pass)
+        runtime = self.runtime
+        size = self.rows_per_pass
+        local = rows[runtime.rank :: runtime.world]
+        most = math.ceil(len(rows) / runtime.world)  # rows of a process
+        number = math.ceil(most / size)
         for i in range(number):
-            part = own[i * self.rows_per_pass : (i + 1) * self.rows_per_pass]
+            part = local[i * size : (i + 1) * size]
             inputs = self.objective.collate(part or rows[:1])
-            there = {name: value.to(self.runtime.device) for name, value in inputs.items()}
-            yield there, len(part), i + 1 == number
+            inputs = {name: value.to(runtime.device) for name, value in inputs.items()}
+            yield inputs, len(part), i + 1 == number
 
 
 def order(size: int, batch: int, seed: int, step: int) -> list[int]:
@@ -279,7 +306,8 @@ def order(size: int, batch: int, seed: int, step: int) -> list[int]:
 
 @lru_cache(1)
 def _permutation(size: int, seed: int) -> list[int]:
-    return list(torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist())
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randperm(size, generator=generator).tolist())
 
 
 def micro_batch_size(args: SupervisedConfig, vocabulary: int, longest: int, world: int) -> int:

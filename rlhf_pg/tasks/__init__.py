@@ -20,11 +20,11 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 4
     """
     if name in TASKS:
         return TASKS[name]()
-    source, _, own = name.partition(":")
+    source, _, generator = name.partition(":")
     if source == "reasoning_gym":
         from rlhf_pg.tasks.reasoning_gym import reasoning_gym_task
 
-        return reasoning_gym_task(own, options or {}, seed)
+        return reasoning_gym_task(generator, options or {}, seed)
     from rlhf_pg.rollout.multi_turn.adapters import load_task as adapted
 
     return Task(name=name, **adapted(name, options, seed)._asdict())

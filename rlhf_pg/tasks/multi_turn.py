@@ -29,8 +29,14 @@ LONGEST = 32  # characters of an expression
 # Any text without line breaks can be tokenized, such as an error message; a call has few tokens.
 CHARACTERS = "".join(map(chr, range(32, 127)))
 PIECES = [
-    *("<tool_call>", '{"name": "', "calculate", '", "arguments": {"', "expression", '": "'),
-    *('"}}', "</tool_call>"),
+    "<tool_call>",
+    '{"name": "',
+    "calculate",
+    '", "arguments": {"',
+    "expression",
+    '": "',
+    '"}}',
+    "</tool_call>",
 ]
 BY_HEAD = 0.4  # share of demonstrated answers that are invented without the calculator
 MISREAD = 0.1  # share of demonstrated calls with one wrong digit
@@ -82,16 +88,17 @@ class Guess:
         """
         if not re.fullmatch("[0-9]{1,2}", completion):
             return "?", 0.0, False
-        said = int(completion)
+        guessed = int(completion)
         before = self.high - self.low + 1
-        if said == self.number:
-            self.low = self.high = said
-        elif said < self.number:
-            self.low = max(self.low, said + 1)
+        if guessed == self.number:
+            self.low = self.high = guessed
+        elif guessed < self.number:
+            self.low = max(self.low, guessed + 1)
         else:
-            self.high = min(self.high, said - 1)
+            self.high = min(self.high, guessed - 1)
         reward = math.log(before / (self.high - self.low + 1), self.highest)
-        return (">" if self.number > said else "<"), reward, said == self.number
+        answer = ">" if guessed < self.number else "<"
+        return answer, reward, guessed == self.number
 
 
 def _games(rows: list[dict[str, str]], chance: random.Random) -> list[Demonstration]:
@@ -104,9 +111,11 @@ def _games(rows: list[dict[str, str]], chance: random.Random) -> list[Demonstrat
         answers: list[str] = []
         done = False
         while not done and len(turns) < TURNS:
-            is_blind = chance.random() < BLIND
-            bounds = (1, environment.highest) if is_blind else (environment.low, environment.high)
-            turns.append(str(chance.randint(*bounds)))
+            if chance.random() < BLIND:
+                number = chance.randint(1, environment.highest)
+            else:
+                number = chance.randint(environment.low, environment.high)
+            turns.append(str(number))
             answer, _, done = environment.step(turns[-1])
             answers.append(answer)
         games.append(Demonstration(prompt, turns, answers[:-1]))
@@ -173,11 +182,11 @@ def _chats(prompts: Sequence[Any], chance: random.Random) -> list[Demonstration]
             continue
         typed = prompt[0]["content"]
         if chance.random() < MISREAD:
-            place = chance.choice([i for i, said in enumerate(typed) if said.isdigit()])
+            place = chance.choice([i for i, x in enumerate(typed) if x.isdigit()])
             typed = typed[:place] + chance.choice("0123456789") + typed[place + 1 :]
         call = {"name": "calculate", "arguments": {"expression": typed}}
         result = calculate(typed)
         turns = [f"<tool_call>{json.dumps(call)}</tool_call>", result]
-        told = [{"role": "tool", "name": "calculate", "content": result}]
-        chats.append(Demonstration(prompt, turns, [told]))
+        answer = [{"role": "tool", "name": "calculate", "content": result}]
+        chats.append(Demonstration(prompt, turns, [answer]))
     return chats

@@ -18,8 +18,26 @@ from rlhf_pg.tasks.task import Task
 from rlhf_pg.tasks.tiny import word_tokenizer
 
 OWNERS = ["our", "my", "their", "the"]
-FOODS = ["soup", "bread", "fish", "cake", "tea", "rice", "salad", "coffee"]
-ROOMS = ["room", "cabin", "kitchen", "office", "hall", "tent", "cellar", "attic"]
+FOODS = [
+    "soup",
+    "bread",
+    "fish",
+    "cake",
+    "tea",
+    "rice",
+    "salad",
+    "coffee",
+]
+ROOMS = [
+    "room",
+    "cabin",
+    "kitchen",
+    "office",
+    "hall",
+    "tent",
+    "cellar",
+    "attic",
+]
 TIMES = ["here", "there", "today", "again", "tonight"]
 
 MODIFIERS = {"very": 1.5, "quite": 0.7, "not": -1.0}
@@ -28,16 +46,32 @@ CONNECTIVES = ["and", "but"]
 STOP = "."
 
 # Value of an adjective, for a food and for a room.
-# fmt: off
 VALENCES = {
-    "good": (1.0, 1.0), "fine": (0.6, 0.6), "bad": (-1.0, -1.0), "poor": (-0.8, -0.8),
-    "fresh": (1.2, 0.6), "stale": (-1.2, -0.6), "rich": (0.8, 0.4), "bland": (-0.8, -0.4),
-    "sweet": (0.6, 0.4), "bitter": (-0.6, -0.4), "tender": (0.8, 0.4), "burnt": (-1.2, -1.2),
-    "bright": (0.4, 1.0), "dark": (0.4, -0.8), "calm": (0.4, 0.8), "loud": (-0.4, -1.0),
-    "big": (0.6, 1.0), "small": (-0.6, -0.6), "clean": (0.4, 1.2), "dirty": (-1.2, -1.2),
-    "hot": (1.0, -1.0), "cold": (-1.0, -0.4), "dry": (-1.0, 0.8), "soft": (0.6, -0.6),
+    "good": (1.0, 1.0),
+    "fine": (0.6, 0.6),
+    "bad": (-1.0, -1.0),
+    "poor": (-0.8, -0.8),
+    "fresh": (1.2, 0.6),
+    "stale": (-1.2, -0.6),
+    "rich": (0.8, 0.4),
+    "bland": (-0.8, -0.4),
+    "sweet": (0.6, 0.4),
+    "bitter": (-0.6, -0.4),
+    "tender": (0.8, 0.4),
+    "burnt": (-1.2, -1.2),
+    "bright": (0.4, 1.0),
+    "dark": (0.4, -0.8),
+    "calm": (0.4, 0.8),
+    "loud": (-0.4, -1.0),
+    "big": (0.6, 1.0),
+    "small": (-0.6, -0.6),
+    "clean": (0.4, 1.2),
+    "dirty": (-1.2, -1.2),
+    "hot": (1.0, -1.0),
+    "cold": (-1.0, -0.4),
+    "dry": (-1.0, 0.8),
+    "soft": (0.6, -0.6),
 }
-# fmt: on
 
 # The grammar: the kinds of word that may follow each kind. A review begins after "start"; no word
 # may follow "stop" or an "other" word.
@@ -105,13 +139,14 @@ def gold_score(prompt: str, completion: str) -> float:
 
 
 def _content(prompt: str, words: Sequence[str]) -> float:
-    told = words[: words.index(STOP)] if STOP in words else words
+    if STOP in words:
+        words = words[: words.index(STOP)]
     column = 0 if any(word in FOODS for word in prompt.split()) else 1  # of VALENCES
-    return sum(
-        MODIFIERS.get(before, 1.0) * VALENCES[word][column]
-        for i, (before, word) in enumerate(pairwise(["", *told]))
-        if word in VALENCES and word not in told[:i]
-    )
+    values = []
+    for i, (before, word) in enumerate(pairwise(["", *words])):
+        if word in VALENCES and word not in words[:i]:
+            values.append(MODIFIERS.get(before, 1.0) * VALENCES[word][column])
+    return sum(values)
 
 
 def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dataset:
@@ -122,20 +157,24 @@ def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dat
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         prompt = chance.choice(prompts)
-        a, b = (_draft(prompt, chance) for _ in range(2))
-        if a == b:
+        chosen = _draft(prompt, chance)
+        rejected = _draft(prompt, chance)
+        if chosen == rejected:
             continue
-        worse = gold_score(prompt, b) - gold_score(prompt, a)
+        worse = gold_score(prompt, rejected) - gold_score(prompt, chosen)
         if chance.random() >= 1 / (1 + math.exp(worse / NOISE_SCALE)):
-            a, b = b, a
-        rows.append({"prompt": prompt, "chosen": a, "rejected": b})
+            chosen, rejected = rejected, chosen
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return Dataset.from_list(rows)
 
 
 def _reviews(prompts: Sequence[str], per_prompt: int, chance: random.Random) -> Dataset:
     """Make answers of every quality, which the warm start imitates before RL."""
-    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
-    return Dataset.from_dict({"prompt": repeated, "answer": [_review(p, chance) for p in repeated]})
+    rows = []
+    for prompt in prompts:
+        for _ in range(per_prompt):
+            rows.append({"prompt": prompt, "answer": _review(prompt, chance)})
+    return Dataset.from_list(rows)
 
 
 def _review(prompt: str, chance: random.Random) -> str:
@@ -150,7 +189,9 @@ def _review(prompt: str, chance: random.Random) -> str:
 def _phrase(prompt: str, mood: int, chance: random.Random) -> list[str]:
     while True:
         [modifier] = chance.choices(["", *MODIFIERS], MODIFIER_ODDS)
-        phrase = [modifier] * bool(modifier) + [chance.choice(list(VALENCES))]
+        phrase = [chance.choice(list(VALENCES))]
+        if modifier:
+            phrase.insert(0, modifier)
         if _content(prompt, phrase) * mood > 0 or chance.random() < OFF_MOOD_SHARE:
             return phrase
 
@@ -158,16 +199,17 @@ def _phrase(prompt: str, mood: int, chance: random.Random) -> list[str]:
 def _draft(prompt: str, chance: random.Random) -> str:
     """Write a review, sometimes corrupted, since a reward model must see bad form."""
     words = _review(prompt, chance).split()
-    if chance.random() >= CORRUPTED_SHARE:
-        return " ".join(words)
-    i = chance.randrange(len(words))
-    change = chance.choice(["drop", "double", "swap", "cut", "repeat"])
-    if change == "repeat":
-        return " ".join([*words[:-1], chance.choice(CONNECTIVES), *words])
-    changed = {
-        "drop": [*words[:i], *words[i + 1 :]],
-        "double": [*words[: i + 1], *words[i:]],
-        "swap": [*words[:i], words[-1], *words[i:-1]],
-        "cut": words[:i],
-    }
-    return " ".join(changed[change])
+    if chance.random() < CORRUPTED_SHARE:
+        i = chance.randrange(len(words))
+        change = chance.choice(["drop", "double", "move the last", "cut", "repeat"])
+        if change == "drop":
+            del words[i]
+        elif change == "double":
+            words.insert(i, words[i])
+        elif change == "move the last":
+            words.insert(i, words.pop())
+        elif change == "cut":
+            del words[i:]
+        else:
+            words = [*words[:-1], chance.choice(CONNECTIVES), *words]
+    return " ".join(words)

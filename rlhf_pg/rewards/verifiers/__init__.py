@@ -21,8 +21,15 @@ from rlhf_pg.rewards.verifiers import answers, programs, texts
 VERIFIERS: dict[str, Callable[..., float]] = {
     function.__name__: function
     for function in (
-        *(answers.math, answers.exact, answers.numeric, answers.regex, answers.json_schema),
-        *(answers.format, answers.length, answers.repetition, programs.code),
+        answers.math,
+        answers.exact,
+        answers.numeric,
+        answers.regex,
+        answers.json_schema,
+        answers.format,
+        answers.length,
+        answers.repetition,
+        programs.code,
     )
 }
 WAITING = ("math", "code")  # these wait for another process; threads only slow the others down
@@ -51,7 +58,11 @@ class Verifier:
         return ()
 
     def __call__(
-        self, prompts: Any, completions: Any = None, completion_ids: Any = (), **columns: Any
+        self,
+        prompts: Any,
+        completions: Any = None,
+        completion_ids: Any = (),
+        **columns: Any,
     ) -> list[float | None]:
         """Return one score per completion: None where the truth is None, and with a warning where
         it is unreadable. It may be called on one text alone: `reward("x = 4", answer="4")`.
@@ -60,7 +71,7 @@ class Verifier:
         completions = prompts if completions is None else completions
         if isinstance(completions, str):
             completions = [completions]
-            columns = {key: [one] for key, one in columns.items()}
+            columns = {key: [value] for key, value in columns.items()}
 
         def apply(completion: Any, ids: Sequence[int], truth: Any) -> float | None:
             try:
@@ -82,11 +93,16 @@ class Verifier:
 
     def score(self, text: str, ids: Sequence[int] = (), truth: Any = "") -> float:
         """Score one completion; raise `Unreadable` if the truth cannot be used."""
-        answer = texts.answer_of("<think>" * self.opened + text)
-        given = {"text": text, "answer": answer, "ids": ids, "truth": truth, "opened": self.opened}
+        offered = {
+            "text": text,
+            "answer": texts.answer_of(f"<think>{text}" if self.opened else text),
+            "ids": ids,
+            "truth": truth,
+            "opened": self.opened,
+        }
         function = VERIFIERS[self.name]
-        asked = inspect.signature(function).parameters.keys() & given
-        return function(**{name: given[name] for name in asked}, **self.options)
+        names = inspect.signature(function).parameters.keys() & offered
+        return function(**{name: offered[name] for name in names}, **self.options)
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
@@ -100,10 +116,10 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             f"there is no reward {show(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
             f"{', '.join(VERIFIERS)}"
         )
-    own = dict(options or {})
-    opened = bool(own.pop("opened", False))
+    options = dict(options or {})
+    opened = bool(options.pop("opened", False))
     try:
-        made = Verifier(name, check_options(VERIFIERS[name], own), opened)
+        made = Verifier(name, check_options(VERIFIERS[name], options), opened)
         with suppress(texts.Unreadable):  # scoring a blank finds options that do not fit together
             made.score("")
     except ValueError as error:

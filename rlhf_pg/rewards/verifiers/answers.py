@@ -40,10 +40,11 @@ def exact(answer: str, truth: Any, *, ignore_case: bool = False, column: str = "
         text = " ".join(unicodedata.normalize("NFC", text).split())
         return text.casefold() if ignore_case else text
 
-    right = [normalize(str(one)) for one in as_list(truth)]
-    for one in as_list(truth):
-        if isinstance(one, float) and one.is_integer():
-            right.append(str(int(one)))
+    right = []
+    for value in as_list(truth):
+        right.append(normalize(str(value)))
+        if isinstance(value, float) and value.is_integer():
+            right.append(str(int(value)))
     return float(normalize(answer) in right)
 
 
@@ -89,12 +90,14 @@ def numeric(
     answer: str, truth: Any, *, abs_tol: NotNegative = 1e-6, column: str = "answer"
 ) -> float:
     """Reward an answer with the same number as the truth with 1, else 0; see `number_in`."""
-    right = [found for one in as_list(truth) if (found := number_in(str(one))) is not None]
-    if not right:
+    truths = [number for text in as_list(truth) if (number := number_in(str(text))) is not None]
+    if not truths:
         raise Unreadable("there is no number in it")
     number = number_in(answer)
+    if number is None:
+        return 0.0
     most = Decimal(str(abs_tol))
-    return float(number is not None and any(abs(number - one) <= most for one in right))
+    return float(any(abs(number - right) <= most for right in truths))
 
 
 # ---------------------------------------------------------------------------------- mathematics
@@ -261,14 +264,15 @@ def format(text: str, opened: bool, *, tags: tuple[str, ...] = ("think", "answer
     if not tags or not all(tags) or len(set(tags)) < len(tags):
         raise ValueError(f"tags must be different names, got {tags}")
     marks = [(f"<{tag}>", f"</{tag}>") for tag in tags]
-    text = marks[0][0] * opened + text
+    if opened:
+        text = marks[0][0] + text
     for opening, closing in marks:
         text = text.lstrip()
-        inside, closed, rest = text.removeprefix(opening).partition(closing)
-        nested = any(mark in inside for pair in marks for mark in pair)
-        if not text.startswith(opening) or not closed or nested:
+        inside, closed, remainder = text.removeprefix(opening).partition(closing)
+        is_nested = any(mark in inside for pair in marks for mark in pair)
+        if not text.startswith(opening) or not closed or is_nested:
             return 0.0
-        text = rest
+        text = remainder
     return float(not text.strip())
 
 

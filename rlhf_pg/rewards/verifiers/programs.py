@@ -97,20 +97,21 @@ def code(
 
 def cases_in(truth: Any) -> list[str | tuple[str, str]]:
     """Return the tests of a column's entry: statements, or pairs of input and output."""
-    try:
-        truth = json.loads(truth) if isinstance(truth, str) else truth
-    except ValueError:
-        return [truth]
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            return [truth]
     match truth:
         case {"fn_name": str(name)} if name:
             raise Unreadable(f"calls of {show(name)} are not run: write assertions")
         case [*parts]:
             return [case for part in parts for case in cases_in(part)]
-        case {"input": str(given), "output": str(expected)}:
-            return [(given, expected)]
-        case {"inputs": [*given], "outputs": [*expected]} if len(given) == len(expected):
-            pairs = zip(given, expected, strict=True)
-            return cases_in([{"input": one, "output": other} for one, other in pairs])
+        case {"input": str(stdin), "output": str(expected)}:
+            return [(stdin, expected)]
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
+            pairs = zip(inputs, outputs, strict=True)
+            return cases_in([{"input": stdin, "output": expected} for stdin, expected in pairs])
     raise Unreadable(f"{show(truth)} is neither Python statements nor inputs with outputs, as text")
 
 
@@ -134,10 +135,10 @@ def fenced_blocks(answer: str) -> list[tuple[str, str]]:
                 blocks[-1][1].append(line)
                 continue
             line = start.removeprefix(FENCE)
-        _, fence, rest = line.partition(FENCE)
+        _, fence, language = line.partition(FENCE)
         is_open = bool(fence) and line.endswith("\n")
         if is_open:
-            blocks.append((LANGUAGE.findall(rest)[0], []))
+            blocks.append((LANGUAGE.findall(language)[0], []))
     return [(language, "".join(lines)) for language, lines in blocks]
 
 
@@ -148,12 +149,15 @@ def passes(program: str, case: str | tuple[str, str], timeout: float) -> bool:
         status, output = run_in_sandbox(program, timeout=timeout)
         return status == 0 and token in output
     status, output = run_in_sandbox(program, case[0], timeout)
-    # Ignore whitespace at the ends of lines, and empty lines at the end.
-    printed, wanted = ([*map(str.rstrip, x.rstrip().split("\n"))] for x in (output, case[1]))
-    return status == 0 and printed == wanted
+    return status == 0 and _printed(output) == _printed(case[1])
 
 
-def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tuple[int, str]:
+def _printed(output: str) -> list[str]:
+    """Return lines without whitespace at their ends, and without empty ones at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]
+
+
+def run_in_sandbox(program: str, stdin: str = "", timeout: float = 60.0) -> tuple[int, str]:
     """Run a Python program with an input; return exit status (137: timed out) and output."""
     source = program.encode(errors="replace")
     if b"\0" in source or len(source) > LONGEST or timeout <= 0:
@@ -161,10 +165,10 @@ def run_in_sandbox(program: str, given: str = "", timeout: float = 60.0) -> tupl
     python = [sys.executable, "-P", "-s", "-c", source.decode()]
     # A keyring belongs to a thread, and to the processes that it starts.
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_run, python, given.encode(errors="replace"), timeout).result()
+        return alone.submit(_run, python, stdin.encode(errors="replace"), timeout).result()
 
 
-def _run(python: Sequence[str], given: bytes, timeout: float) -> tuple[int, str]:
+def _run(python: Sequence[str], stdin: bytes, timeout: float) -> tuple[int, str]:
     join_new_keyring()
     # The size of a file is limited, unlike a pipe's.
     with TemporaryFile() as output, TemporaryFile() as blocked, TemporaryFile() as info:
@@ -172,10 +176,17 @@ def _run(python: Sequence[str], given: bytes, timeout: float) -> tuple[int, str]
         blocked.seek(0)
         files = blocked.fileno(), info.fileno()
         command = [*sandbox_command(timeout, *files), *python]
-        pipes: dict[str, Any] = {"stdin": PIPE, "stdout": output, "stderr": PIPE}
-        with Popen(command, cwd="/", pass_fds=files, start_new_session=True, **pipes) as process:
+        with Popen(
+            command,
+            cwd="/",
+            pass_fds=files,
+            start_new_session=True,
+            stdin=PIPE,
+            stdout=output,
+            stderr=PIPE,
+        ) as process:
             try:
-                _, failure = process.communicate(given, timeout + GRACE)
+                _, failure = process.communicate(stdin, timeout + GRACE)
             except TimeoutExpired:  # the program has stopped what watches its time
                 kill(process, info)
                 return 137, ""
@@ -204,11 +215,18 @@ def seccomp_filter() -> bytes:
     fails = 0x50001
     allows = 0x7FFF0000
     # A call's number is at 0, its processor at 4; a test has how many steps to leave out.
-    steps = [(load, 0, 0, 4), (equal, 1, 0, PROCESSORS[platform.machine()]), (answer, 0, 0, kills)]
-    steps += [(load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (answer, 0, 0, fails)]  # other numbers
+    steps = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, PROCESSORS[platform.machine()]),
+        (answer, 0, 0, kills),
+        (load, 0, 0, 0),
+        (at_least, 0, 1, 1 << 30),  # other numbers
+        (answer, 0, 0, fails),
+    ]
     for name in BLOCKED:
         steps += [(equal, 0, 1, call(name)), (answer, 0, 0, fails)]
-    return b"".join(struct.pack("HBBI", *step) for step in [*steps, (answer, 0, 0, allows)])
+    steps.append((answer, 0, 0, allows))
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
 def join_new_keyring() -> None:
@@ -246,7 +264,8 @@ def sandbox_command(timeout: float, blocked: int, info: int) -> list[str]:
     root's files, such as a Python below /root. `blocked` and `info` are open files: the filter of
     system calls, and where bubblewrap writes which process is the first.
     """
-    if (bwrap := shutil.which("bwrap")) is None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
         raise no_sandbox("there is no `bwrap`")
     visible = []
     python = str(Path(sys.executable).resolve().parents[1])
