@@ -166,28 +166,32 @@ def divergence(
         raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {kind!r}")
     if top_k is not None:
         best = teacher_logprobs.topk(min(top_k, logprobs.shape[-1])).indices
-        rest, its_rest = (x.scatter(-1, best, -torch.inf) for x in (logprobs, teacher_logprobs))
-        tails = [x.logsumexp(-1, keepdim=True).clamp(min=IMPOSSIBLE) for x in (rest, its_rest)]
-        named = (x.gather(-1, best) for x in (logprobs, teacher_logprobs))
-        own, its = (torch.cat(both, dim=-1) for both in zip(named, tails, strict=True))
-        found, gradient = divergence(own, its, kind, mixture)
-        shares = (rest - tails[0]).exp()  # of each token in the tail of p
-        return found, (shares * gradient[..., -1:]).scatter(-1, best, gradient[..., :-1])
+
+        def tail_of(x: Tensor) -> Tensor:
+            others = x.scatter(-1, best, -torch.inf)
+            return others.logsumexp(-1, keepdim=True).clamp(min=IMPOSSIBLE)
+
+        tail = tail_of(logprobs)
+        ours = torch.cat([logprobs.gather(-1, best), tail], dim=-1)
+        theirs = torch.cat([teacher_logprobs.gather(-1, best), tail_of(teacher_logprobs)], dim=-1)
+        distance, gradient = divergence(ours, theirs, kind, mixture)
+        shares = (logprobs - tail).exp()  # of each token in the tail of p
+        return distance, (shares * gradient[..., -1:]).scatter(-1, best, gradient[..., :-1])
     p = logprobs.exp()
     q = teacher_logprobs.exp()
     if kind == "forward_kl":
-        found = (q * (teacher_logprobs - logprobs)).sum(-1)
+        distance = (q * (teacher_logprobs - logprobs)).sum(-1)
         slope = -q
     elif kind == "reverse_kl":
         slope = p * (logprobs - teacher_logprobs)
-        found = slope.sum(-1)
+        distance = slope.sum(-1)
     else:
         log_m = torch.logaddexp(
             teacher_logprobs + math.log(mixture), logprobs + math.log1p(-mixture)
         )
         slope = (1 - mixture) * p * (logprobs - log_m)
-        found = mixture * (q * (teacher_logprobs - log_m)).sum(-1) + slope.sum(-1)
-    return found, slope - p * slope.sum(-1, keepdim=True)
+        distance = mixture * (q * (teacher_logprobs - log_m)).sum(-1) + slope.sum(-1)
+    return distance, slope - p * slope.sum(-1, keepdim=True)
 
 
 @dataclass

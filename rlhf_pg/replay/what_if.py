@@ -95,7 +95,9 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
         raw = batch.scores[:, :, : trainer.shaping.functions]
         return batch.with_columns(scores=other.shaping.add_penalties(raw, batch))
 
-    greedy = None if batch.greedy is None else scored(batch.greedy)
+    greedy = None
+    if batch.greedy is not None:
+        greedy = scored(batch.greedy)
     would_be = _side(other, scored(batch).with_columns(greedy=greedy))
     was = _side(trainer, batch)
     trainer.checkpointer.put_back(numbers)  # running statistics have changed

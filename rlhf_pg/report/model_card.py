@@ -44,13 +44,19 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     shown = json.loads(json.dumps(_redact(dict(config)), default=str))
     settings = {key: value for key, value in shown.items() if value not in (None, [], {}, "")}
     text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
-    data = shown.get("dataset_name") or [shown.get("task")]
-    rewards = [shown.get("reward_model_name_or_path"), *(shown.get("reward_funcs") or ())]
-    backquotes = [len(run) for run in re.findall("`+", text)]
+    data = settings.get("dataset_name") or [settings.get("task")]
+    rewards = [
+        settings.get("reward_model_name_or_path"),
+        *settings.get("reward_funcs", ()),
+    ]
+    datasets = [name for name in config.get("dataset_name") or () if _is_hub_id(name)]
+    fence = "```"
+    while fence in text:
+        fence += "`"
     header = ModelCardData(
         library_name="peft" if config.get("use_peft") else "transformers",
         base_model=_base_model(model) if model else None,
-        datasets=[name for name in config.get("dataset_name") or () if _is_hub_id(name)] or None,
+        datasets=datasets or None,
         tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
     )
     card = ModelCard.from_template(
@@ -59,13 +65,13 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         literal=literal,
         directory=directory.name,
         algorithm=algorithm,
-        model=shown.get("model_name_or_path"),
+        model=settings.get("model_name_or_path"),
         data=list(filter(None, data)),
         fingerprint=fingerprint,
         rewards=list(filter(None, rewards)),
         curve=_curve(directory),
         settings=text,
-        fence="`" * max([3, *(1 + length for length in backquotes)]),  # longer than any in the text
+        fence=fence,
         versions=", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
         paper=PAPERS.get(algorithm),
     )
@@ -79,12 +85,12 @@ def literal(text: Any) -> str:
 
 def _base_model(name: str) -> str | None:
     """Return the Hub id of a model, or the one that the card or a config of its directory names."""
-    named = [name]
+    names = [name]
     for file, key in NAMES_BASE.items():
         with suppress(Exception):  # anybody's file, which need not be there
-            found = next(yaml.safe_load_all(read_file(Path(name) / file)))[key]
-            named += found if isinstance(found, list) else [found]
-    return next(filter(_is_hub_id, named), None)
+            header = next(yaml.safe_load_all(read_file(Path(name) / file)))
+            names += header[key] if isinstance(header[key], list) else [header[key]]
+    return next(filter(_is_hub_id, names), None)
 
 
 def _is_hub_id(name: Any) -> bool:
@@ -129,8 +135,12 @@ def _curve(directory: Path) -> list[list[str]]:
     if not kept:
         return []
     columns = [name for name in COLUMNS if any(line.get(name) is not None for line in kept)]
-    rows = [["step", *columns], ["---"] * (1 + len(columns))]
+    rows = [["step", *columns]]
+    rows.append(["---" for _ in rows[0]])
     for line in kept:
-        numbers = [line.get(name) for name in columns]
-        rows.append([str(line["step"]), *("" if x is None else f"{x:.4g}" for x in numbers)])
+        row = [str(line["step"])]
+        for name in columns:
+            value = line.get(name)
+            row.append("" if value is None else f"{value:.4g}")
+        rows.append(row)
     return rows
