@@ -9,18 +9,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg.audit import world
-from rlhf_pg.audit.world import COMPLETIONS as COMPLETIONS
-from rlhf_pg.audit.world import EOS as EOS
-from rlhf_pg.audit.world import MAX_LENGTH as MAX_LENGTH
-from rlhf_pg.audit.world import PROMPTS as PROMPTS
-from rlhf_pg.audit.world import SCORES as SCORES
-from rlhf_pg.audit.world import A as A
-from rlhf_pg.audit.world import B as B
-from rlhf_pg.audit.world import ListedEngine as ListedEngine
-from rlhf_pg.audit.world import gradient as gradient
-from rlhf_pg.audit.world import model as model
-from rlhf_pg.audit.world import score as score
-from rlhf_pg.audit.world import tokenizer as tokenizer
+from rlhf_pg.audit.world import (
+    COMPLETIONS as COMPLETIONS,
+    EOS as EOS,
+    MAX_LENGTH as MAX_LENGTH,
+    PROMPTS as PROMPTS,
+    SCORES as SCORES,
+    A as A,
+    B as B,
+    ListedEngine as ListedEngine,
+    gradient as gradient,
+    model as model,
+    score as score,
+    tokenizer as tokenizer,
+)
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer

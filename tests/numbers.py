@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.extra.numpy import arrays
 
 few = settings(max_examples=15, deadline=None)

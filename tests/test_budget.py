@@ -19,29 +19,29 @@ ROOT = Path(rlhf_pg.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 TOKENS = {
     "__init__.py": 220,
-    "advantages": 3430,
+    "advantages": 3379,
     "audit": 3749,
     "boundary": 4600,
-    "checkpoint": 5306,
-    "cli": 9705,
-    "config": 12964,
-    "data": 17887,
+    "checkpoint": 5296,
+    "cli": 9697,
+    "config": 12913,
+    "data": 17843,
     "failpoints.py": 132,
     "kl.py": 906,
     "losses.py": 2151,
     "masking.py": 639,
-    "models": 23767,
+    "models": 23548,
     "plan": 2800,
-    "replay": 7669,
+    "replay": 7665,
     "report": 12370,
-    "rewards": 13047,
+    "rewards": 13044,
     "rng.py": 455,
-    "rollout": 32686,
+    "rollout": 32599,
     "running_stats.py": 397,
-    "runtime": 9132,
+    "runtime": 9078,
     "supervised": 7779,
-    "tasks": 5074,
-    "trainers": 27317,
+    "tasks": 5068,
+    "trainers": 27268,
 }
 PER_LINE = 9.0  # of a file above 30 lines of code
 PACKED = 8  # assignments like `a, b = x, y` per 1,000 lines of code
@@ -59,7 +59,6 @@ FORMULAS = {
 }
 # Files that are denser, and files with statements that are not written out: fewer by the week.
 TODAY = {
-    "models/__init__.py": 10.0,
     "models/attention.py": 9.01,
     "models/critic.py": 9.09,
     "models/lm_head.py": 9.69,
@@ -70,7 +69,7 @@ TODAY = {
     "models/streaming.py": 10.03,
     "replay/what_if.py": 9.01,
     "rollout/agents/connections.py": 9.09,
-    "rollout/agents/endpoint.py": 9.4,
+    "rollout/agents/endpoint.py": 9.41,
     "rollout/agents/formats.py": 11.22,
     "rollout/agents/history.py": 11.08,
     "rollout/multi_turn/adapters/of_openenv.py": 9.99,

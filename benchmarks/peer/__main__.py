@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.peer import __doc__ as usage
-from benchmarks.peer import gradients, memory, ours, theirs
+from benchmarks.peer import __doc__ as usage, gradients, memory, ours, theirs
 from benchmarks.peer.workload import BETAS, FAMILIES, WORKLOADS, Job, device, save_model
 
 Seconds = dict[str, float]

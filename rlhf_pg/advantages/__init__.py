@@ -28,16 +28,22 @@ Many papers correspond to one estimator with one or two options:
     REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened too
 """
 
-from rlhf_pg.advantages.estimators import ADVANTAGES as ADVANTAGES
-from rlhf_pg.advantages.estimators import AdvantageInputs as AdvantageInputs
-from rlhf_pg.advantages.estimators import total_scores as total_scores
-from rlhf_pg.advantages.per_group import SCALES as SCALES
-from rlhf_pg.advantages.per_group import group_normalized as group_normalized
-from rlhf_pg.advantages.per_group import group_stats as group_stats
-from rlhf_pg.advantages.per_group import leave_one_out as leave_one_out
-from rlhf_pg.advantages.per_group import optimal_baseline as optimal_baseline
-from rlhf_pg.advantages.per_group import process_group_normalized as process_group_normalized
-from rlhf_pg.advantages.per_token import discounted_returns as discounted_returns
-from rlhf_pg.advantages.per_token import gae as gae
-from rlhf_pg.advantages.per_token import length_adaptive_lam as length_adaptive_lam
-from rlhf_pg.advantages.per_token import n_step as n_step
+from rlhf_pg.advantages.estimators import (
+    ADVANTAGES as ADVANTAGES,
+    AdvantageInputs as AdvantageInputs,
+    total_scores as total_scores,
+)
+from rlhf_pg.advantages.per_group import (
+    SCALES as SCALES,
+    group_normalized as group_normalized,
+    group_stats as group_stats,
+    leave_one_out as leave_one_out,
+    optimal_baseline as optimal_baseline,
+    process_group_normalized as process_group_normalized,
+)
+from rlhf_pg.advantages.per_token import (
+    discounted_returns as discounted_returns,
+    gae as gae,
+    length_adaptive_lam as length_adaptive_lam,
+    n_step as n_step,
+)

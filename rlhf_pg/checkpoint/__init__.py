@@ -1,4 +1,3 @@
 """The files of a run: its directory, its checkpoints and its final model."""
 
-from rlhf_pg.checkpoint.checkpointer import Checkpointer as Checkpointer
-from rlhf_pg.checkpoint.checkpointer import TrainState as TrainState
+from rlhf_pg.checkpoint.checkpointer import Checkpointer as Checkpointer, TrainState as TrainState

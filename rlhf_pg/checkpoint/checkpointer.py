@@ -266,7 +266,7 @@ class Checkpointer:
             paths = [Path(str(choice))]
             if is_latest:
                 paths = [self.path(step) for step in reversed(steps)]
-            faults = list[str]()
+            faults = []
             for path in paths:
                 reason = self._fault(path, runtime)
                 if reason is None:

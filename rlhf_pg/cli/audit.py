@@ -23,7 +23,7 @@ def audit(flags: Sequence[str]) -> None:
         function = user_modules.load(locate_reward(options.loss, None))
         foreign = causes.adapt(function, options.micro_batches)
     table = Table("", "cosine", "scale", "bias", "variance", box=None)
-    effects = list[str]()
+    effects = []
     logging.disable(logging.WARNING)  # of configs without one of the choices
     try:
         rows = list(causes.audit(args, foreign))

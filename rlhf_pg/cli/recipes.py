@@ -43,7 +43,7 @@ def split_recipe(
     if first in CONFIGS and first not in recipes():  # an algorithm, for the --config beside it
         return split_recipe([*flags[1:], "--algorithm", first])
     values = read_flags(flags[first is not None :])
-    keys = list[str]()
+    keys = []
     named = list(map(str, as_list(values.pop("config", ()))))
     for key, value in values.items():
         if isinstance(value, list):

@@ -3,14 +3,13 @@
 `rlhf_pg.config.parse` reads a config from YAML and flags. Batch sizes are over all processes.
 """
 
-from rlhf_pg.config.algorithms import GRPOConfig as GRPOConfig
-from rlhf_pg.config.algorithms import PolicyGradientConfig as PolicyGradientConfig
-from rlhf_pg.config.algorithms import PPOConfig as PPOConfig
-from rlhf_pg.config.algorithms import ReinforceConfig as ReinforceConfig
-from rlhf_pg.config.algorithms import RLOOConfig as RLOOConfig
-from rlhf_pg.config.fields import config as config
-from rlhf_pg.config.fields import option as option
-from rlhf_pg.config.parse import dump as dump
-from rlhf_pg.config.parse import parse as parse
-from rlhf_pg.config.supervised import RewardModelConfig as RewardModelConfig
-from rlhf_pg.config.supervised import SFTConfig as SFTConfig
+from rlhf_pg.config.algorithms import (
+    GRPOConfig as GRPOConfig,
+    PolicyGradientConfig as PolicyGradientConfig,
+    PPOConfig as PPOConfig,
+    ReinforceConfig as ReinforceConfig,
+    RLOOConfig as RLOOConfig,
+)
+from rlhf_pg.config.fields import config as config, option as option
+from rlhf_pg.config.parse import dump as dump, parse as parse
+from rlhf_pg.config.supervised import RewardModelConfig as RewardModelConfig, SFTConfig as SFTConfig

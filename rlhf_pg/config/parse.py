@@ -52,8 +52,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     known = metadata(kind)
     flags = read_flags(words)
     recipes = as_list(flags.pop("config", ()))
-    values = dict[str, Any]()
-    origin = dict[str, str]()
+    values = {}
+    origin = {}
     for recipe in recipes:
         keys = load(Path(recipe))
         if keys.get("algorithm") != getattr(kind, "algorithm", None):

@@ -2,5 +2,4 @@
 
 from rlhf_pg.data.batch import Batch as Batch
 from rlhf_pg.data.chat import vocabulary_fingerprint as vocabulary_fingerprint
-from rlhf_pg.data.prompts import Prompts as Prompts
-from rlhf_pg.data.prompts import PromptSampler as PromptSampler
+from rlhf_pg.data.prompts import Prompts as Prompts, PromptSampler as PromptSampler

@@ -16,13 +16,13 @@ from rlhf_pg.data.rendering import (
     last_turn,
     prepare,
     render,
+    set_template as set_template,
+    set_template_arguments as set_template_arguments,
     special_tokens,
+    text_of as text_of,
     turn_ends,
     with_mark,
 )
-from rlhf_pg.data.rendering import set_template as set_template
-from rlhf_pg.data.rendering import set_template_arguments as set_template_arguments
-from rlhf_pg.data.rendering import text_of as text_of
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import about, show, tell
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import continues, encode
-from rlhf_pg.data.messages import Schemas as Schemas
-from rlhf_pg.data.messages import read_tools, storable
+from rlhf_pg.data.messages import Schemas as Schemas, read_tools, storable
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ def read(files: Mapping[str, Sequence[str]], kind: str, separator: str) -> dict[
     ValueError, with the file and its line or row, for what cannot be read.
     """
     rows = list[dict[str, Any]]()
-    places = list[str]()
-    parts = dict[str, range]()
+    places = []
+    parts = {}
     for split, paths in files.items():
         start = len(rows)
         for file in paths:

@@ -154,7 +154,7 @@ def _blocks_of(
     marks = [*WORD.finditer(text)]
     places = [mark.start() for mark in marks]
     owners = [words[int(mark[1])].message for mark in marks]
-    chosen = list[Span]()
+    chosen = []
     for span, (first, end) in zip(spans, blocks, strict=True):
         low = bisect_left(places, first)
         high = bisect_left(places, end)

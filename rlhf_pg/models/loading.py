@@ -33,8 +33,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.boundary.quoted import about as about
-from rlhf_pg.boundary.quoted import quote, show, tell, texts
+from rlhf_pg.boundary.quoted import about as about, quote, show, tell, texts
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig

@@ -284,7 +284,7 @@ def rebuild(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
         args = dataclasses.replace(args, output_dir=str(run.directory))
     names = args.reward_funcs
     options = args.reward_options
-    functions = list[Any]()
+    functions = []
     if any(name.startswith(PYTHON) for name in names):
         args = dataclasses.replace(args, reward_funcs=(), reward_options={})
         for name in names:

@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from rlhf_pg.rewards.reward_model import RewardModel as RewardModel
     from rlhf_pg.rewards.scores import sum_step_scores as sum_step_scores
     from rlhf_pg.rewards.scoring import Rewards as Rewards
-    from rlhf_pg.rewards.verifiers import accuracy_reward as accuracy_reward
-    from rlhf_pg.rewards.verifiers import think_format_reward as think_format_reward
+    from rlhf_pg.rewards.verifiers import (
+        accuracy_reward as accuracy_reward,
+        think_format_reward as think_format_reward,
+    )
     from rlhf_pg.supervised.bradley_terry import train_reward_model as train_reward_model
 else:
     PLACES = {

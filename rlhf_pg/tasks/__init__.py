@@ -6,8 +6,7 @@ from typing import Any
 from rlhf_pg.tasks.arithmetic import arithmetic
 from rlhf_pg.tasks.multi_turn import calculator, guess
 from rlhf_pg.tasks.preference import preference
-from rlhf_pg.tasks.task import Demonstration as Demonstration
-from rlhf_pg.tasks.task import Task as Task
+from rlhf_pg.tasks.task import Demonstration as Demonstration, Task as Task
 
 TASKS = {task.__name__: task for task in (arithmetic, preference, guess, calculator)}
 

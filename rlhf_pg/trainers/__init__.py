@@ -1,10 +1,12 @@
 """The algorithms, and the training step that they share."""
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.trainers.algorithms import GRPOTrainer as GRPOTrainer
-from rlhf_pg.trainers.algorithms import PPOTrainer as PPOTrainer
-from rlhf_pg.trainers.algorithms import ReinforceTrainer as ReinforceTrainer
-from rlhf_pg.trainers.algorithms import RLOOTrainer as RLOOTrainer
+from rlhf_pg.trainers.algorithms import (
+    GRPOTrainer as GRPOTrainer,
+    PPOTrainer as PPOTrainer,
+    ReinforceTrainer as ReinforceTrainer,
+    RLOOTrainer as RLOOTrainer,
+)
 from rlhf_pg.trainers.loop import Callback as Callback
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
 

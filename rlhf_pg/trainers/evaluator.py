@@ -170,7 +170,7 @@ def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> d
     source is computed only if there are several.
     """
     n = judged.shape[1]
-    of_prompts = dict[str, Tensor]()
+    of_prompts = {}
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
     heads = [""]
     if len(names) > 1:

@@ -51,7 +51,7 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
     modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
         modules.append((critic, args.value_learning_rate or args.learning_rate))
-    groups = list[dict[str, Any]]()
+    groups = []
     for module, rate in modules:
         trained = [p for p in module.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim >= 2]

@@ -110,7 +110,7 @@ class Sampler:
         """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
         count = self.args.num_mini_batches
         runtime = self.runtime
-        indices_of_rank = list[int]()
+        indices_of_rank = []
         for m in range(count):
             minibatch = [index for index in indices if index % count == m]
             # The first share may be one larger; it goes to a different rank in each minibatch.
@@ -213,8 +213,8 @@ class Sampler:
         columns = prompts.rows[repeated]
         opened = columns.pop("prompt", [])
         has_episodes = self.episode_runner is not None
-        texts = list[tuple[Any, Any]]()
-        fields = dict[str, Any]()
+        texts = []
+        fields = {}
         if has_episodes:
             fields["actions"] = [episode.trained for episode in samples]
             fields["truncated"] = [episode.truncated for episode in samples]

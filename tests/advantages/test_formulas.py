@@ -9,8 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.advantages import (

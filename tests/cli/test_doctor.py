@@ -6,8 +6,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from rlhf_pg.cli import doctor as module
-from rlhf_pg.cli import main
+from rlhf_pg.cli import doctor as module, main
 from rlhf_pg.cli.doctor import Finding
 
 REQUIRED = ["torch>=2.0", "nothing-here>=1", "vllm>=99 ; extra == 'vllm'", "trl ; extra == 'dev'"]

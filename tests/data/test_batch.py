@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhf_pg.data.batch import Batch, sample_numbers, to_device
 

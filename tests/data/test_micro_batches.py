@@ -3,8 +3,7 @@
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlhf_pg.data.batch import RowLengths, split_packed, split_padded
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.distributed.launching import PATIENCE
-from tests.distributed.test_failures import said
-from tests.distributed.test_failures import started as started
+from tests.distributed.test_failures import said, started as started
 
 ERRORS = {
     "hangs": "did not return within 1 s (reward_timeout)",

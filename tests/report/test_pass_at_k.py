@@ -6,8 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 

@@ -6,8 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_pg.rewards import RewardModel
-from rlhf_pg.rewards import reward_model as module
+from rlhf_pg.rewards import RewardModel, reward_model as module
 from rlhf_pg.rewards.reward_model import sequence_scores
 from tests.rewards.calling import Rewards
 from tests.tiny import tiny_model

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rlhf_pg import GRPOConfig
 from rlhf_pg.data.batch import Batch

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg.rollout import SamplingParams
-from rlhf_pg.rollout.token_sampling import row_key, sample
-from rlhf_pg.rollout.token_sampling import uniform as uniform_of_key
+from rlhf_pg.rollout.token_sampling import row_key, sample, uniform as uniform_of_key
 from tests.test_rng import splitmix64
 
 LAST = 1 - 2.0**-52  # the largest number that `uniform` gives

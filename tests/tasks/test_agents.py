@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.boundary import user_modules
-from tests.examples.test_agents import outcomes
-from tests.examples.test_agents import trainer_of as trainer_of
+from tests.examples.test_agents import outcomes, trainer_of as trainer_of
 
 pytestmark = pytest.mark.tasks
 

@@ -10,8 +10,14 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, RLOOTrainer
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
-from tests.enumeration import COMPLETIONS, EOS, flat_gradient, gradient_of, make_trainer
-from tests.enumeration import PROMPTS as IDS
+from tests.enumeration import (
+    COMPLETIONS,
+    EOS,
+    PROMPTS as IDS,
+    flat_gradient,
+    gradient_of,
+    make_trainer,
+)
 from tests.models.architectures import build
 from tests.tiny import stir
 from tests.trainers.conftest import estimated

@@ -22,8 +22,7 @@ import torch
 import uvicorn
 from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 

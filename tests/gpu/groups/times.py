@@ -70,8 +70,7 @@ def alone(job: Job) -> Result:
 def beside(job: Job) -> Result:
     if not find_spec("trl"):
         return Result("TRL is not installed", None)
-    from benchmarks.peer import __main__ as peer
-    from benchmarks.peer import theirs
+    from benchmarks.peer import __main__ as peer, theirs
 
     batch = theirs.fastest(job, [job.workload.rows // 4, job.workload.rows])
     own, other = peer.alternate(job, batch, ROUNDS)

@@ -14,8 +14,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.agents.endpoint import Endpoint, Refused, noise

@@ -7,8 +7,7 @@ import torch
 
 from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.native import continuous_batching
-from rlhf_pg.rollout.native import engine as native_engine
+from rlhf_pg.rollout.native import continuous_batching, engine as native_engine
 from tests.models.architectures import build
 from tests.rollout.native.test_engine import (
     EOS,
