@@ -397,8 +397,10 @@ class _Attention(torch.autograd.Function):
                 blind = (bias == -torch.inf).all(-1)
                 part = part.masked_fill(blind[..., None], 0)
                 own = own.masked_fill(blind, -torch.inf)
-            outs = _split(out[:, block.queries], block.sequences)[:, :, block.rows]
-            sums = _split(logsum[:, block.queries, None], block.sequences)[:, :, block.rows, 0]
+            outs = split_sequences(out[:, block.queries], block.sequences)[:, :, block.rows]
+            sums = split_sequences(logsum[:, block.queries, None], block.sequences)[
+                :, :, block.rows, 0
+            ]
             if block.is_own:
                 outs.copy_(part)
                 sums.copy_(own)
@@ -424,7 +426,7 @@ class _Attention(torch.autograd.Function):
         for block in ctx.blocks:
             bias = ctx.tree.bias(block, wide)
             grad_rows, out_rows, sums = (
-                _split(x[:, block.queries], block.sequences)[:, :, block.rows]
+                split_sequences(x[:, block.queries], block.sequences)[:, :, block.rows]
                 for x in (grad, out, logsum[..., None])
             )
             # In bfloat16 this kernel rounds more, and takes up to three times longer.
@@ -445,7 +447,7 @@ class _Attention(torch.autograd.Function):
                 copies = part.shape[1] // len(total)  # per key head, see `_operands`
                 if copies > 1:
                     part = part.unflatten(1, (-1, copies)).sum(2)
-                _split(total[:, place], block.sequences)[:, :, inner] += part
+                split_sequences(total[:, place], block.sequences)[:, :, inner] += part
         of_sinks = None
         if sinks is not None:  # their values are 0: ds = p (0 - D)
             share = (sinks[:, None].to(wide) - logsum).exp()
@@ -456,12 +458,15 @@ class _Attention(torch.autograd.Function):
 def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Return (sequences,H,length,D) each; a key head is repeated for each of its query heads."""
     copies = query.shape[0] // key.shape[0]
-    keys = (_split(x[:, block.keys], block.sequences)[:, :, block.columns] for x in (key, value))
+    keys = (
+        split_sequences(x[:, block.keys], block.sequences)[:, :, block.columns]
+        for x in (key, value)
+    )
     repeated = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in keys)
-    return [_split(query[:, block.queries], block.sequences)[:, :, block.rows], *repeated]
+    return [split_sequences(query[:, block.queries], block.sequences)[:, :, block.rows], *repeated]
 
 
-def _split(x: Tensor, count: int) -> Tensor:
+def split_sequences(x: Tensor, count: int) -> Tensor:
     """Reshape (H,count * length,D) to (count,H,length,D)."""
     return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).transpose(0, 1)
 
