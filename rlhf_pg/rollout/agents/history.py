@@ -219,7 +219,8 @@ class History:
             first += 1
         ending = quoted(first)
         before = piece.removesuffix(ending)
-        lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
+        encoded = tokenize_chat(self.tokenizer, before, WHERE)
+        lead = ids + encoded
         missing = self._quote(wanted).removesuffix(ending)
         shared = common(reversed(before), reversed(missing))
         lost = before[len(before) - shared :].strip()
