@@ -1,46 +1,105 @@
 """The policy, its frozen reference and its critic, and loading them."""
 
-from rlhf_pg.models.adapters import MOST_LOST as MOST_LOST
-from rlhf_pg.models.adapters import adapter_of as adapter_of
-from rlhf_pg.models.adapters import adapts_tied_weights as adapts_tied_weights
-from rlhf_pg.models.adapters import add_adapter as add_adapter
-from rlhf_pg.models.adapters import is_quantized as is_quantized
-from rlhf_pg.models.adapters import merge as merge
-from rlhf_pg.models.adapters import merge_loss as merge_loss
-from rlhf_pg.models.attention import max_positions as max_positions
-from rlhf_pg.models.attention import settle_positions as settle_positions
-from rlhf_pg.models.critic import ActorCritic as ActorCritic
-from rlhf_pg.models.critic import Critic as Critic
-from rlhf_pg.models.critic import Models as Models
-from rlhf_pg.models.critic import assemble as assemble
-from rlhf_pg.models.critic import new_critic as new_critic
-from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
-from rlhf_pg.models.lm_head import evaluating as evaluating
-from rlhf_pg.models.loading import about as about
-from rlhf_pg.models.loading import add_stop_tokens as add_stop_tokens
-from rlhf_pg.models.loading import check_code as check_code
-from rlhf_pg.models.loading import check_directory as check_directory
-from rlhf_pg.models.loading import check_options as check_options
-from rlhf_pg.models.loading import from_pretrained as from_pretrained
-from rlhf_pg.models.loading import has_tokenizer as has_tokenizer
-from rlhf_pg.models.loading import init_options as init_options
-from rlhf_pg.models.loading import is_adapter as is_adapter
-from rlhf_pg.models.loading import load_model as load_model
-from rlhf_pg.models.loading import load_policy as load_policy
-from rlhf_pg.models.loading import load_tokenizer as load_tokenizer
-from rlhf_pg.models.loading import load_weights as load_weights
-from rlhf_pg.models.loading import opening as opening
-from rlhf_pg.models.loading import place as place
-from rlhf_pg.models.loading import policy_of as policy_of
-from rlhf_pg.models.loading import quantization as quantization
-from rlhf_pg.models.loading import set_options as set_options
-from rlhf_pg.models.loading import stop_token_ids as stop_token_ids
-from rlhf_pg.models.loading import tokenizer_from_pretrained as tokenizer_from_pretrained
-from rlhf_pg.models.loading import tokenizer_of as tokenizer_of
-from rlhf_pg.models.policy import Policy as Policy
-from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
-from rlhf_pg.models.policy import Reference as Reference
-from rlhf_pg.models.policy import Teacher as Teacher
-from rlhf_pg.models.policy import checkpoint_activations as checkpoint_activations
-from rlhf_pg.models.policy import disable_dropout as disable_dropout
-from rlhf_pg.models.policy import fingerprint as fingerprint
+from rlhf_pg.models.adapters import (
+    MOST_LOST,
+    adapter_of,
+    adapts_tied_weights,
+    add_adapter,
+    is_quantized,
+    merge,
+    merge_loss,
+)
+from rlhf_pg.models.attention import (
+    max_positions,
+    settle_positions,
+)
+from rlhf_pg.models.critic import (
+    ActorCritic,
+    Critic,
+    Models,
+    assemble,
+    new_critic,
+)
+from rlhf_pg.models.lm_head import (
+    chunk_size_for,
+    evaluating,
+)
+from rlhf_pg.models.loading import (
+    about,
+    add_stop_tokens,
+    check_code,
+    check_directory,
+    check_options,
+    from_pretrained,
+    has_tokenizer,
+    init_options,
+    is_adapter,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    load_weights,
+    opening,
+    place,
+    policy_of,
+    quantization,
+    set_options,
+    stop_token_ids,
+    tokenizer_from_pretrained,
+    tokenizer_of,
+)
+from rlhf_pg.models.policy import (
+    Policy,
+    PolicyOutput,
+    Reference,
+    Teacher,
+    checkpoint_activations,
+    disable_dropout,
+    fingerprint,
+)
+
+__all__ = [
+    "MOST_LOST",
+    "ActorCritic",
+    "Critic",
+    "Models",
+    "Policy",
+    "PolicyOutput",
+    "Reference",
+    "Teacher",
+    "about",
+    "adapter_of",
+    "adapts_tied_weights",
+    "add_adapter",
+    "add_stop_tokens",
+    "assemble",
+    "check_code",
+    "check_directory",
+    "check_options",
+    "checkpoint_activations",
+    "chunk_size_for",
+    "disable_dropout",
+    "evaluating",
+    "fingerprint",
+    "from_pretrained",
+    "has_tokenizer",
+    "init_options",
+    "is_adapter",
+    "is_quantized",
+    "load_model",
+    "load_policy",
+    "load_tokenizer",
+    "load_weights",
+    "max_positions",
+    "merge",
+    "merge_loss",
+    "new_critic",
+    "opening",
+    "place",
+    "policy_of",
+    "quantization",
+    "set_options",
+    "settle_positions",
+    "stop_token_ids",
+    "tokenizer_from_pretrained",
+    "tokenizer_of",
+]

@@ -382,17 +382,22 @@ def _blocks(output: Tensor) -> Iterator[slice]:
         yield slice(start, start + block)
 
 
+def bare(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the base model of an adapter, whose layers include it, or the model itself."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
+
+
 def trunk(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head (but with its adapters), from tokens to hidden states."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    module: nn.Module = bare.base_model
+    module: nn.Module = bare(model).base_model
     return module
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of the model below any adapter; it may itself be adapted."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    layer: nn.Module | None = bare.get_output_embeddings()
+    layer: nn.Module | None = bare(model).get_output_embeddings()
     return layer
 
 

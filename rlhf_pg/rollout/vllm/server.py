@@ -87,7 +87,8 @@ class VllmServerEngine(RolloutEngine):
         is_main: bool = True,
         save: Callable[[Path | None], None] | None = None,
     ) -> None:
-        self.model, self.eos_token_ids = model, list(eos_token_ids)
+        self.model = model
+        self.eos_token_ids = list(eos_token_ids)
         self.directory = directory.absolute()
         self.save = save or (lambda place: place and model.save_pretrained(place))
         self.adapted = isinstance(model, PeftModel)

@@ -41,7 +41,8 @@ class TrlEnvironments(EnvironmentSource):
         boxes = dict[Any, Toolbox]()
         for name, sample in self.samples.items():
             methods = _methods(sample).values()
-            boxes[name] = Toolbox.of([*tools, *methods], tokenizer, timeout)
+            offered = [*tools, *methods]
+            boxes[name] = Toolbox.of(offered, tokenizer, timeout)
 
         def schemas_of(row: Mapping[str, Any]) -> Schemas:
             name = row.get(COLUMN)
