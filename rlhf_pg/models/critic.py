@@ -94,21 +94,22 @@ class Critic(nn.Module):
         if self.head is None:  # the module computes the values itself
             assert self.model is not None
             inputs, states = lay_out_padded(batch)
-            given: Tensor = self.model(**inputs)
-            values = given.squeeze(-1) if given.ndim == 3 else given
-            if values.shape != inputs["input_ids"].shape:
+            output: Tensor = self.model(**inputs)
+            values = output.squeeze(-1) if output.ndim == 3 else output
+            shape = inputs["input_ids"].shape
+            if values.shape != shape:
                 raise ValueError(
                     "value_model must give one value per token, "
-                    f"{tuple(inputs['input_ids'].shape)}, got {tuple(given.shape)}"
+                    f"{tuple(shape)}, got {tuple(output.shape)}"
                 )
             values = widen(values).flatten()
         else:
-            read = of_policy or hidden_states(trunk(self.model), batch, self.window)
-            values = self.head(read.hidden)
-            states = read.states
+            hidden, states = of_policy or hidden_states(trunk(self.model), batch, self.window)
+            values = self.head(hidden)
         mask = batch.action_mask
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
-        before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
+        before = values.index_select(0, states[:, :-1].flatten())
+        before = before.view(mask.shape)
         ends = values.index_select(0, states[:, -1])
         return torch.where(mask, before, 0.0), ends
 
@@ -125,7 +126,11 @@ class Critic(nn.Module):
             safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
     @staticmethod
-    def save_head(path: Path, moments: RunningMoments | None, weights: dict[str, Tensor]) -> None:
+    def save_head(
+        path: Path,
+        moments: RunningMoments | None,
+        weights: dict[str, Tensor],
+    ) -> None:
         if moments is not None:
             safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
             # V std + mean = (w h + b) std + mean

@@ -48,13 +48,22 @@ ATTENTION = "attn_implementation"
 # Arguments of from_pretrained on the place of a model's files, and on how they are read.
 PLACES = {"revision", "subfolder", "variant"}
 READING = {
-    *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "use_safetensors",
     "key_mapping",
 }
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # Keys in which the config of a restored adapter may differ, since they do not change its output.
-MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-MAY_DIFFER |= {"auto_mapping"}  # of an adapter without task_type, once it is saved
+MAY_DIFFER = {
+    "auto_mapping",  # of an adapter without task_type, once it is saved
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+}
 
 if not torch.accelerator.is_available():  # else DeepSpeed would warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -482,12 +491,12 @@ def _check_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> No
 def tokenizer_of(
     args: PolicyGradientConfig | SupervisedConfig,
     model: PreTrainedModel | None,
-    given: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or the model's, with the tokens and chat template of a config."""
     tokenizer = load_tokenizer(
-        given,
+        tokenizer,
         model,
         args.pad_token,
         args.trust_remote_code,
