@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -225,7 +224,7 @@ def new_critic(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     shared: bool = False,
-    value_model: str | os.PathLike[str] | nn.Module | None = None,
+    value_model: loading.Location | nn.Module | None = None,
     peft_config: Any = None,
     random_seed: int | None = None,
     trust_remote_code: bool = False,
@@ -252,16 +251,18 @@ def new_critic(
     if random_seed is not None:
         if isinstance(policy_model, PeftModel):
             raise ValueError("value_init random cannot be used with an adapter: leave it out")
-        bare: Any = trunk(policy_model)
+        bare = trunk(policy_model)
         with torch.random.fork_rng(devices=[]):  # leaves other random numbers unchanged
             torch.manual_seed(random_seed)
             fresh = type(bare)(copy.deepcopy(bare.config))
         return Critic(loading.load_model(fresh, dtype), _head(policy_model, dtype))
     if value_model is None:
         # An adapter is saved for the whole model; all but the adapter is shared with the policy.
-        adapted = isinstance(policy_model, PeftModel)
-        copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
-        return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
+        if isinstance(policy_model, PeftModel):
+            copied = _without_head(share_frozen(policy_model))
+        else:
+            copied = share_frozen(trunk(policy_model))
+        return Critic(copied, _head(policy_model, dtype))
     path = None if isinstance(value_model, nn.Module) else value_model
     if isinstance(value_model, nn.Module):
         trained = {id(p) for p in policy_model.parameters() if p.requires_grad}

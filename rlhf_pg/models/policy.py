@@ -21,7 +21,7 @@ from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 from rlhf_pg.models.recurrent import forwards, replaced_forwards
-from rlhf_pg.models.streaming import stored_value
+from rlhf_pg.models.streaming import bytes_of, stored_value
 
 
 class PolicyOutput(NamedTuple):
@@ -284,8 +284,7 @@ def fingerprint(module: nn.Module) -> str:
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             if tensor.is_meta:
                 tensor = stored_value(module, name)
-            flat = tensor.detach().cpu().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+            digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

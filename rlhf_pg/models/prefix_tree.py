@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import (
 
 from rlhf_pg.data.batch import pad_rows, to_device
 from rlhf_pg.models.attention import AttentionOptions, explicit_attention, fused_on_cpu
-from rlhf_pg.models.recurrent import Key, Mixer
+from rlhf_pg.models.recurrent import Mixer, States
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # For all kinds of heads, passes and masks. Beyond this limit torch would compute every score.
@@ -257,11 +257,11 @@ class PrefixTree:
     def mix(self, mixer: Mixer) -> Tensor:
         """Run a mixer on the rows of each part, from the states that an earlier part has left."""
         recurrent = mixer.recurrent
-        states = dict[Key, Tensor]()
+        states = States()
         outputs = list[Tensor]()
         parts, order = self.mixing(recurrent.continues, recurrent.in_one_call)
         for part in parts:
-            before: dict[Key, Tensor] | None = {} if part.is_continued else None
+            before: States | None = {} if part.is_continued else None
             if part.continues is not None:
                 before = {key: x.index_select(0, part.continues) for key, x in states.items()}
             output, after = mixer(part.tokens, before)

@@ -23,6 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 MARK = "_recurrent"  # attribute of a module that is a mixer
 Key = tuple[str, int]  # conv or recurrent, and the number of the state in its layer
+States = dict[Key, Tensor]
 
 
 class Recurrent(NamedTuple):
@@ -50,9 +51,9 @@ class RowStates(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[number] = True
 
     @property
-    def states(self) -> dict[Key, Tensor]:
+    def states(self) -> States:
         """The states after the tokens so far."""
-        states = dict[Key, Tensor]()
+        states = States()
         for kind in ("conv_states", "recurrent_states"):
             for number, state in getattr(self, kind).items():
                 if state is not None:
@@ -109,7 +110,7 @@ class Mixer:
         self,
         rows: Tensor,
         states: Mapping[Key, Tensor] | None = None,
-    ) -> tuple[Tensor, dict[Key, Tensor]]:
+    ) -> tuple[Tensor, States]:
         """Return (R,L,width) for the tokens with the indices `rows` (R,L), which continue `states`
         or, if these are empty, begin; and the states after them, unless `states` is None.
         """

@@ -166,8 +166,7 @@ def _write(
     with file.open("wb") as out:
         out.seek(8 + room)
         for name, tensor in tensors:
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            data = flat.view(torch.uint8).numpy().data
+            data = bytes_of(tensor)
             out.write(data)
             start = end
             end += data.nbytes
@@ -179,6 +178,12 @@ def _write(
         out.seek(0)
         out.write(room.to_bytes(8, "little"))
         out.write(json.dumps(header).encode().ljust(room))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's values, row by row."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 @cache

@@ -33,7 +33,7 @@ from rlhf_pg.data.messages import read_tools
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
-from rlhf_pg.rollout.agents.history import Answer, History, common
+from rlhf_pg.rollout.agents.history import Answer, History, Json, common
 from rlhf_pg.rollout.engine import Completion, Request
 from rlhf_pg.rollout.multi_turn.tools import Toolbox, ToolCall
 from rlhf_pg.rollout.token_sampling import request_seed
@@ -60,9 +60,9 @@ class Refused(Exception):
 class CallOptions(BaseModel):
     """The fields of a request that count; the run decides on temperature and the like."""
 
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     prompt: str | list[int] | list[str] = ""
-    input: str | list[dict[str, Any]] = ""
+    input: str | list[Json] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -70,11 +70,11 @@ class CallOptions(BaseModel):
     max_output_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: str | list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     tool_choice: Any = None
     logprobs: bool | int | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: Json | None = None
 
     @property
     def limit(self) -> int | None:
@@ -102,7 +102,7 @@ class Agent:
     truncated: bool = False  # by a limit of the run
     overlaps: bool = False  # calls of one line ran side by side
     closed: bool = False
-    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages, by id
+    responses: dict[str, list[Json]] = field(default_factory=dict)  # messages, by id
     lines: "dict[str, Line]" = field(default_factory=dict)  # by key
     waiting: "set[Call]" = field(default_factory=set)
     connections: set[Connection] = field(default_factory=set)
@@ -421,7 +421,7 @@ class Server:
         line: Line,
         options: CallOptions,
         sent: Any,
-    ) -> tuple[list[dict[str, Any]], list[int], Toolbox | None]:
+    ) -> tuple[list[Json], list[int], Toolbox | None]:
         """Return messages in plain form, their ids, and what reads calls of their tools."""
         history = line.agent.history
         messages = formats.plain(sent)
@@ -493,7 +493,7 @@ class Server:
         return as_json(body)
 
 
-def as_json(body: dict[str, Any], status: int = 200) -> Response:
+def as_json(body: Json, status: int = 200) -> Response:
     """Return an answer in ASCII, since a sampled text may have half a surrogate pair."""
     return Response(json.dumps(body), status, media_type="application/json")
 
@@ -506,7 +506,7 @@ def noise(number: Sequence[int]) -> int:
     return int(state)
 
 
-def events(bodies: Iterable[dict[str, Any] | None]) -> Response:
+def events(bodies: Iterable[Json | None]) -> Response:
     """Return server-sent events; None is the last, of the older interfaces."""
 
     def lines() -> Iterator[str]:

@@ -6,13 +6,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.messages import normalise
-from rlhf_pg.rollout.agents.history import Answer
+from rlhf_pg.rollout.agents.history import Answer, Json
 from rlhf_pg.rollout.engine import Completion
 
 MODEL = "policy"
 
 
-def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
     """Return messages with text as content and arguments of calls as objects.
 
     The name of a participant, which clients may send, is left out: no template shows it.
@@ -26,11 +26,11 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return chat
 
 
-def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[Json]:
     """Return the messages of the input of a response."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    chat: list[dict[str, Any]] = []
+    chat: list[Json] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
@@ -79,7 +79,7 @@ def of_chat(
     answers: Sequence[Answer],
     logprobs: bool,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
+) -> Json:
     choices = []
     for i, answer in enumerate(answers):
         choice = {
@@ -101,9 +101,7 @@ def of_chat(
     }
 
 
-def _scored_tokens(
-    completion: Completion, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
+def _scored_tokens(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     content = []
     for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
         text = tokenizer.decode([token])
@@ -117,7 +115,7 @@ def _scored_tokens(
     return content
 
 
-def chat_chunks(body: dict[str, Any], usage: bool) -> Iterator[dict[str, Any] | None]:
+def chat_chunks(body: Json, usage: bool) -> Iterator[Json | None]:
     """Yield a chat completion as the chunks of a stream, with its usage if that was asked for."""
     chunk = body | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
@@ -147,7 +145,7 @@ def of_text(
     answers: Sequence[Answer],
     logprobs: bool,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
+) -> Json:
     choices = []
     for i, answer in enumerate(answers):
         choice = {
@@ -174,9 +172,9 @@ def of_text(
     }
 
 
-def of_response(answer: Answer) -> dict[str, Any]:
+def of_response(answer: Answer) -> Json:
     message = answer.message
-    output = list[dict[str, Any]]()
+    output = list[Json]()
     if message["content"] is not None:
         text = {
             "type": "output_text",
@@ -224,13 +222,13 @@ def of_response(answer: Answer) -> dict[str, Any]:
     }
 
 
-def response_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def response_events(body: Json) -> Iterator[Json]:
     """Yield a response as the events of a stream."""
     for number, event in enumerate(_events(body)):
         yield event | {"sequence_number": number}
 
 
-def _events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(body: Json) -> Iterator[Json]:
     begun = body | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     for i, item in enumerate(body["output"]):

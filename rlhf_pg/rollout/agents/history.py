@@ -21,6 +21,7 @@ from rlhf_pg.data.rendering import MARK, known_roles, prepare, quote, render, wi
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
+Json = dict[str, Any]  # an object
 END = re.compile(f"{MARK[0]}([0-9]+){MARK[1]}")  # marks the end of a message, with its place
 WHERE = "the history of a call"
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the tokens of a character
@@ -59,10 +60,10 @@ class Answer:
         return text or None, calls
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Json:
         """The answer as a message of OpenAI's."""
         text, _ = self.visible
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: Json = {"role": "assistant", "content": text}
         if self.tools:
             message["tool_calls"] = [
                 {
@@ -130,7 +131,7 @@ class History:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[Json] = (),
     ) -> list[int]:
         """Return the ids of messages, through the opening of the assistant's next turn.
 
@@ -173,7 +174,7 @@ class History:
             return ids[1:]
         return ids
 
-    def _recognise(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[Answer]]:
+    def _recognise(self, message: Json) -> tuple[Json, list[Answer]]:
         """Return an assistant's message, with calls of tools in the words that were sampled, and
         the answers that it may be.
         """

@@ -8,7 +8,7 @@ Shapes: R rows being sampled, of G prompts, at most M rows per prompt; N tokens 
 and K key-value heads, D their width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_pg.models.attention import AttentionOptions, fused_on_cpu
 from rlhf_pg.models.prefix_tree import PrefixTree, split_sequences
-from rlhf_pg.models.recurrent import Key, Mixer
+from rlhf_pg.models.recurrent import Mixer, States
 
 
 @dataclass(eq=False)
@@ -109,9 +109,9 @@ class StateStore:
     """States of recurrent layers in slots."""
 
     def __init__(self) -> None:
-        self._layers = dict[int, dict[Key, Tensor]]()
+        self._layers = dict[int, States]()
 
-    def of(self, layer: int, rows: int) -> dict[Key, Tensor]:
+    def of(self, layer: int, rows: int) -> States:
         """Return the states in the first slots."""
         stored = self._layers[layer]
         return {key: states[:rows] for key, states in stored.items()}
@@ -120,7 +120,7 @@ class StateStore:
         self,
         layer: int,
         slots: list[int],
-        states: Mapping[Key, Tensor],
+        states: States,
     ) -> None:
         """Write the states of a layer, (slots,...) each."""
         stored = self._layers.setdefault(layer, {})
@@ -134,7 +134,7 @@ class StateStore:
                 stored[key] = larger
             stored[key][slots] = new
 
-    def replace(self, layer: int, states: dict[Key, Tensor]) -> None:
+    def replace(self, layer: int, states: States) -> None:
         """Keep the states of all rows as they are given, without a copy."""
         self._layers[layer] = states
 
