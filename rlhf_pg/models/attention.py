@@ -18,6 +18,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.integrations import moe
 
+from rlhf_pg.masking import widen
 from rlhf_pg.models.recurrent import Mixer, mark_mixers
 
 NAME = "rlhf_pg"
@@ -99,16 +100,15 @@ def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Return (H,N,D) from query, key and value (H,N,D), given what is `seen` (N,N)."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = options.scale * (query.to(wide) @ key.to(wide).transpose(1, 2))
+    scores = options.scale * (widen(query) @ widen(key).transpose(1, 2))
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
-        sinks = options.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sinks], dim=2)
     weights = scores.softmax(dim=2)[..., : key.shape[1]]
-    return (weights @ value.to(wide)).to(query.dtype)
+    return (weights @ widen(value)).to(query.dtype)
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf_pg.masking import widen
 from rlhf_pg.models.attention import AttentionOptions, fused_on_cpu
 from rlhf_pg.models.prefix_tree import PrefixTree, split_sequences
 from rlhf_pg.models.recurrent import Mixer, States
@@ -468,7 +469,7 @@ def _attend(
             scale=options.scale,
         )
         return PartialSoftmax(out, logsum[..., None])
-    scores = _product(query, keys.transpose(2, 3))
+    scores = widen(query) @ widen(keys).transpose(2, 3)
     if options.softcap is None:
         scores = torch.add(bias, scores, alpha=options.scale)
     else:
@@ -476,16 +477,10 @@ def _attend(
         scores = options.softcap * scores + bias
     logsum = scores.logsumexp(dim=-1, keepdim=True)
     weights = scores.sub_(logsum).exp_()
-    return PartialSoftmax(_product(weights, values), logsum)
+    return PartialSoftmax(weights @ widen(values), logsum)
 
 
 def together(a: PartialSoftmax, b: PartialSoftmax) -> Tensor:
     """Combine both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
     share = torch.sigmoid(b.logsum - a.logsum)
     return torch.lerp(a.values, b.values, share)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, summed in at least float32; `b` is the stored tensor."""
-    wide = torch.promote_types(b.dtype, torch.float32)
-    return a.to(wide) @ b.to(wide)

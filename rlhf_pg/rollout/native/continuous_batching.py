@@ -31,7 +31,7 @@ class Prompt:
     limit: int  # tokens of a completion
     waiting: deque[int]  # samples without a row
     rows: int = 0  # samples with a row
-    slot: int | None = None  # in the store, once the prompt is computed
+    slot: int = -1  # in the store, once the prompt is computed
     logits: Tensor | None = None  # (V,) for the first new token, while samples wait
 
     @property
@@ -137,7 +137,7 @@ class BatchingSession:
             room = self._room(prompt, len(entering))
             if room < 1:
                 break
-            if prompt.slot is None:
+            if prompt.slot < 0:
                 prompt.slot = len(self.prompts)
                 self.prompts.append(prompt)
                 fresh.append(prompt)
@@ -154,7 +154,7 @@ class BatchingSession:
     def _room(self, prompt: Prompt, entering: int) -> int:
         """Return how many samples of a prompt may enter with room for their full length."""
         lengths = [other.length for other in self.prompts]
-        if prompt.slot is None:
+        if prompt.slot < 0:
             lengths.append(prompt.length)
         rows = len(self.rows) + entering
         of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
@@ -187,7 +187,7 @@ class BatchingSession:
             layout = Prefill(
                 self.prompt_cache,
                 self.prompt_states,
-                [prompt.slot for prompt in chunk if prompt.slot is not None],
+                [prompt.slot for prompt in chunk],
                 lengths,
                 self.model.device,
             )
@@ -209,7 +209,7 @@ class BatchingSession:
             torch.tensor([sample for _, sample in entering]),
         )
         new = [Row(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
-        slots = [prompt.slot for prompt in prompts if prompt.slot is not None]
+        slots = [prompt.slot for prompt in prompts]
         self.own_states.copy(self.prompt_states, slots, len(self.rows))
         self.rows += new
         longest = max(len(row.tokens) for row in self.rows)
@@ -248,7 +248,6 @@ class BatchingSession:
     def _assign(self) -> Places:
         groups: list[list[int]] = [[] for _ in self.prompts]
         for i, row in enumerate(self.rows):
-            assert row.prompt.slot is not None
             groups[row.prompt.slot].append(i)
         lengths = [prompt.length for prompt in self.prompts]
         return Places(
@@ -315,8 +314,6 @@ class BatchingSession:
 
     def _remove_prompt(self, prompt: Prompt) -> None:
         last = self.prompts.pop()
-        assert prompt.slot is not None
-        assert last.slot is not None
         if last is not prompt:
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompt_states.move([last.slot], [prompt.slot])
