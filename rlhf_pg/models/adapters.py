@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.config.inputs import AdapterConfig
+from rlhf_pg.models.lm_head import bare
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,13 +37,13 @@ def share_frozen(module: M) -> M:
     return copy.deepcopy(module, frozen)
 
 
-def adapter_of(args: AdapterConfig, given: Any) -> Any:
+def adapter_of(args: AdapterConfig, peft_config: Any) -> Any:
     """Return the adapter's config: the given one, or with `use_peft` LoRA (Hu et al. 2021), by
     default on every linear layer except the head.
     """
     if not args.use_peft:
-        return given
-    if given is not None:
+        return peft_config
+    if peft_config is not None:
         raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
     return LoraConfig(
         r=args.lora_r,
@@ -64,12 +65,12 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         # peft would break subclasses of Linear with their own forward, such as routers that return
         # a tuple (PhiMoE, Llama 4) and grouped projections (DeepSeek-V4).
-        own = "transformers.models.", "transformers_modules."  # not classes of quantised layers
+        sources = "transformers.models.", "transformers_modules."  # no classes of quantised layers
         excluded = [
             name
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear)
-            and type(module).__module__.startswith(own)
+            and type(module).__module__.startswith(sources)
             and type(module).forward is not nn.Linear.forward
         ]
         config.exclude_modules = excluded or None
@@ -168,10 +169,14 @@ def adds_nothing(model: PreTrainedModel) -> bool:
 
 def freeze_unread(model: PreTrainedModel) -> None:
     """Freeze parts that text does not pass through, such as image towers: DDP would wait."""
-    bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    if bare.config.get_text_config() is not bare.config:
-        read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
-        freeze_all_but(bare, *(part for part in read if part is not None))
+    base = bare(model)
+    if base.config.get_text_config() is not base.config:
+        parts = (
+            base.get_decoder(),
+            base.get_input_embeddings(),
+            base.get_output_embeddings(),
+        )
+        freeze_all_but(base, *(part for part in parts if part is not None))
 
 
 def freeze_all_but(model: nn.Module, *parts: nn.Module) -> None:
@@ -187,14 +192,19 @@ def is_quantized(model: nn.Module) -> bool:
     return not all(p.is_floating_point() for p in model.parameters())
 
 
+def copy_adapted(module: Any) -> Any:
+    """Copy the layers that an adapter changes; the copy shares all other parameters."""
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    changed = {id(p) for layer in layers for p in layer.parameters()}
+    shared: dict[int, Any] = {id(p): p for p in module.parameters() if id(p) not in changed}
+    return copy.deepcopy(module, shared)
+
+
 def merge(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model with the adapter merged into a copy of its layers; others are shared."""
     if not isinstance(model, PeftModel):
         return model
-    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    changed = {id(p) for layer in layers for p in layer.parameters()}
-    shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in changed}
-    copied = copy.deepcopy(model, shared)
+    copied = copy_adapted(model)
     for base in list(_tied_layers(copied)):  # layers tied to them keep the original
         base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
         copied.get_base_model().config.tie_word_embeddings = False

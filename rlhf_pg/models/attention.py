@@ -18,6 +18,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.integrations import moe
 
+from rlhf_pg.masking import widen
 from rlhf_pg.models.recurrent import Mixer, mark_mixers
 
 NAME = "rlhf_pg"
@@ -47,7 +48,12 @@ class Layout(Protocol):
     """The arrangement of the tokens of a forward pass."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         """Return (N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
         ...
@@ -94,16 +100,15 @@ def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Return (H,N,D) from query, key and value (H,N,D), given what is `seen` (N,N)."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = options.scale * (query.to(wide) @ key.to(wide).transpose(1, 2))
+    scores = options.scale * (widen(query) @ widen(key).transpose(1, 2))
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
-        sinks = options.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sinks], dim=2)
     weights = scores.softmax(dim=2)[..., : key.shape[1]]
-    return (weights @ value.to(wide)).to(query.dtype)
+    return (weights @ widen(value)).to(query.dtype)
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
@@ -114,14 +119,14 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
 @contextmanager
 def replace_attention(configs: Sequence[Any], names: Sequence[str] | None = None) -> Iterator[None]:
     """Use this file's attention, or these names, inside the block, then restore the models' own."""
-    own = [config._attn_implementation for config in configs]
+    before = [config._attn_implementation for config in configs]
     try:
         for config, name in zip(configs, names or [NAME] * len(configs), strict=True):
             config._attn_implementation = name
         yield
     finally:
-        for config, before in zip(configs, own, strict=True):
-            config._attn_implementation = before
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
 
 
 class AttentionSupport(NamedTuple):
@@ -183,14 +188,12 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
         window = getattr(layer, "sliding_window", None)
         if probe.windows[number] != window:  # perhaps chunks: rows within the first are exact
             longest = min(longest, window or 0)
-    states = sum(
-        state.nbytes
-        for number in recurrent
-        for states in (cache.layers[number].conv_states, cache.layers[number].recurrent_states)
-        for state in states.values()
-        if state is not None
-    )
-    return AttentionSupport(None, longest, states, probe.bytes)
+    state_bytes = 0
+    for number in recurrent:
+        layer = cache.layers[number]
+        states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        state_bytes += sum(state.nbytes for state in states if state is not None)
+    return AttentionSupport(None, longest, state_bytes, probe.bytes)
 
 
 @contextmanager
@@ -198,12 +201,12 @@ def measurable_experts() -> Iterator[None]:
     """Let mixtures of experts be computed with tensors that have no data, in any dtype: torch's
     kernel is refused in float32, `transformers`' other one is not.
     """
-    own = moe._can_use_grouped_mm
+    before = moe._can_use_grouped_mm
     try:
         moe._can_use_grouped_mm = lambda *inputs: False
         yield
     finally:
-        moe._can_use_grouped_mm = own
+        moe._can_use_grouped_mm = before
 
 
 def _longrope_limit(model: PreTrainedModel) -> float:
@@ -244,7 +247,12 @@ class _Probe:
         self.bytes = dict[int | None, int]()  # by window
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         if layer in self.windows:
             raise NotImplementedError("a layer that attends twice")

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -94,21 +93,22 @@ class Critic(nn.Module):
         if self.head is None:  # the module computes the values itself
             assert self.model is not None
             inputs, states = lay_out_padded(batch)
-            given: Tensor = self.model(**inputs)
-            values = given.squeeze(-1) if given.ndim == 3 else given
-            if values.shape != inputs["input_ids"].shape:
+            output: Tensor = self.model(**inputs)
+            values = output.squeeze(-1) if output.ndim == 3 else output
+            shape = inputs["input_ids"].shape
+            if values.shape != shape:
                 raise ValueError(
                     "value_model must give one value per token, "
-                    f"{tuple(inputs['input_ids'].shape)}, got {tuple(given.shape)}"
+                    f"{tuple(shape)}, got {tuple(output.shape)}"
                 )
             values = widen(values).flatten()
         else:
-            read = of_policy or hidden_states(trunk(self.model), batch, self.window)
-            values = self.head(read.hidden)
-            states = read.states
+            hidden, states = of_policy or hidden_states(trunk(self.model), batch, self.window)
+            values = self.head(hidden)
         mask = batch.action_mask
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
-        before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
+        before = values.index_select(0, states[:, :-1].flatten())
+        before = before.view(mask.shape)
         ends = values.index_select(0, states[:, -1])
         return torch.where(mask, before, 0.0), ends
 
@@ -125,7 +125,11 @@ class Critic(nn.Module):
             safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
     @staticmethod
-    def save_head(path: Path, moments: RunningMoments | None, weights: dict[str, Tensor]) -> None:
+    def save_head(
+        path: Path,
+        moments: RunningMoments | None,
+        weights: dict[str, Tensor],
+    ) -> None:
         if moments is not None:
             safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
             # V std + mean = (w h + b) std + mean
@@ -220,7 +224,7 @@ def new_critic(
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     shared: bool = False,
-    value_model: str | os.PathLike[str] | nn.Module | None = None,
+    value_model: loading.Location | nn.Module | None = None,
     peft_config: Any = None,
     random_seed: int | None = None,
     trust_remote_code: bool = False,
@@ -247,16 +251,18 @@ def new_critic(
     if random_seed is not None:
         if isinstance(policy_model, PeftModel):
             raise ValueError("value_init random cannot be used with an adapter: leave it out")
-        bare: Any = trunk(policy_model)
+        bare = trunk(policy_model)
         with torch.random.fork_rng(devices=[]):  # leaves other random numbers unchanged
             torch.manual_seed(random_seed)
             fresh = type(bare)(copy.deepcopy(bare.config))
         return Critic(loading.load_model(fresh, dtype), _head(policy_model, dtype))
     if value_model is None:
         # An adapter is saved for the whole model; all but the adapter is shared with the policy.
-        adapted = isinstance(policy_model, PeftModel)
-        copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
-        return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
+        if isinstance(policy_model, PeftModel):
+            copied = _without_head(share_frozen(policy_model))
+        else:
+            copied = share_frozen(trunk(policy_model))
+        return Critic(copied, _head(policy_model, dtype))
     path = None if isinstance(value_model, nn.Module) else value_model
     if isinstance(value_model, nn.Module):
         trained = {id(p) for p in policy_model.parameters() if p.requires_grad}

@@ -78,15 +78,21 @@ class TokenDistribution:
         """Return the argument of softmax, (n,V), and a cap's factor in the derivative."""
         z = widen(output[rows])
         bend = None
-        if self.transform.cap is not None:
-            bent = (z * (self.transform.scale / self.transform.cap)).tanh()
-            z = bent * (self.transform.cap / self.temperature)
+        cap = self.transform.cap
+        if cap is not None:
+            bent = (z * (self.transform.scale / cap)).tanh()
+            z = bent * (cap / self.temperature)
             bend = 1 - bent**2
         elif self.slope != 1:
             z = z * self.slope
         return z, bend
 
-    def scores(self, output: Tensor, tokens: Tensor, compare: Compare | None = None) -> Scores:
+    def scores(
+        self,
+        output: Tensor,
+        tokens: Tensor,
+        compare: Compare | None = None,
+    ) -> Scores:
         """Return log-probabilities, entropies and, if asked, divergences from a teacher; (N,)."""
         logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
         entropies = torch.empty_like(logprobs)
@@ -123,9 +129,11 @@ class TokenDistribution:
             if self.entropy_gradient:
                 p = everywhere.exp()
                 surprise = everywhere.add_(entropies[rows, None])
-                gradient = p.mul_(surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows]))
+                surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows])
+                gradient = p.mul_(surprise)
             else:
-                gradient = z.softmax(-1).mul_(-to_logprobs[rows])
+                gradient = z.softmax(-1)
+                gradient.mul_(-to_logprobs[rows])
             gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
             if compare is not None:
                 gradient += towards
@@ -146,8 +154,8 @@ class TeacherHead:
         output = nn.functional.linear(hidden, self.weight, self.bias)
 
         def compare(logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            own = self.distribution.logits(output, rows)[0].log_softmax(-1)
-            return self.divergence(logprobs, own.clamp_(min=IMPOSSIBLE))
+            of_teacher = self.distribution.logits(output, rows)[0].log_softmax(-1)
+            return self.divergence(logprobs, of_teacher.clamp_(min=IMPOSSIBLE))
 
         return compare
 
@@ -169,7 +177,12 @@ class ChunkedLMHead:
     chunks: int
     transform: LogitTransform = NOTHING  # the model's transform
 
-    def __call__(self, hidden: Tensor, tokens: Tensor, teacher: HeadInput | None = None) -> Scores:
+    def __call__(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        teacher: HeadInput | None = None,
+    ) -> Scores:
         """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution;
         with a teacher also its divergence from the teacher's.
 
@@ -177,28 +190,41 @@ class ChunkedLMHead:
         """
         layer = output_layer(self.model)
         assert layer is not None
+        distribution = TokenDistribution(
+            self.temperature,
+            self.transform,
+            self.entropy_gradient,
+        )
         linear: Any = plain(layer)
         if linear is not None and self.chunks > 1:
-            settings = self.temperature, self.transform, self.entropy_gradient
-            after: Any = (tokens, TokenDistribution(*settings), self.chunks, teacher)
             # The layer's hooks run as usual, but its forward computes scores.
-            linear.forward = lambda x: _ChunkedScores.apply(x, linear.weight, linear.bias, *after)  # type: ignore[no-untyped-call]
+            linear.forward = lambda x: _ChunkedScores.apply(  # type: ignore[no-untyped-call]
+                x,
+                linear.weight,
+                linear.bias,
+                tokens,
+                distribution,
+                self.chunks,
+                teacher,
+            )
             try:
                 scores: Scores = layer(hidden)
             finally:
                 del linear.forward
             return scores
 
-        def score(x: Tensor, y: Tensor, states: Tensor | None = None) -> Any:
-            options = self.temperature, self.entropy_gradient, self.transform
-            compare = None if teacher is None or states is None else teacher[0].after(states)
-            return token_scores(layer(x), y, *options, compare)
+        def score(x: Tensor, y: Tensor, *states: Tensor) -> Any:
+            compare = teacher and teacher[0].after(*states)
+            return _Scores.apply(layer(x), y, distribution, compare)  # type: ignore[no-untyped-call]
 
         if self.chunks > 1:
             score = partial(checkpoint, score, use_reentrant=False)
-        read = (hidden, tokens) if teacher is None else (hidden, tokens, teacher[1])
+        read = [hidden, tokens]
+        if teacher is not None:
+            read.append(teacher[1])
         pieces = (x.tensor_split(self.chunks) for x in read)
-        return tuple(map(torch.cat, zip(*map(score, *pieces), strict=True)))
+        parts = map(score, *pieces)
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -224,10 +250,10 @@ class _ChunkedScores(torch.autograd.Function):
         for rows in _split(len(tokens), chunks):
             output = nn.functional.linear(hidden[rows], weight, bias)
             compare = teacher and teacher[0].after(teacher[1][rows])
-            own = distribution.scores(output, tokens[rows], compare)
-            for whole, part in zip(scores, own, strict=True):
-                whole[rows] = part
-            del output, compare, own  # before the next ones are made
+            parts = distribution.scores(output, tokens[rows], compare)
+            for score, part in zip(scores, parts, strict=True):
+                score[rows] = part
+            del output, compare, parts  # before the next ones are made
         ctx.save_for_backward(hidden, weight, bias, tokens, scores[1])
         ctx.distribution = distribution
         ctx.chunks = chunks
@@ -249,8 +275,8 @@ class _ChunkedScores(torch.autograd.Function):
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
             compare = ctx.teacher and ctx.teacher[0].after(ctx.teacher[1][rows])
-            own = (x[rows] for x in (*numbers, *to_scores))
-            ctx.distribution.to_gradient(gradient, *own, compare=compare)
+            parts = (x[rows] for x in (*numbers, *to_scores))
+            ctx.distribution.to_gradient(gradient, *parts, compare=compare)
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
                 to_weight += _product(gradient.T, hidden[rows])
@@ -276,8 +302,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _split(count: int, chunks: int) -> list[slice]:
     """Return the rows of each non-empty chunk, split as by `tensor_split`."""
-    least, more = divmod(count, chunks)
-    bounds = [chunk * least + min(chunk, more) for chunk in range(chunks + 1)]
+    least, larger = divmod(count, chunks)
+    bounds = [chunk * least + min(chunk, larger) for chunk in range(chunks + 1)]
     return [slice(start, end) for start, end in pairwise(bounds) if start < end]
 
 
@@ -290,9 +316,9 @@ def plain(layer: nn.Module) -> nn.Linear | None:
     if has_hooks and not hasattr(weights[0], "ds_id"):  # ZeRO-3's hooks accept any output
         return None
     if isinstance(layer, ModulesToSaveWrapper):  # trained in full beside an adapter
-        trains = layer.active_adapters and not layer.disable_adapters
-        own = layer.modules_to_save[layer.active_adapters[0]] if trains else layer.original_module
-        return plain(own)
+        if layer.active_adapters and not layer.disable_adapters:
+            return plain(layer.modules_to_save[layer.active_adapters[0]])
+        return plain(layer.original_module)
     is_linear = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
     if is_linear and all(type(p) in (nn.Parameter, FakeTensor) for p in weights):
         return cast("nn.Linear", layer)
@@ -375,24 +401,32 @@ def _blocks(output: Tensor) -> Iterator[slice]:
     count, vocabulary = output.shape
     mode = output.fake_mode if isinstance(output, FakeTensor) else None
     kind = mode.kind if isinstance(mode, Measured) else output.device.type
-    block = max(1, count if kind == "cuda" else BLOCK * torch.get_num_threads() // vocabulary)
+    block = count
+    if kind != "cuda":
+        block = BLOCK * torch.get_num_threads() // vocabulary
+    block = max(1, block)
     # Fake tensors only measure memory, for which one of perhaps thousands of blocks is enough.
     end = count if mode is None else min(count, block)
     for start in range(0, end, block):
         yield slice(start, start + block)
 
 
+def bare(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the base model of an adapter, whose layers include it, or the model itself."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
+
+
 def trunk(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head (but with its adapters), from tokens to hidden states."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    module: nn.Module = bare.base_model
+    module: nn.Module = bare(model).base_model
     return module
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of the model below any adapter; it may itself be adapted."""
-    bare = model.get_base_model() if isinstance(model, PeftModel) else model
-    layer: nn.Module | None = bare.get_output_embeddings()
+    layer: nn.Module | None = bare(model).get_output_embeddings()
     return layer
 
 
@@ -424,32 +458,35 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     another kind, the head reads something other than the trunk's last hidden states, or another
     operation follows it.
     """
-    layer = output_layer(model) if isinstance(model, LOADED) else None
+    layer: Any = output_layer(model) if isinstance(model, LOADED) else None
     # A model that does not name its trunk, such as Llama4ForCausalLM, returns itself as trunk.
     if layer is None or layer in trunk(model).modules():
         return None
-    layer = cast(Any, layer)
     body = trunk(model)
     hollow = next(model.parameters()).is_meta
-    read: list[Any] = []
-    shown: list[Tensor] = []
+    calls = list[tuple[tuple[Any, ...], Tensor]]()  # what the head read, and what was shown
 
     def exchange(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         # Numbers that are exact in every dtype, in the linear and the flat range of tanh.
-        x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
+        x = torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64
+        x = x.reshape(output.shape)
         x[..., 0] = 2.0**-20
         x[..., 1] = 2.0**100
-        read.extend(inputs[:1])
-        shown.append(x)
-        return shown[-1]
+        calls.append((inputs, x))
+        return x
 
     # Every tensor is made here, also where the caller's default device is "meta".
     device = torch.device("cpu") if hollow else next(model.parameters()).device
     with evaluating(model), device:
         ids = torch.tensor([[0, 1, 2]])
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "use_cache": False,
+        }
         if hollow:
-            hidden = torch.arange(3.0 * layer.weight.shape[1]).reshape(1, 3, -1)
+            hidden = torch.arange(3.0 * layer.weight.shape[1])
+            hidden = hidden.reshape(1, 3, -1)
             body.forward = lambda *_, **__: Known(hidden)
             layer.forward = lambda x: x.new_zeros(*x.shape[:-1], len(layer.weight))
         else:
@@ -465,15 +502,18 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
             hook.remove()
             if hollow:
                 del body.forward, layer.forward
-    if len(shown) != 1 or len(read) != 1 or read[0].is_meta or not torch.equal(read[0], hidden):
+    if len(calls) != 1:
         return None
-    x = shown[0]
+    [(read, x)] = calls
+    if not read or read[0].is_meta or not torch.equal(read[0], hidden):
+        return None
     made = made.double()
     if made.shape != x.shape:
         return None
     scale = float(made[0, 0, 0] / x[0, 0, 0])
     limit = float(made[0, 0, 1])
-    transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
+    cap = limit if abs(limit) < 2.0**50 else None
+    transform = LogitTransform(scale, cap)
     if torch.allclose(transform(x), made, rtol=1e-6, atol=0):
         return transform
     return None

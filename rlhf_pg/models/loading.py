@@ -42,18 +42,28 @@ from rlhf_pg.data.chat import set_template
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread, is_plain
 from rlhf_pg.models.streaming import empty_model, zeros_in_place
 
+Location = str | PathLike[str]  # a directory, a file, or an id of the Hub
 POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
 # Arguments of from_pretrained on the place of a model's files, and on how they are read.
 PLACES = {"revision", "subfolder", "variant"}
 READING = {
-    *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "use_safetensors",
     "key_mapping",
 }
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # Keys in which the config of a restored adapter may differ, since they do not change its output.
-MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-MAY_DIFFER |= {"auto_mapping"}  # of an adapter without task_type, once it is saved
+MAY_DIFFER = {
+    "auto_mapping",  # of an adapter without task_type, once it is saved
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+}
 
 if not torch.accelerator.is_available():  # else DeepSpeed would warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -62,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(
-    model: str | PathLike[str] | PreTrainedModel,
+    model: Location | PreTrainedModel,
     dtype: torch.dtype,
     device: torch.device,
     peft_config: Any = None,
@@ -77,8 +87,15 @@ def load_policy(
     """
     empty = empty and (peft_config is None or is_plain(peft_config))
     with about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
-        how = quantization_config, trust_remote_code, options, empty
-        loaded = load_model(model, dtype, AutoModelForCausalLM, *how)
+        loaded = load_model(
+            model,
+            dtype,
+            AutoModelForCausalLM,
+            quantization_config,
+            trust_remote_code,
+            options,
+            empty,
+        )
     if not hasattr(loaded, "stored"):
         loaded = loaded.to(device)
     if peft_config is not None:
@@ -96,7 +113,7 @@ def load_policy(
 
 
 def policy_of(
-    model: str | PathLike[str] | PreTrainedModel,
+    model: Location | PreTrainedModel,
     args: PolicyGradientConfig | SupervisedConfig,
     device: torch.device,
     peft_config: Any,
@@ -109,16 +126,23 @@ def policy_of(
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     bits = quantization(computes) if args.load_in_4bit else quantization_config
-    code = args.trust_remote_code
-    options = init_options(args)
-    loaded = load_policy(model, dtype or computes, device, peft_config, bits, code, options, empty)
+    loaded = load_policy(
+        model,
+        dtype or computes,
+        device,
+        peft_config,
+        bits,
+        args.trust_remote_code,
+        init_options(args),
+        empty,
+    )
     if args.save_merged and (bits or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded
 
 
 def load_model(
-    model: str | PathLike[str] | PreTrainedModel,
+    model: Location | PreTrainedModel,
     dtype: torch.dtype,
     auto_class: Any = AutoModelForCausalLM,
     quantization_config: Any = None,
@@ -157,7 +181,6 @@ def load_model(
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
-    how = (quantization_config, trust_remote_code, options)
     if is_adapter(name):
         with opening("adapter", name):
             config = PeftConfig.from_pretrained(name)
@@ -170,8 +193,18 @@ def load_model(
                 "adapter_config.json, or load both and give the object"
             )
         try:
-            whole = load_model(base, dtype, auto_class, *how)
-            adapted = PeftModel.from_pretrained(whole, name, is_trainable=True)
+            adapted = PeftModel.from_pretrained(
+                load_model(
+                    base,
+                    dtype,
+                    auto_class,
+                    quantization_config,
+                    trust_remote_code,
+                    options,
+                ),
+                name,
+                is_trainable=True,
+            )
             file = Path(name) / "adapter_model.safetensors"
             if file.exists():  # not on the Hub, nor in an older format
                 saved = load_file(file)
@@ -191,8 +224,7 @@ def load_model(
         if has_tokenizer(name):  # the base model's may lack a chat template
             adapted.name_or_path = name
         if (Path(name) / GENERATION_CONFIG_NAME).exists():  # tokens that end a turn
-            bare: Any = adapted.get_base_model()
-            bare.generation_config = GenerationConfig.from_pretrained(
+            adapted.get_base_model().generation_config = GenerationConfig.from_pretrained(
                 name, trust_remote_code=trust_remote_code
             )
         return _cast(adapted, dtype)
@@ -250,7 +282,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
 
 def from_pretrained(
     auto_class: Any,
-    path: str | PathLike[str],
+    path: Location,
     new: tuple[str, ...] = (),
     *,
     trust_remote_code: bool,
@@ -285,12 +317,12 @@ def from_pretrained(
     return model
 
 
-def is_gguf(path: str | PathLike[str]) -> bool:
+def is_gguf(path: Location) -> bool:
     """Return whether a path is a GGUF file, which holds model, config and tokenizer."""
     return os.path.isfile(path) and str(path).endswith(".gguf")
 
 
-def place(path: str | PathLike[str]) -> dict[str, Any]:
+def place(path: Location) -> dict[str, Any]:
     """Return the arguments by which `from_pretrained` finds a directory, Hub id or GGUF file."""
     if not is_gguf(path):
         return {"pretrained_model_name_or_path": path}
@@ -298,13 +330,13 @@ def place(path: str | PathLike[str]) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": directory or ".", "gguf_file": name}
 
 
-def is_adapter(path: str | PathLike[str]) -> bool:
+def is_adapter(path: Location) -> bool:
     """Return whether a directory or Hub id holds an adapter; ValueError if it cannot be read."""
     with opening("model", path):
         return not is_gguf(path) and find_adapter_config_file(str(path)) is not None
 
 
-def check_directory(model: str | PathLike[str]) -> None:
+def check_directory(model: Location) -> None:
     """Refuse a path without a model directory, or a Hub id if there is no network (ValueError). A
     name is a path if it cannot be a Hub id, or if it begins with an existing directory.
     """
@@ -329,7 +361,7 @@ def check_directory(model: str | PathLike[str]) -> None:
 
 
 @contextmanager
-def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
+def opening(what: str, path: Location) -> Iterator[None]:
     """Turn errors in reading a model's files into a ValueError with the path and a remedy."""
     try:
         yield
@@ -342,7 +374,7 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def _remedy(error: Exception, path: str | PathLike[str]) -> str:
+def _remedy(error: Exception, path: Location) -> str:
     """Return what to do about an error in reading a model's files."""
     if isinstance(error, ImportError):
         return (
@@ -386,7 +418,7 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
 
 
 def check_code(
-    path: str | PathLike[str], trust_remote_code: bool, options: Mapping[str, Any] | None = None
+    path: Location, trust_remote_code: bool, options: Mapping[str, Any] | None = None
 ) -> None:
     """Name the code that may come with a model. Without trust transformers refuses that, but for
     kernels of the Hub, which its config or the options name: ValueError.
@@ -481,12 +513,12 @@ def _check_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> No
 def tokenizer_of(
     args: PolicyGradientConfig | SupervisedConfig,
     model: PreTrainedModel | None,
-    given: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     needs_eos: bool = True,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or the model's, with the tokens and chat template of a config."""
     tokenizer = load_tokenizer(
-        given,
+        tokenizer,
         model,
         args.pad_token,
         args.trust_remote_code,
@@ -499,7 +531,7 @@ def tokenizer_of(
 
 
 def tokenizer_from_pretrained(
-    path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
+    path: Location, *, trust_remote_code: bool, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved at a path or Hub id; ValueError if that fails."""
     check_code(path, trust_remote_code)
@@ -520,7 +552,7 @@ def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, trust: bool
         )
 
 
-def has_tokenizer(path: str | PathLike[str]) -> bool:
+def has_tokenizer(path: Location) -> bool:
     """Return whether a tokenizer was saved at a path; a Hub id is assumed to have one."""
     here = Path(path)  # without these files, `AutoTokenizer` may make up an empty one
     return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)

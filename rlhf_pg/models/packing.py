@@ -8,7 +8,8 @@ Shapes: B rows, P prompt width, T completion width; N computed tokens.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +45,15 @@ class Hidden(NamedTuple):
 
 def hidden_states(trunk: nn.Module, batch: Batch, window: float) -> Hidden:
     """Run a trunk over a batch, packed within the `window`."""
-    packs = can_pack(batch, window)
-    tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
-    with arranged(trunk, tokens.inputs["layout"]) if packs else nullcontext():
-        output = trunk(**tokens.inputs, use_cache=False)
-    return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states)
+    if can_pack(batch, window):
+        inputs, states = lay_out_packed(batch)
+        with arranged(trunk, inputs["layout"]):
+            output = trunk(**inputs, use_cache=False)
+    else:
+        inputs, states = lay_out_padded(batch)
+        output = trunk(**inputs, use_cache=False)
+    hidden = output.last_hidden_state.flatten(0, 1)
+    return Hidden(hidden, states)
 
 
 @contextmanager
@@ -89,20 +94,34 @@ def _keeps_rows(trunk: Any) -> bool:
     True for weights without data, and in 16 bits: there rounding chooses other experts, and a
     resumed run might decide otherwise. Such runs end in their first step (`Agreement`).
     """
-    tensors = list(trunk.parameters())
-    if any(x.is_meta or isinstance(x, FakeTensor) or x.element_size() < 4 for x in tensors):
-        return True
-    tree = PrefixTree([(-1, 3), (0, 2), (0, 4)], trunk.device)
+    for parameter in trunk.parameters():
+        has_no_data = parameter.is_meta or isinstance(parameter, FakeTensor)
+        if has_no_data or parameter.element_size() < 4:
+            return True
+    segments = [
+        (-1, 3),
+        (0, 2),
+        (0, 4),
+    ]
+    tree = PrefixTree(segments, trunk.device)
     tokens = torch.arange(1, 10, device=trunk.device)[None]
     tokens %= trunk.config.get_text_config().vocab_size
-    whole = {"input_ids": tokens, "position_ids": tree.positions[None], "layout": tree}
     with arranged(trunk, tree):
-        packed = trunk(**whole, attention_mask=torch.ones_like(tokens), use_cache=False)[0][0]
+        output = trunk(
+            input_ids=tokens,
+            position_ids=tree.positions[None],
+            attention_mask=torch.ones_like(tokens),
+            layout=tree,
+            use_cache=False,
+        )
+    packed = output[0][0]
     for span in tree.spans[1:]:
         row = [0, 1, 2, *range(span.start, span.stop)]
-        alone = trunk(input_ids=tokens[:, row], use_cache=False)[0][0]
+        output = trunk(input_ids=tokens[:, row], use_cache=False)
+        alone = output[0][0]
         tolerance = 1e-3 * float(alone.abs().max())
-        if not (packed[row] - alone).abs().max() <= tolerance:
+        difference = (packed[row] - alone).abs().max()
+        if not difference <= tolerance:
             return False
     return True
 
@@ -110,19 +129,27 @@ def _keeps_rows(trunk: Any) -> bool:
 def lay_out_padded(batch: Batch) -> DecoderInput:
     """Lay prompts and completions side by side, (B,P+T), or each path of the trees in a row."""
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
-    mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
-    places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
+    mask = mask.long()
+    places = torch.arange(mask.numel(), device=mask.device)
+    places = places.view_as(mask)
     if batch.parent_offsets is not None:
         sources, mask, places = (to_device(x, mask.device) for x in _paths(batch))
         ids = ids.flatten()[sources]
+    # Positions count real tokens, not columns, which matters for absolute positions.
+    positions = mask.cumsum(dim=1) - 1
     inputs = {
         "input_ids": ids,
         "attention_mask": mask,
-        # Positions count real tokens, not columns, which matters for absolute positions.
-        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "position_ids": positions.clamp(min=0),
     }
-    before = (torch.arange(mask.numel(), device=mask.device) - 1).clamp(min=0)
-    states = _states(places, before, batch.action_ends, batch.prompt_ids.shape[1])
+    before = torch.arange(mask.numel(), device=mask.device) - 1
+    states = _states(
+        places,
+        before.clamp(min=0),
+        batch.action_ends,
+        batch.prompt_ids.shape[1],
+    )
     return DecoderInput(inputs, states)
 
 
@@ -131,18 +158,25 @@ def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     and the first place of each token on them, (B,P+T); on the host.
     """
     rows = batch.with_counts().host_rows or ()
-    segments = _segments(batch, [row._replace(family=i) for i, row in enumerate(rows)])
-    ways = list[list[int]]()
-    paths = list[list[int]]()
+    apart = [row._replace(family=i) for i, row in enumerate(rows)]
+    segments = _segments(batch, apart)
+    ways = list[list[int]]()  # from a root to the end of each segment
+    for parent, length, source in segments:
+        way = [] if parent < 0 else ways[parent]
+        ways.append([*way, *range(source, source + length)])
     inner = {segment.parent for segment in segments}
-    for number, (parent, length, source, *_) in enumerate(segments):
-        ways.append([*(ways[parent] if parent >= 0 else ()), *range(source, source + length)])
-        paths += [] if number in inner else [ways[-1]]
+    paths = [way for number, way in enumerate(ways) if number not in inner]
     sources, mask = pad_rows(paths, pad=paths[0][0])  # the first place of this token is 0 anyway
     places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
-    own = torch.arange(sources.numel())
-    places = places.scatter_reduce(0, sources.flatten(), own, "amin", include_self=False)
-    return sources, mask.long(), places.view(len(rows), -1)
+    places = places.scatter_reduce(
+        0,
+        sources.flatten(),
+        torch.arange(sources.numel()),
+        "amin",
+        include_self=False,
+    )
+    places = places.view(len(rows), -1)
+    return sources, mask.long(), places
 
 
 def lay_out_packed(batch: Batch) -> DecoderInput:
@@ -152,41 +186,66 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     prompt = batch.prompt_ids.shape[1]
     segments = _segments(batch, rows)
     tree = PrefixTree([segment[:2] for segment in segments], device)
-    facts = [  # without a parent, any place would do as the one before
-        (span.start, tree.spans[segment.parent].stop - 1, *segment[1:])
-        for span, segment in zip(tree.spans, segments, strict=True)
-    ]
+    facts = list[tuple[int, ...]]()
+    for segment, span, first in zip(segments, tree.spans, tree.firsts, strict=True):
+        before = tree.spans[segment.parent].stop - 1  # without a parent, any place would do
+        fact = (
+            span.start,
+            before,
+            segment.length,
+            segment.source,
+            first,
+        )
+        facts.append(fact)
     of_segments = torch.tensor(sorted(facts))
     of_tokens = of_segments.repeat_interleave(of_segments[:, 2], dim=0)
     starts, ends, _, sources, positions = of_tokens.T
     place = torch.arange(len(starts))
-    sources = sources + place - starts
-    positions = positions + place - starts
+    inside = place - starts
+    sources = sources + inside
+    positions = positions + inside
     places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
-    places = places.scatter(0, sources, place).view(len(rows), -1)
+    places = places.scatter(0, sources, place)
+    places = places.view(len(rows), -1)
     firsts = dict[int, int]()
     shared = [firsts.setdefault(row.family, i) for i, row in enumerate(rows)]
     places[:, prompt - 1] = places[shared, prompt - 1]
-    before = torch.where(place == starts, ends, place - 1)
-    states = _states(places, before, torch.tensor([row.end for row in rows]), prompt)
-    together = to_device(torch.cat([sources, positions, states.flatten()]), device)
+    states = _states(
+        places,
+        torch.where(inside == 0, ends, place - 1),
+        torch.tensor([row.end for row in rows]),
+        prompt,
+    )
+    together = torch.cat([sources, positions, states.flatten()])
+    together = to_device(together, device)
     sources, positions, flat = together.tensor_split([len(place), 2 * len(place)])
-    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
+    ids = ids.flatten()[sources][None]
     inputs = {
-        "input_ids": ids[None],
-        "attention_mask": torch.ones_like(ids[None]),  # without it some models infer padding
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),  # without it some models infer padding
         "position_ids": positions[None],
         "layout": tree,
     }
     return DecoderInput(inputs, flat.view_as(states))
 
 
-def _states(places: Tensor, before: Tensor, ends: Tensor, prompt: int) -> Tensor:
+def _states(
+    places: Tensor,
+    before: Tensor,
+    ends: Tensor,
+    prompt: int,
+) -> Tensor:
     """Return `DecoderInput.states`, given the place of each token (B,P+T), the place that each of
     the N computed tokens follows, `Batch.action_ends`, and P.
     """
-    last = places.gather(1, ends[:, None] + (prompt - 1))
-    return torch.cat([before[places[:, prompt:]], last], dim=1)
+    columns = ends[:, None] + (prompt - 1)
+    last = places.gather(1, columns)
+    followed = before[places[:, prompt:]]
+    return torch.cat([followed, last], dim=1)
+
+
+_Place = tuple[int, int]  # row and column of a token
 
 
 class Segment(NamedTuple):
@@ -195,19 +254,18 @@ class Segment(NamedTuple):
     parent: int  # number of the segment whose end it follows, lower than its own; -1 for none
     length: int
     source: int  # index of its first token in flattened (B,P+T)
-    position: int  # of its first token, on the path from the root
 
 
 def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
     """Cut rows at every branch, in order of creation; the prompt of a family is in its first."""
     firsts = dict[int, int]()
-    # Row and column of the first token of each segment, and of the token that it follows.
-    follows: dict[tuple[int, int], tuple[int, int] | None] = {}
+    # The first token of each segment, and the token that it follows.
+    follows = dict[_Place, _Place | None]()
     for i, row in enumerate(rows):
         first = firsts.setdefault(row.family, i)
         if first == i:
             follows[i, -row.prompt] = None
-        jumps = {0: 1, **dict(row.jumps)} if row.completion else {}
+        jumps = {0: 1} | dict(row.jumps) if row.completion else {}
         for column, offset in jumps.items():
             follows[i, column] = None
             if offset:
@@ -217,17 +275,13 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
                 if end + 1 < rows[before].completion:
                     follows.setdefault((before, end + 1), (before, end))
     segments = list[Segment]()
-    numbers = dict[tuple[int, int], int]()
-    starts = sorted(follows)
+    numbers: dict[_Place | None, int] = {None: -1}  # of the segments that end there
     prompt = batch.prompt_ids.shape[1]
-    for (i, column), (row_after, after) in zip(starts, [*starts[1:], (-1, 0)], strict=True):
+    starts = [*sorted(follows), (-1, 0)]
+    for (i, column), (row_after, after) in pairwise(starts):
         stop = after if row_after == i else rows[i].completion
+        parent = numbers[follows[i, column]]
         numbers[i, stop - 1] = len(segments)
-        parent = -1
-        position = 0
-        if (followed := follows[i, column]) is not None:
-            parent = numbers[followed]
-            position = segments[parent].position + segments[parent].length
         source = i * batch.width + prompt + column
-        segments.append(Segment(parent, stop - column, source, position))
+        segments.append(Segment(parent, stop - column, source))
     return segments

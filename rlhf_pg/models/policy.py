@@ -21,7 +21,7 @@ from rlhf_pg.models.attention import configs_of, replace_attention
 from rlhf_pg.models.loading import load_weights
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 from rlhf_pg.models.recurrent import forwards, replaced_forwards
-from rlhf_pg.models.streaming import stored_value
+from rlhf_pg.models.streaming import bytes_of, stored_value
 
 
 class PolicyOutput(NamedTuple):
@@ -63,11 +63,13 @@ class Policy(nn.Module):
         self.teacher: lm_head.TeacherHead | None = None  # for batches with `teacher_hidden`
         transform = lm_head.logit_transform_of(model)
         if transform is not None:
-            chunks = lm_head.num_chunks(
-                most_tokens, model.config.get_text_config().vocab_size, chunk_size
-            )
+            vocabulary = model.config.get_text_config().vocab_size
             self.head = lm_head.ChunkedLMHead(
-                model, temperature, entropy_gradient, chunks, transform
+                model,
+                temperature,
+                entropy_gradient,
+                lm_head.num_chunks(most_tokens, vocabulary, chunk_size),
+                transform,
             )
             self.window = packing_window(lm_head.trunk(model))
 
@@ -81,16 +83,20 @@ class Policy(nn.Module):
     def keep_dropout(self) -> None:
         """Train with dropout; unpacked if the attention has dropout, which ours cannot apply."""
         self.drops = True
-        self.window = self.window and packing_window(lm_head.trunk(self.model), training=True)
+        if self.window:
+            self.window = packing_window(lm_head.trunk(self.model), training=True)
 
     def forward(self, batch: Batch) -> PolicyOutput:
         """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token."""
         if self.head is not None:
             return self.score(batch, self.hidden_states(batch))
         slots = batch.action_slots()
-        logits = self.logits(batch).flatten(0, 1)[slots]
-        tokens = batch.completion_ids.flatten()[slots]
-        scores = lm_head.token_scores(logits, tokens, self.temperature, self.entropy_gradient)
+        scores = lm_head.token_scores(
+            self.logits(batch).flatten(0, 1)[slots],
+            batch.completion_ids.flatten()[slots],
+            self.temperature,
+            self.entropy_gradient,
+        )
         return _spread(batch, slots, *scores)
 
     def hidden_states(self, batch: Batch) -> Hidden:
@@ -102,12 +108,13 @@ class Policy(nn.Module):
         assert self.head is not None
         slots = batch.action_slots()
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
-        before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
+        before = trunk.hidden.index_select(0, _before(trunk, slots))
         teacher = None
         if self.teacher is not None and batch.teacher_hidden is not None:
             teacher = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        return _spread(batch, slots, *self.head(before, tokens, teacher))
+        scores = self.head(before, tokens, teacher)
+        return _spread(batch, slots, *scores)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the model's logits for all tokens of the completions, (B,T,V), not of trees."""
@@ -115,8 +122,11 @@ class Policy(nn.Module):
             name = type(self.model).__name__
             raise ValueError(f"{name} has no linear head, which branches need: use another model")
         columns = batch.completion_ids.shape[1] + 1
-        inputs = lay_out_padded(batch).inputs
-        output = self.model(**inputs, use_cache=False, logits_to_keep=columns)
+        output = self.model(
+            **lay_out_padded(batch).inputs,
+            use_cache=False,
+            logits_to_keep=columns,
+        )
         # The logits in column t are for token t+1; those of the last column are not needed.
         logits: Tensor = output.logits[:, -columns:-1]
         return logits
@@ -132,12 +142,24 @@ def train_as_evaluated(model: nn.Module) -> None:
         part.training = bool(getattr(part, "gradient_checkpointing", False))
 
 
+def _before(trunk: Hidden, slots: Tensor) -> Tensor:
+    """Return the places of the hidden states that precede the tokens in `slots`."""
+    return trunk.states[:, :-1].flatten()[slots]
+
+
 def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
     """Put numbers of the action tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
-    spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]
+    spread = []
+    for x in numbers:
+        zeros = x.new_zeros(mask.numel())
+        spread.append(zeros.scatter(0, slots, x).view(mask.shape))
     logprobs, entropy, *divergence = spread
-    return PolicyOutput(logprobs, entropy, divergence=next(iter(divergence), None))
+    return PolicyOutput(
+        logprobs,
+        entropy,
+        divergence=divergence[0] if divergence else None,
+    )
 
 
 class Reference(nn.Module):
@@ -174,19 +196,19 @@ class Reference(nn.Module):
 
         Buffers move too; with `alpha` 1 the reference becomes an exact copy. In bfloat16, moves
         below the last bit of a weight are lost. For LoRA the factors A and B are averaged, not
-        their product. `gathered(own, theirs, write=True)` is entered around each move, for sharded
-        tensors.
+        their product. `gathered(target, source, write=True)` is entered around each move, for
+        sharded tensors.
         """
         pairs = zip(policy.parameters(), self.policy.parameters(), strict=True)
         buffers = zip(policy.buffers(), self.policy.buffers(), strict=True)
-        for theirs, own in (*pairs, *buffers):
-            if own is theirs:  # frozen and shared
+        for source, target in (*pairs, *buffers):
+            if target is source:  # frozen and shared
                 continue
-            with gathered(own, theirs, write=True):
-                if own.is_floating_point():
-                    own.lerp_(theirs, alpha)
+            with gathered(target, source, write=True):
+                if target.is_floating_point():
+                    target.lerp_(source, alpha)
                 else:
-                    own.copy_(theirs)
+                    target.copy_(source)
 
     def save(self, path: Path) -> None:
         """Save the weights or the adapter as `from_pretrained` reads them."""
@@ -206,12 +228,19 @@ class Teacher(Reference):
     whole distributions, or None.
     """
 
-    def __init__(self, policy: Policy, moves: bool, divergence: lm_head.Divergence | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        moves: bool,
+        divergence: lm_head.Divergence | None,
+    ) -> None:
         super().__init__(policy, moves)
         self.divergence = divergence
-        layer = lm_head.output_layer(self.policy.model)
         # Looked up before sharding, and in a list, so that it is not a second child.
-        self.layer = [None if self.policy.head is None or layer is None else lm_head.plain(layer)]
+        self.layer: list[nn.Linear | None] = [None]
+        layer = lm_head.output_layer(self.policy.model)
+        if self.policy.head is not None and layer is not None:
+            self.layer = [lm_head.plain(layer)]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:
@@ -222,19 +251,26 @@ class Teacher(Reference):
             return super().forward(batch), None
         trunk = self.policy.hidden_states(batch)
         slots = batch.action_slots()
-        before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
-        hidden = before.new_zeros(batch.action_mask.numel(), before.shape[1])
+        before = trunk.hidden[_before(trunk, slots)]
+        mask = batch.action_mask
+        hidden = before.new_zeros(mask.numel(), before.shape[1])
         hidden[slots] = before
-        return self.policy.score(batch, trunk).logprobs, hidden.view(*batch.action_mask.shape, -1)
+        logprobs = self.policy.score(batch, trunk).logprobs
+        return logprobs, hidden.view(*mask.shape, -1)
 
-    def head(self, whole: Callable[[Tensor], Tensor]) -> lm_head.TeacherHead | None:
-        """Return the head for a policy to compare with; `whole` gathers a sharded weight."""
-        (layer,), head = self.layer, self.policy.head
+    def head(self, gather: Callable[[Tensor], Tensor]) -> lm_head.TeacherHead | None:
+        """Return the head for a policy to compare with; `gather` collects a sharded weight."""
+        [layer] = self.layer
+        head = self.policy.head
         if self.divergence is None or layer is None or head is None:
             return None
-        bias = None if layer.bias is None else whole(layer.bias)
-        distribution = lm_head.TokenDistribution(head.temperature, head.transform, False)
-        return lm_head.TeacherHead(whole(layer.weight), bias, distribution, self.divergence)
+        bias = None if layer.bias is None else gather(layer.bias)
+        return lm_head.TeacherHead(
+            gather(layer.weight),
+            bias,
+            lm_head.TokenDistribution(head.temperature, head.transform, False),
+            self.divergence,
+        )
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -248,7 +284,7 @@ def fingerprint(module: nn.Module) -> str:
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             if tensor.is_meta:
                 tensor = stored_value(module, name)
-            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
@@ -266,7 +302,8 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
     def contexts(part: nn.Module) -> tuple[Any, Any]:
         names = [config._attn_implementation for config in configs]  # for the recomputation too
         mixing = replaced_forwards(part)
-        return _as_forward(part, configs, names, mixing), _as_forward(part, configs, names, mixing)
+        as_forward = partial(_as_forward, part, configs, names, mixing)
+        return as_forward(), as_forward()
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for part in model.modules():
@@ -280,18 +317,21 @@ def checkpoint_activations(model: nn.Module, offload: bool = False) -> None:
 
 @contextmanager
 def _as_forward(
-    part: nn.Module, configs: list[Any], names: list[str], mixing: dict[nn.Module, Any]
+    part: nn.Module,
+    configs: list[Any],
+    names: list[str],
+    mixing: dict[nn.Module, Any],
 ) -> Iterator[None]:
     """Use the same attention and mixers in the forward pass and its recomputation, and the mode of
     the children, since a part's own only switches recomputation on.
     """
-    own = part.training
+    mode = part.training
     part.training = all(child.training for child in part.children())
     try:
         with replace_attention(configs, names), forwards(mixing):
             yield
     finally:
-        part.training = own
+        part.training = mode
 
 
 def _offload(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -300,7 +340,8 @@ def _offload(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     if any(isinstance(x, FakeTensor) for x in inputs):
         # Fake tensors only measure the device's memory, so they are not kept on the host.
         kept = saved_tensors_hooks(
-            lambda x: (x.new_empty(0), x.shape), lambda saved: saved[0].new_empty(saved[1])
+            lambda x: (x.new_empty(0), x.shape),
+            lambda saved: saved[0].new_empty(saved[1]),
         )
     with kept:
         return checkpoint(layer, *inputs, **options)
@@ -313,8 +354,11 @@ def checkpoints(model: nn.Module) -> bool:
 
 def offloads(model: nn.Module) -> bool:
     """Return whether recomputation starts from inputs in the host's memory."""
-    functions = (getattr(part, "_gradient_checkpointing_func", None) for part in model.modules())
-    return any(getattr(function, "func", None) is _offload for function in functions)
+    for part in model.modules():
+        function = getattr(part, "_gradient_checkpointing_func", None)
+        if getattr(function, "func", None) is _offload:
+            return True
+    return False
 
 
 def disable_dropout(model: nn.Module) -> None:

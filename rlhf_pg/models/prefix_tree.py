@@ -18,7 +18,7 @@ Shapes: N tokens, H query and K key-value heads, D their width.
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from itertools import groupby
@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import (
 
 from rlhf_pg.data.batch import pad_rows, to_device
 from rlhf_pg.models.attention import AttentionOptions, explicit_attention, fused_on_cpu
-from rlhf_pg.models.recurrent import Key, Mixer
+from rlhf_pg.models.recurrent import Mixer, States
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # For all kinds of heads, passes and masks. Beyond this limit torch would compute every score.
@@ -60,6 +60,10 @@ class Span(NamedTuple):
     leave: int  # where all that continues it stops
     parent: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 class _Block(NamedTuple):
     """Keys that queries attend to: of neighbouring sequences of equal length each its own share."""
@@ -73,6 +77,19 @@ class _Block(NamedTuple):
     columns: slice = slice(None)
     window: int | None = None
 
+    @property
+    def has_fused_mask(self) -> bool:
+        """Whether the kernel hides later tokens itself."""
+        return self.is_own and self.window is None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return the part of (H,N,D) that belongs to the queries, (sequences,H,length,D)."""
+        return split_sequences(x[:, self.queries], self.sequences)[:, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Return the same for the keys."""
+        return split_sequences(x[:, self.keys], self.sequences)[:, :, self.columns]
+
 
 class MixerPart(NamedTuple):
     """Rows that a mixer computes together."""
@@ -82,34 +99,50 @@ class MixerPart(NamedTuple):
     is_continued: bool  # the rows are of equal length, and their last states are kept
 
 
+class _MixerRow(NamedTuple):
+    """What a mixer computes up to the end of a segment."""
+
+    tokens: list[int]
+    start: int  # the number of the kept segment that these follow, or -1
+
+
 class PrefixTree:
     """A `Layout` for a packed row of trees, given the parent of each segment, which is before it or
     -1, and its length. The row is in depth-first order; `spans` are in the order given.
     """
 
     def __init__(self, segments: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self.device, self.spans = device, list[Span]()
+        self.device = device
+        self.spans = list[Span]()
         self.firsts = list[int]()  # positions of the first tokens of segments on their paths
         self._masks = dict[int | None, BlockMask]()
         self._mixing = dict[tuple[bool, bool], tuple[list[MixerPart], Tensor]]()
         self._blocks = dict[int | None, list[_Block]]()
+        self.longest = 0  # path
         sizes = [*(length for _, length in segments), 0]  # with all that continues them
         for i in reversed(range(len(segments))):
             sizes[segments[i][0]] += sizes[i]
         free = [0] * len(sizes)  # the next place behind each; the last is that of roots
         for i, (parent, length) in enumerate(segments):
             start = free[parent]
-            free[i], free[parent] = start + length, start + sizes[i]
-            self.spans.append(Span(start, free[i], free[parent], parent))
-            before = 0 if parent < 0 else self.firsts[parent] + segments[parent][1]
-            self.firsts.append(before)
+            free[i] = start + length
+            free[parent] = start + sizes[i]
+            span = Span(start, free[i], free[parent], parent)
+            first = 0
+            if parent >= 0:
+                first = self.firsts[parent] + self.spans[parent].length
+            self.spans.append(span)
+            self.firsts.append(first)
+            self.longest = max(self.longest, first + length)
         self.size = free[-1]
-        self.longest = max(
-            first + length for first, (_, length) in zip(self.firsts, segments, strict=True)
-        )
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         width = query.shape[2]
         attend = self.by_blocks
@@ -117,29 +150,44 @@ class PrefixTree:
             pass  # it only measures memory, of which the GPU kernel needs as much
         elif query.is_cuda:
             width = max(-(-width // 8) * 8, NARROWEST)  # every kernel takes this
-            heads = (query.shape[0], key.shape[0], width)
+            heads = (len(query), len(key), width)
             flex = flex_compiles(query.dtype, heads, query.device)
             attend = self.by_flex if flex else self.densely
         elif options.softcap is not None:  # the kernel of a CPU has none
             attend = self.densely
-        q, k, v = (
-            x if x.shape[2] == width else nn.functional.pad(x, (0, width - x.shape[2]))
-            for x in (query, key, value)
-        )
-        return attend(q, k, v, options)[..., : value.shape[2]]
+
+        def widen(x: Tensor) -> Tensor:
+            missing = width - x.shape[2]
+            return nn.functional.pad(x, (0, missing)) if missing else x
+
+        out = attend(widen(query), widen(key), widen(value), options)
+        return out[..., : value.shape[2]]
 
     def by_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend with the fused kernel of a CPU."""
-        blocks = self.blocks(self.within(options.window))
         out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, options.sinks, options.scale, self, blocks
+            query,
+            key,
+            value,
+            options.sinks,
+            options.scale,
+            self,
+            self.blocks(self.within(options.window)),
         )
         return out.transpose(0, 1)
 
     def by_flex(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend with one fused kernel that skips unseen keys (FlexAttention; Dong et al. 2024)."""
         attend: Any = compiled_flex() if query.is_cuda else flex_attention
@@ -159,56 +207,68 @@ class PrefixTree:
                 block_mask=self.mask(self.within(options.window)),
                 scale=options.scale,
                 return_aux=AuxRequest(lse=sinks is not None),
-                enable_gqa=query.shape[0] != key.shape[0],
+                enable_gqa=len(query) != len(key),
                 # Below 128 tokens inductor would choose a kernel that cannot use these blocks.
                 kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
             )
         if sinks is not None:
-            out = out * torch.sigmoid(extra.lse - sinks[:, None])[..., None].to(out.dtype)
+            share = torch.sigmoid(extra.lse - sinks[:, None])
+            out = out * share[..., None].to(out.dtype)
         of_tokens: Tensor = out[0].transpose(0, 1)
         return of_tokens
 
     def densely(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attend tree by tree, with a mask that hides siblings."""
         parts = list[Tensor]()
         window = self.within(options.window)
-        copies = query.shape[0] // key.shape[0]
-        for start, _, stop, _ in sorted(span for span in self.spans if span.parent < 0):
-            place = torch.arange(start, stop, device=query.device)
-            leave = self.leave[start:stop]
-            sees = (place[:, None] >= place) & (place[:, None] < leave)
+        copies = len(query) // len(key)
+        for root in sorted(span for span in self.spans if span.parent < 0):
+            tree = slice(root.start, root.leave)
+            place = torch.arange(root.start, root.leave, device=query.device)
+            sees = (place[:, None] >= place) & (place[:, None] < self.leave[tree])
             if window is not None:
-                positions = self.positions[start:stop]
+                positions = self.positions[tree]
                 sees &= positions[:, None] - positions < window
-            q, k, v = (x[:, start:stop] for x in (query, key, value))
+            q = query[:, tree]
+            k = key[:, tree]
+            v = value[:, tree]
             if options.sinks is None and options.softcap is None:
                 out = nn.functional.scaled_dot_product_attention(
-                    q[None], k[None], v[None], sees, scale=options.scale, enable_gqa=copies > 1
+                    q[None],
+                    k[None],
+                    v[None],
+                    sees,
+                    scale=options.scale,
+                    enable_gqa=copies > 1,
                 )[0]
             else:
-                k, v = (x.repeat_interleave(copies, dim=0) for x in (k, v))
+                k = k.repeat_interleave(copies, dim=0)
+                v = v.repeat_interleave(copies, dim=0)
                 out = explicit_attention(q, k, v, sees, options)
             parts.append(out)
         return torch.cat(parts, dim=1).transpose(0, 1)
 
     def mix(self, mixer: Mixer) -> Tensor:
         """Run a mixer on the rows of each part, from the states that an earlier part has left."""
-        states = dict[Key, Tensor]()
+        recurrent = mixer.recurrent
+        states = States()
         outputs = list[Tensor]()
-        parts, order = self.mixing(mixer.recurrent.continues, mixer.recurrent.in_one_call)
+        parts, order = self.mixing(recurrent.continues, recurrent.in_one_call)
         for part in parts:
-            before: dict[Key, Tensor] | None = {} if part.is_continued else None
+            before: States | None = {} if part.is_continued else None
             if part.continues is not None:
                 before = {key: x.index_select(0, part.continues) for key, x in states.items()}
             output, after = mixer(part.tokens, before)
             outputs.append(output.flatten(0, 1))
             if part.is_continued:
-                states = {
-                    key: torch.cat([states[key], x]) if key in states else x
-                    for key, x in after.items()
-                }
+                for key, x in after.items():
+                    states[key] = torch.cat([states[key], x]) if key in states else x
         return torch.cat(outputs).index_select(0, order)
 
     def blocks(self, window: int | None) -> list[_Block]:
@@ -223,12 +283,12 @@ class PrefixTree:
         """
         if block.window is None:
             return None
-        length = (block.queries.stop - block.queries.start) // block.sequences
-        start = block.queries.start
-        q = self.positions[start : start + length][block.rows, None]
-        k = self.positions[block.keys][: length if block.is_own else None][block.columns]
+        positions = self.positions[None, :, None]
+        q = block.of_queries(positions)[0, 0]
+        k = block.of_keys(positions)[0, 0].T
         seen = (q >= k) & (q - k < block.window)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        zeros = torch.zeros_like(seen, dtype=dtype)
+        return zeros.masked_fill_(~seen, -torch.inf)
 
     def mixing(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
         """Return what a recurrent mixer computes, in order, and the place (N,) of each token among
@@ -242,45 +302,60 @@ class PrefixTree:
         return self._mixing[key]
 
     def _mix(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
-        followers = Counter(span.parent for span in self.spans)
-        rows = list[list[int]]()
-        starts = list[int]()  # tokens since a kept segment, and its number
-        level = dict[int, int]()  # of kept segments
-        kept = dict[tuple[int, int], list[int]]()  # by level and length
-        # By whether they continue a state, and by length, so that padding adds little.
-        last = dict[tuple[bool, int], list[int]]()
-        for number, span in enumerate(self.spans):
-            repeats = span.parent >= 0 and span.parent not in level
-            row = rows[span.parent] if repeats else []
-            rows.append([*row, *range(span.start, span.stop)])
-            starts.append(starts[span.parent] if repeats else span.parent)
-            length = len(rows[number])
-            can_be_kept = continues and length > 1 and not in_one_call
-            if can_be_kept and (followers[number] - 1) * length > REPEATED:
-                level[number] = 1 + level.get(starts[number], 0)
-                kept.setdefault((level[number], length), []).append(number)
-            elif not followers[number]:
-                size = 0 if in_one_call else math.ceil(2 * math.log2(length))
-                last.setdefault((starts[number] >= 0, size), []).append(number)
+        rows, groups, kept = self._mixer_rows(continues, in_one_call)
         parts = list[MixerPart]()
         numbers = dict[int, int]()
         order = [-1] * self.size
         end = 0
-        for group in [kept[key] for key in sorted(kept)] + list(last.values()):
-            tokens, _ = pad_rows([rows[number] for number in group], pad=0)
+        for group in groups:
+            tokens, _ = pad_rows([rows[number].tokens for number in group], pad=0)
             if tokens.shape[1] == 1:  # continued, it would be taken for a step of sampling
                 tokens = nn.functional.pad(tokens, (0, 1))
             for number in group:
                 numbers[number] = len(numbers)
-                for place, token in enumerate(rows[number], end):
+                for place, token in enumerate(rows[number].tokens, end):
                     order[token] = place
                 end += tokens.shape[1]
+            first = group[0]
             before = None
-            if starts[group[0]] >= 0:
-                before = torch.tensor([numbers[starts[number]] for number in group])
+            if rows[first].start >= 0:
+                before = torch.tensor([numbers[rows[number].start] for number in group])
                 before = to_device(before, self.device)
-            parts.append(MixerPart(to_device(tokens, self.device), before, group[0] in level))
-        return parts, to_device(torch.tensor(order), self.device)
+            tokens = to_device(tokens, self.device)
+            parts.append(MixerPart(tokens, before, first in kept))
+        places = torch.tensor(order)
+        return parts, to_device(places, self.device)
+
+    def _mixer_rows(
+        self, continues: bool, in_one_call: bool
+    ) -> tuple[list[_MixerRow], list[list[int]], set[int]]:
+        """Return a row for each segment, the numbers of those that are computed, grouped by part,
+        and of those whose states are kept.
+        """
+        followers = Counter(span.parent for span in self.spans)
+        rows = list[_MixerRow]()
+        level = dict[int, int]()  # of kept segments
+        kept = defaultdict[tuple[int, int], list[int]](list)  # by level and length
+        # By whether they continue a state, and by length, so that padding adds little.
+        last = defaultdict[tuple[bool, int], list[int]](list)
+        for number, span in enumerate(self.spans):
+            row = _MixerRow([], span.parent)
+            if span.parent >= 0 and span.parent not in level:
+                row = rows[span.parent]
+            tokens = [*row.tokens, *range(span.start, span.stop)]
+            rows.append(_MixerRow(tokens, row.start))
+            length = len(tokens)
+            repeated = (followers[number] - 1) * length
+            can_be_kept = continues and length > 1 and not in_one_call
+            if can_be_kept and repeated > REPEATED:
+                level[number] = 1 + level.get(row.start, 0)
+                kept[level[number], length].append(number)
+            elif not followers[number]:
+                size = 0 if in_one_call else math.ceil(2 * math.log2(length))
+                last[row.start >= 0, size].append(number)
+        groups = [kept[key] for key in sorted(kept)]
+        groups += last.values()
+        return rows, groups, set(level)
 
     def within(self, window: int | None) -> int | None:
         """Return a window, or None if it holds all that a token follows."""
@@ -291,23 +366,23 @@ class PrefixTree:
     @cached_property
     def leave(self) -> Tensor:
         """(N,) the end of all that continues each token: what sees it."""
-        lengths, leave = zip(
-            *((x.stop - x.start, x.leave) for x in sorted(self.spans)), strict=True
-        )
-        return to_device(torch.tensor(leave).repeat_interleave(torch.tensor(lengths)), self.device)
+        starts, stops, leave, _ = torch.tensor(sorted(self.spans)).T
+        of_tokens = leave.repeat_interleave(stops - starts)
+        return to_device(of_tokens, self.device)
 
     @cached_property
     def host_positions(self) -> list[int]:
         """The number of tokens before each on its path."""
         positions = list[int]()
         for span, first in sorted(zip(self.spans, self.firsts, strict=True)):
-            positions += range(first, first + span.stop - span.start)
+            positions += range(first, first + span.length)
         return positions
 
     @cached_property
     def positions(self) -> Tensor:
         """(N,) the same on the device."""
-        return to_device(torch.tensor(self.host_positions), self.device)
+        positions = torch.tensor(self.host_positions)
+        return to_device(positions, self.device)
 
     def mask(self, window: int | None) -> BlockMask:
         """Return the block mask: a token sees itself and what it continues, within the window."""
@@ -330,13 +405,26 @@ class PrefixTree:
             def sees_after(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return sees(batch, head, q + start, k)
 
-            sizes = min(STRIP, total - start), total
-            return create_block_mask(sees_after, None, None, *sizes, str(self.device))
+            return create_block_mask(
+                sees_after,
+                None,
+                None,
+                min(STRIP, total - start),
+                total,
+                str(self.device),
+            )
 
         # All queries at once would take several times N * N bytes.
         strips = [strip(start) for start in range(0, total, STRIP)]
-        parts: Any = {k: torch.cat([getattr(s, k) for s in strips], 2) for k in KV_BLOCKS}
-        return BlockMask.from_kv_blocks(**parts, mask_mod=sees, seq_lengths=(total, total))
+        parts = dict[str, Any]()
+        for name in KV_BLOCKS:
+            tensors = [getattr(mask, name) for mask in strips]
+            parts[name] = torch.cat(tensors, dim=2)
+        return BlockMask.from_kv_blocks(
+            **parts,
+            mask_mod=sees,
+            seq_lengths=(total, total),
+        )
 
 
 def _tree_blocks(tree: "PrefixTree", window: int | None) -> Iterator[_Block]:
@@ -344,30 +432,39 @@ def _tree_blocks(tree: "PrefixTree", window: int | None) -> Iterator[_Block]:
     to each segment from all that continues it; with a window in strips of queries, without keys
     that are out of reach.
     """
-    spans = sorted(zip(tree.spans, tree.firsts, strict=True))
-    for _, run in groupby(spans, key=lambda pair: (pair[0].parent, pair[0].stop - pair[0].start)):
-        siblings = [span for span, _ in run]
-        own = slice(siblings[0].start, siblings[-1].stop)
-        length = siblings[0].stop - siblings[0].start
+    spans = sorted(tree.spans)
+    for (_, length), run in groupby(spans, key=lambda span: (span.parent, span.length)):
+        siblings = list(run)
+        tokens = slice(siblings[0].start, siblings[-1].stop)
+        block = _Block(tokens, tokens, len(siblings), is_own=True)
         if window is None or length <= window:
-            yield _Block(own, own, len(siblings), is_own=True)
+            yield block
             continue
         for start in range(0, length, STRIP_OF_WINDOW):
-            rows = slice(start, min(start + STRIP_OF_WINDOW, length))
-            columns = slice(max(start - window + 1, 0), rows.stop)
-            yield _Block(own, own, len(siblings), True, rows, columns, window)
-    for (start, stop, leave, _), first in spans:
+            stop = min(start + STRIP_OF_WINDOW, length)
+            yield block._replace(
+                rows=slice(start, stop),
+                columns=slice(max(start - window + 1, 0), stop),
+                window=window,
+            )
+    for start, stop, leave, _ in spans:
         if window is None:
             if leave > stop:
                 yield _Block(slice(stop, leave), slice(start, stop), 1, is_own=False)
             continue
         keys = slice(max(stop - window + 1, start), stop)
+        if keys.start == stop:
+            continue
         for strip in range(stop, leave, STRIP_OF_WINDOW):
             queries = slice(strip, min(strip + STRIP_OF_WINDOW, leave))
-            places = [position - first + start for position in tree.host_positions[queries]]
-            if keys.start < stop and min(places) - (stop - 1) < window:
-                sees_all = max(places) - keys.start < window
-                yield _Block(queries, keys, 1, False, window=None if sees_all else window)
+            positions = tree.host_positions[queries]
+            nearest = min(positions) - tree.host_positions[stop - 1]
+            farthest = max(positions) - tree.host_positions[keys.start]
+            block = _Block(queries, keys, 1, is_own=False)
+            if farthest < window:
+                yield block
+            elif nearest < window:
+                yield block._replace(window=window)
 
 
 class _Attention(torch.autograd.Function):
@@ -389,21 +486,24 @@ class _Attention(torch.autograd.Function):
         logsum = query.new_empty(query.shape[:2], dtype=wide)
         for block in blocks:
             bias = tree.bias(block, query.dtype)
-            q, k, v = _operands(block, query, key, value)
-            part, own = fused_on_cpu(
-                q, k, v, 0.0, block.is_own and bias is None, attn_mask=bias, scale=scale
+            part, part_sum = fused_on_cpu(
+                *_operands(block, query, key, value),
+                0.0,
+                block.has_fused_mask,
+                attn_mask=bias,
+                scale=scale,
             )
-            if bias is not None and not block.is_own:  # some queries see none of these keys
-                blind = (bias == -torch.inf).all(-1)
-                part = part.masked_fill(blind[..., None], 0)
-                own = own.masked_fill(blind, -torch.inf)
-            outs = _split(out[:, block.queries], block.sequences)[:, :, block.rows]
-            sums = _split(logsum[:, block.queries, None], block.sequences)[:, :, block.rows, 0]
+            outs = block.of_queries(out)
+            sums = block.of_queries(logsum[..., None])[..., 0]
             if block.is_own:
                 outs.copy_(part)
-                sums.copy_(own)
-            else:
-                _add(outs, sums, part, own)
+                sums.copy_(part_sum)
+                continue
+            if bias is not None:  # some queries see none of these keys
+                blind = (bias == -torch.inf).all(-1)
+                part = part.masked_fill(blind[..., None], 0)
+                part_sum = part_sum.masked_fill(blind, -torch.inf)
+            _add(outs, sums, part, part_sum)
         if sinks is not None:
             both = torch.logaddexp(logsum, sinks[:, None].to(wide))
             out.mul_((logsum - both).exp_()[..., None])
@@ -420,74 +520,102 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsum, sinks = ctx.saved_tensors
         wide = logsum.dtype
-        grads = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
+        of_query, of_key, of_value = (torch.zeros_like(x, dtype=wide) for x in (query, key, value))
         for block in ctx.blocks:
-            bias = ctx.tree.bias(block, wide)
-            grad_rows, out_rows, sums = (
-                _split(x[:, block.queries], block.sequences)[:, :, block.rows]
-                for x in (grad, out, logsum[..., None])
-            )
+            operands = _operands(block, query, key, value)
             # In bfloat16 this kernel rounds more, and takes up to three times longer.
             parts = _backward(
-                grad_rows.to(wide),
-                *(x.to(wide) for x in _operands(block, query, key, value)),
-                out_rows.to(wide),
-                sums[..., 0],
+                block.of_queries(grad).to(wide),
+                *(x.to(wide) for x in operands),
+                block.of_queries(out).to(wide),
+                block.of_queries(logsum[..., None])[..., 0],
                 0.0,
-                block.is_own and bias is None,
-                attn_mask=bias,
+                block.has_fused_mask,
+                attn_mask=ctx.tree.bias(block, wide),
                 scale=ctx.scale,
             )
-            tokens = (block.queries, block.keys, block.keys)
-            for total, place, inner, part in zip(
-                grads, tokens, (block.rows, block.columns, block.columns), parts, strict=True
-            ):
-                copies = part.shape[1] // len(total)  # per key head, see `_operands`
+            totals = (
+                block.of_queries(of_query),
+                block.of_keys(of_key),
+                block.of_keys(of_value),
+            )
+            for total, part in zip(totals, parts, strict=True):
+                copies = part.shape[1] // total.shape[1]  # per key head, see `_operands`
                 if copies > 1:
                     part = part.unflatten(1, (-1, copies)).sum(2)
-                _split(total[:, place], block.sequences)[:, :, inner] += part
+                total += part
         of_sinks = None
         if sinks is not None:  # their values are 0: ds = p (0 - D)
             share = (sinks[:, None].to(wide) - logsum).exp()
-            of_sinks = -(share * (grad.to(wide) * out.to(wide)).sum(-1)).sum(1).to(sinks.dtype)
-        return *(total.to(query.dtype) for total in grads), of_sinks, None, None, None
+            dot = (grad.to(wide) * out.to(wide)).sum(-1)
+            of_sinks = -(share * dot).sum(1).to(sinks.dtype)
+        return (
+            of_query.to(query.dtype),
+            of_key.to(query.dtype),
+            of_value.to(query.dtype),
+            of_sinks,
+            None,
+            None,
+            None,
+        )
 
 
-def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _operands(
+    block: _Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sequences,H,length,D) each; a key head is repeated for each of its query heads."""
-    copies = query.shape[0] // key.shape[0]
-    keys = (_split(x[:, block.keys], block.sequences)[:, :, block.columns] for x in (key, value))
-    repeated = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in keys)
-    return [_split(query[:, block.queries], block.sequences)[:, :, block.rows], *repeated]
+    keys = block.of_keys(key)
+    values = block.of_keys(value)
+    copies = len(query) // len(key)
+    if copies > 1:
+        keys = keys.repeat_interleave(copies, dim=1)
+        values = values.repeat_interleave(copies, dim=1)
+    return block.of_queries(query), keys, values
 
 
-def _split(x: Tensor, count: int) -> Tensor:
+def split_sequences(x: Tensor, count: int) -> Tensor:
     """Reshape (H,count * length,D) to (count,H,length,D)."""
-    return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).transpose(0, 1)
+    length = x.shape[1] // count
+    sequences = x.view(len(x), count, length, x.shape[2])
+    return sequences.transpose(0, 1)
 
 
-def _add(out: Tensor, logsum: Tensor, part: Tensor, own: Tensor) -> None:
+def _add(
+    out: Tensor,
+    logsum: Tensor,
+    part: Tensor,
+    part_sum: Tensor,
+) -> None:
     """Merge another part of the softmax into `out` (H,L,D) and `logsum` (H,L), in place."""
-    both = torch.logaddexp(logsum, own)
-    out.mul_((logsum - both).exp_()[..., None]).add_(part * (own - both).exp_()[..., None])
+    both = torch.logaddexp(logsum, part_sum)
+    share = (logsum - both).exp_()
+    share_of_part = (part_sum - both).exp_()
+    out.mul_(share[..., None])
+    out.add_(part * share_of_part[..., None])
     logsum.copy_(both)
 
 
 @cache
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
     """Return whether FlexAttention compiles for these heads (query, key, width); log if not."""
-    query, key = (torch.ones(h, 160, heads[2], dtype=dtype, device=device) for h in heads[:2])
-    layout = PrefixTree([(-1, 150), (0, 10)], device)
+    query_heads, key_heads, width = heads
+    query = torch.ones(query_heads, 160, width, dtype=dtype, device=device)
+    key = query.new_ones(key_heads, 160, width)
+    tree = PrefixTree([(-1, 150), (0, 10)], device)
     try:
         if dtype == torch.float64:
             raise TypeError("it has no float64")
         # Separate hooks: under gradient checkpointing, its hooks would mistake the tensors saved
         # here for the layer's.
-        own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.enable_grad(), own:
-            query = query.requires_grad_()
-            key = key.requires_grad_()
-            torch.autograd.backward(layout.by_flex(query, key, key, AttentionOptions(1.0)).sum())
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.enable_grad(), hooks:
+            query.requires_grad_()
+            key.requires_grad_()
+            out = tree.by_flex(query, key, key, AttentionOptions(1.0))
+            torch.autograd.backward(out.sum())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

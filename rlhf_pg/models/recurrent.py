@@ -23,6 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 MARK = "_recurrent"  # attribute of a module that is a mixer
 Key = tuple[str, int]  # conv or recurrent, and the number of the state in its layer
+States = dict[Key, Tensor]
 
 
 class Recurrent(NamedTuple):
@@ -50,15 +51,14 @@ class RowStates(LinearAttentionLayer):  # type: ignore[misc]
             self.has_previous_state[number] = True
 
     @property
-    def states(self) -> dict[Key, Tensor]:
+    def states(self) -> States:
         """The states after the tokens so far."""
-        kinds = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
-        return {
-            (kind, number): state
-            for kind, numbered in kinds.items()
-            for number, state in numbered.items()
-            if state is not None
-        }
+        states = States()
+        for kind in ("conv_states", "recurrent_states"):
+            for number, state in getattr(self, kind).items():
+                if state is not None:
+                    states[kind, number] = state
+        return states
 
     def update_conv_state(
         self,
@@ -70,8 +70,9 @@ class RowStates(LinearAttentionLayer):  # type: ignore[misc]
         """Return the columns before `conv_states` (R,channels,L) and these, and keep the last."""
         before = self.conv_states[state_idx]
         if before is None:
-            size = conv_kernel_size or conv_states.shape[-1]
-            missing = max(size - conv_states.shape[-1], 0)
+            length = conv_states.shape[-1]
+            size = conv_kernel_size or length
+            missing = max(size - length, 0)
             columns = nn.functional.pad(conv_states, (missing, 0))
         else:
             size = before.shape[-1]
@@ -81,7 +82,10 @@ class RowStates(LinearAttentionLayer):  # type: ignore[misc]
         return columns
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, state_idx: int = 0, **options: Any
+        self,
+        recurrent_states: Tensor,
+        state_idx: int = 0,
+        **options: Any,
     ) -> Tensor:
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
@@ -103,8 +107,10 @@ class Mixer:
     tokens: int
 
     def __call__(
-        self, rows: Tensor, states: Mapping[Key, Tensor] | None = None
-    ) -> tuple[Tensor, dict[Key, Tensor]]:
+        self,
+        rows: Tensor,
+        states: Mapping[Key, Tensor] | None = None,
+    ) -> tuple[Tensor, States]:
         """Return (R,L,width) for the tokens with the indices `rows` (R,L), which continue `states`
         or, if these are empty, begin; and the states after them, unless `states` is None.
         """
@@ -116,11 +122,14 @@ class Mixer:
             return of_tokens.view(*rows.shape, *of_tokens.shape[1:])
 
         args, named = tree_map_only(Tensor, of_rows, self.arguments)
+        recurrent = self.recurrent
         if states is None:
-            return self.forward(*args, **named | {self.recurrent.cache: None}), {}
-        layer = RowStates(self.recurrent.states, states)
-        cache = Cache(layers=[layer] * (self.recurrent.layer + 1))
-        return self.forward(*args, **named | {self.recurrent.cache: cache}), layer.states
+            named[recurrent.cache] = None
+            return self.forward(*args, **named), {}
+        layer = RowStates(recurrent.states, states)
+        named[recurrent.cache] = Cache(layers=[layer] * (recurrent.layer + 1))
+        output = self.forward(*args, **named)
+        return output, layer.states
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -133,20 +142,30 @@ def mix_in_one_call(model: nn.Module) -> None:
     call of its layers gathers weights, so that all processes must make the same number of them.
     """
     for module in mixers(model):
-        setattr(module, MARK, getattr(module, MARK)._replace(in_one_call=True))
+        recurrent = getattr(module, MARK)
+        setattr(module, MARK, recurrent._replace(in_one_call=True))
 
 
 @contextmanager
 def mix_rows(model: nn.Module, layout: Any) -> Iterator[None]:
     """Let the mixers of a model compute the rows of a `Layout` inside the block."""
 
-    def forward(module: nn.Module, own: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
-        named = {name: value for name, value in named.items() if name != "layout"}
-        mixer = Mixer(getattr(module, MARK), own, (args, named), layout.size)
+    def forward(
+        module: nn.Module,
+        before: Callable[..., Tensor],
+        *args: Any,
+        **named: Any,
+    ) -> Tensor:
+        named.pop("layout", None)
+        mixer = Mixer(
+            getattr(module, MARK),
+            before,
+            (args, named),
+            layout.size,
+        )
         return layout.mix(mixer)[None]  # type: ignore[no-any-return]
 
-    replaced = {module: partial(forward, module, module.forward) for module in mixers(model)}
-    with forwards(replaced):
+    with forwards({module: partial(forward, module, module.forward) for module in mixers(model)}):
         yield
 
 
@@ -168,8 +187,11 @@ def forwards(functions: dict[nn.Module, Any]) -> Iterator[None]:
 
 def replaced_forwards(model: nn.Module) -> dict[nn.Module, Any]:
     """Return what `mix_rows` has given to the mixers of a model, if they are in such a block."""
-    marked = [module for module in mixers(model) if "forward" in vars(module)]
-    return {module: vars(module)["forward"] for module in marked}
+    replaced = dict[nn.Module, Any]()
+    for module in mixers(model):
+        if "forward" in vars(module):
+            replaced[module] = module.forward
+    return replaced
 
 
 class _Call(NamedTuple):
@@ -180,13 +202,55 @@ class _Call(NamedTuple):
     named: dict[str, Any]
 
 
-def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -> list[int]:
+def mark_mixers(
+    model: nn.Module,
+    cache: Cache,
+    pass_token: Callable[[], Any],
+) -> list[int]:
     """Mark the modules that use the recurrent layers of a cache, and return these layers, given a
     function that passes one token with this cache.
 
     NotImplementedError if a layer keeps its state elsewhere, a module takes the cache in another
     way than as a named argument, or lets a token see a later one.
     """
+    layers = {
+        number: layer
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+    }
+    users = _users(model, layers, pass_token)
+    if set(layers) - {layer for _, layer in users.values()}:
+        raise NotImplementedError("a recurrent layer that keeps its state elsewhere")
+    inner = set[nn.Module]()
+    for module in users:
+        _, *parts = module.modules()
+        inner.update(parts)
+    continues = dict[type[nn.Module], bool]()
+    for module, (call, number) in users.items():
+        if module in inner or hasattr(module, MARK):
+            continue
+        names = [name for name, value in call.named.items() if value is cache]
+        kind = type(module)
+        if len(names) != 1:
+            raise NotImplementedError(f"{kind.__name__} without a cache among its arguments")
+        recurrent = Recurrent(
+            number,
+            names[0],
+            len(layers[number].conv_states),
+            continues=True,
+        )
+        if kind not in continues:
+            continues[kind] = _continues(recurrent, call)
+        setattr(module, MARK, recurrent._replace(continues=continues[kind]))
+    return list(layers)
+
+
+def _users(
+    model: nn.Module,
+    layers: dict[int, Any],
+    pass_token: Callable[[], Any],
+) -> dict[nn.Module, tuple[_Call, int]]:
+    """Return the modules that use these layers of a cache when a token passes, and how."""
     active = list[_Call]()
     users = dict[nn.Module, tuple[_Call, int]]()
 
@@ -197,12 +261,10 @@ def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -
 
         return noted
 
-    layers = list[int]()
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layers.append(number)
-            for name in ("update_conv_state", "update_recurrent_state"):
-                setattr(layer, name, noting(number, getattr(layer, name)))
+    for number, layer in layers.items():
+        for name in ("update_conv_state", "update_recurrent_state"):
+            update = getattr(layer, name)
+            setattr(layer, name, noting(number, update))
 
     def enter(*call: Any) -> None:
         active.append(_Call(*call))
@@ -219,22 +281,7 @@ def mark_mixers(model: nn.Module, cache: Cache, pass_token: Callable[[], Any]) -
     finally:
         for hook in hooks:
             hook.remove()
-    if set(layers) - {layer for _, layer in users.values()}:
-        raise NotImplementedError("a recurrent layer that keeps its state elsewhere")
-    within = {part for module in users for part in module.modules() if part is not module}
-    continues = dict[type[nn.Module], bool]()
-    for module, (call, number) in users.items():
-        if module in within or hasattr(module, MARK):
-            continue
-        names = [name for name, value in call.named.items() if value is cache]
-        kind = type(module)
-        if len(names) != 1:
-            raise NotImplementedError(f"{kind.__name__} without a cache among its arguments")
-        recurrent = Recurrent(number, names[0], len(cache.layers[number].conv_states), True)
-        if kind not in continues:
-            continues[kind] = _continues(recurrent, call)
-        setattr(module, MARK, recurrent._replace(continues=continues[kind]))
-    return layers
+    return users
 
 
 def _continues(recurrent: Recurrent, call: _Call) -> bool:
@@ -262,8 +309,10 @@ def _continues(recurrent: Recurrent, call: _Call) -> bool:
     with torch.device("cpu"):  # if need be instead of "meta"
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(0.2 * random(tensor, *tensor.shape))
-        named = {name: value for name, value in call.named.items() if name != "layout"}
+                values = random(tensor, *tensor.shape)
+                tensor.copy_(0.2 * values)
+        named = dict(call.named)
+        named.pop("layout", None)
         arguments = tree_map_only(Tensor, lengthen, (call.args, named))
         mixer = Mixer(recurrent, module.forward, arguments, 5)
         row = torch.arange(5, device=device)[None]
@@ -273,6 +322,8 @@ def _continues(recurrent: Recurrent, call: _Call) -> bool:
         end, _ = mixer(row[:, 3:], states)
     in_16_bits = expected.element_size() < 4
     tolerance = (0.1 if in_16_bits else 1e-3) * float(expected.abs().max())
-    if not (with_other_end[:, :3] - expected[:, :3]).abs().max() <= tolerance:
+    of_start = (with_other_end - expected)[:, :3]
+    if not of_start.abs().max() <= tolerance:
         raise NotImplementedError(f"{type(module).__name__} lets a token see later ones")
-    return bool((torch.cat([start, end], dim=1) - expected).abs().max() <= tolerance)
+    difference = torch.cat([start, end], dim=1) - expected
+    return bool(difference.abs().max() <= tolerance)

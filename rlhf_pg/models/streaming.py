@@ -30,7 +30,11 @@ KINDS = {
 
 
 def empty_model(
-    auto_class: Any, path: str, dtype: torch.dtype, trust_remote_code: bool, attention: Any
+    auto_class: Any,
+    path: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    attention: Any,
 ) -> PreTrainedModel | None:
     """Build a model whose parameters are on the meta device; None if its files are not safetensors,
     or have other names than the model, so that `from_pretrained` has to convert them.
@@ -41,7 +45,10 @@ def empty_model(
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with without_memory():
         model: PreTrainedModel = auto_class.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attention
+            config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attention,
         )
     names = dict(model.named_parameters()).keys()
     files = files_of(directory)
@@ -52,14 +59,16 @@ def empty_model(
     for name, buffer in model.named_buffers():
         if name in files:
             buffer.copy_(read(directory, "", name))
-    if (Path(directory) / GENERATION_CONFIG_NAME).exists() and model.can_generate():
-        own = json.loads((Path(directory) / GENERATION_CONFIG_NAME).read_text())
-        model.generation_config = GenerationConfig.from_dict(own)
+    generation = Path(directory) / GENERATION_CONFIG_NAME
+    if generation.exists() and model.can_generate():
+        fields = json.loads(generation.read_text())
+        model.generation_config = GenerationConfig.from_dict(fields)
     model.name_or_path = path
     first = {p: name for name, p in model.named_parameters()}
     tied = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
     for name, part in model.named_modules():
-        part.stored = partial(read, directory, f"{name}." if name else "", tied=tied)
+        prefix = f"{name}." if name else ""
+        part.stored = partial(read, directory, prefix, tied=tied)
     return model
 
 
@@ -84,7 +93,8 @@ def stored_value(module: nn.Module, name: str) -> Tensor:
     """Read the value of a parameter that is on the meta device from its file, in its dtype."""
     place, _, leaf = name.rpartition(".")
     part: Any = module.get_submodule(place)
-    value: Tensor = part.stored(leaf).to(part._parameters[leaf].dtype)
+    dtype = part._parameters[leaf].dtype
+    value: Tensor = part.stored(leaf).to(dtype)
     return value
 
 
@@ -95,12 +105,16 @@ def zeros_in_place(model: nn.Module) -> Iterator[None]:
     """
 
     def replace(make: Callable[[nn.Parameter], Tensor]) -> None:
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        made = dict[nn.Parameter, nn.Parameter]()  # tied ones stay one
         for part in model.modules():
-            for name, old in part._parameters.items() if "stored" in vars(part) else ():
-                if old is not None and old not in made:
+            if "stored" not in vars(part):
+                continue
+            for name, old in part._parameters.items():
+                if old is None:
+                    continue
+                if old not in made:
                     made[old] = nn.Parameter(make(old), old.requires_grad)
-                part._parameters[name] = None if old is None else made[old]
+                part._parameters[name] = made[old]
 
     replace(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     try:
@@ -110,7 +124,10 @@ def zeros_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def save(
-    path: Path | None, model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], most: int
+    path: Path | None,
+    model: PreTrainedModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    most: int,
 ) -> None:
     """Save a model like `save_pretrained`, with `tensors` in place of its own; see `write`."""
     file = None if path is None else path / SAFE_WEIGHTS_NAME
@@ -128,30 +145,45 @@ def write(
     The header has room for `most` tensors, whose dtypes must not grow. An error is raised after the
     last tensor, which other processes may be waiting to send.
     """
-    left = iter(tensors)
+    unwritten = iter(tensors)
     try:
         if file is not None:
             before()
-            _write(file, left, most)
+            _write(file, unwritten, most)
     finally:
-        for _ in left:
+        for _ in unwritten:
             pass
 
 
-def _write(file: Path, tensors: Iterator[tuple[str, Tensor]], most: int) -> None:
+def _write(
+    file: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    most: int,
+) -> None:
     room = 512 * (1 + most)
     end = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     with file.open("wb") as out:
         out.seek(8 + room)
         for name, tensor in tensors:
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            data = bytes_of(tensor)
             out.write(data)
-            fact = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape)}
-            header[name] = fact | {"data_offsets": [end, end + data.nbytes]}
+            start = end
             end += data.nbytes
+            header[name] = {
+                "dtype": KINDS[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
         out.seek(0)
-        out.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+        out.write(room.to_bytes(8, "little"))
+        out.write(json.dumps(header).encode().ljust(room))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's values, row by row."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 @cache
@@ -167,9 +199,16 @@ def files_of(directory: str) -> Mapping[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def read(directory: str, prefix: str, name: str, tied: Mapping[str, str] | None = None) -> Tensor:
+def read(
+    directory: str,
+    prefix: str,
+    name: str,
+    tied: Mapping[str, str] | None = None,
+) -> Tensor:
     """Return a tensor of a model's directory, where a `tied` one has another name."""
-    name = (tied or {}).get(prefix + name, prefix + name)
+    name = prefix + name
+    if tied:
+        name = tied.get(name, name)
     with safe_open(files_of(directory)[name], framework="pt") as file:
         value: Tensor = file.get_tensor(name)
     return value

@@ -162,4 +162,5 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
 
 def mean_advantages(x: Tensor, mask: Tensor) -> Tensor:
     """Return the mean advantage of each row, (B,) float64."""
-    return torch.where(mask, x, 0.0).double().sum(1) / mask.sum(1)
+    total = torch.where(mask, x, 0.0).double().sum(1)
+    return total / mask.sum(1)

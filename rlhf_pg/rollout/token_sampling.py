@@ -36,22 +36,31 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     logits = widen(logits)
     if params.temperature == 0:
         ids = logits.argmax(dim=-1)
-        return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
+        logprobs = _pick(logits, ids) - logits.logsumexp(dim=-1)
+        return ids, logprobs
     if params.temperature != 1:
         logits = logits / params.temperature
     scores = truncate(logits, params)
     top = scores.amax(dim=-1, keepdim=True)
     weights = (scores - top).exp_()
-    if weights.shape[1] % BLOCK:
-        weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
-    weights = weights.view(len(scores), -1, BLOCK)
+    rows, width = weights.shape
+    missing = -width % BLOCK
+    if missing:
+        weights = nn.functional.pad(weights, (0, missing))
+    weights = weights.view(rows, -1, BLOCK)
     # Find the block, then the token in it, which is faster than a cumsum over the vocabulary.
-    blocks = _running_sums(weights.sum(dim=-1).double())
-    block, rest = _invert(blocks, noise)
-    inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
-    token, _ = _invert(inside, rest)
-    ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # exceeded only for NaN logits
-    return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
+    of_blocks = weights.sum(dim=-1)
+    blocks = _running_sums(of_blocks.double())
+    block, noise = _invert(blocks, noise)
+    row = torch.arange(rows, device=block.device)
+    of_tokens = weights[row, block]
+    tokens = _running_sums(of_tokens.double())
+    token, _ = _invert(tokens, noise)
+    ids = block * BLOCK + token
+    ids = ids.clamp(max=width - 1)  # exceeded only for NaN logits
+    logprobs = _pick(scores, ids) - top.squeeze(1)
+    total = blocks[:, -1].log()
+    return ids, logprobs - total.to(scores.dtype)
 
 
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,10 +70,15 @@ def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """
     aim = noise[:, None] * cdf[:, -1:]
     # Steps of width 0 are never chosen: `right` skips those before, noise < 1 those at the end.
-    place = torch.searchsorted(cdf, aim, right=True).clamp(max=cdf.shape[1] - 1)
-    end = cdf.gather(1, place)
-    start = torch.where(place > 0, cdf.gather(1, (place - 1).clamp(min=0)), 0.0)
-    return place.squeeze(1), ((aim - start) / (end - start)).clamp(0, 1 - 2**-53).squeeze(1)
+    step = torch.searchsorted(cdf, aim, right=True)
+    step = step.clamp(max=cdf.shape[1] - 1)
+    end = cdf.gather(1, step)
+    before = (step - 1).clamp(min=0)
+    start = cdf.gather(1, before)
+    start = torch.where(step > 0, start, 0.0)
+    place = (aim - start) / (end - start)
+    place = place.clamp(0, 1 - 2**-53)
+    return step.squeeze(1), place.squeeze(1)
 
 
 def _running_sums(x: Tensor) -> Tensor:
@@ -72,13 +86,17 @@ def _running_sums(x: Tensor) -> Tensor:
 
     On a GPU that must be deterministic this is a matrix product, since `cumsum` is not.
     """
-    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+    is_strict = x.is_cuda and torch.are_deterministic_algorithms_enabled()
+    if not is_strict:
         return x.cumsum(dim=-1)
-    return x @ torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu()
+    size = x.shape[1]
+    ones = x.new_ones(size, size)
+    return x @ ones.triu()
 
 
 def _pick(x: Tensor, ids: Tensor) -> Tensor:
-    return x.gather(1, ids[:, None]).squeeze(1)
+    picked = x.gather(1, ids[:, None])
+    return picked.squeeze(1)
 
 
 def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -96,7 +114,8 @@ def truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 
 def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
     """Return (R,) int64: each row's seed, to which the noise adds the position."""
-    state = mix(torch.full_like(prompt_indices, as_signed(seed)))
+    seeds = torch.full_like(prompt_indices, as_signed(seed))
+    state = mix(seeds)
     state = mix(state + prompt_indices)
     return mix(state + samples)
 
@@ -107,13 +126,25 @@ def uniform(keys: Tensor, position: int | Tensor) -> Tensor:
     This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011): a
     row's noise does not depend on the other rows, their order or the number of processes.
     """
-    return shift(mix(keys + position), 12).to(torch.float64) * 2.0**-52
+    drawn = mix(keys + position)
+    bits = shift(drawn, 12)
+    return bits.to(torch.float64) * 2.0**-52
 
 
-def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> int:
+def request_seed(
+    seed: int,
+    prompt_index: int,
+    sample: int,
+    position: int,
+) -> int:
     """Return a seed in [0, 2**63) for an engine with its own noise, from the same coordinates."""
-    key = row_key(seed, torch.tensor([prompt_index]), torch.tensor([sample]))
-    return int(shift(mix(key + position), 1))
+    key = row_key(
+        seed,
+        torch.tensor([prompt_index]),
+        torch.tensor([sample]),
+    )
+    bits = shift(mix(key + position), 1)
+    return int(bits)
 
 
 @dataclass(frozen=True)
@@ -131,13 +162,13 @@ class Stopping:
         if self.strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give NativeEngine one")
 
-    def ends(self, tokens: Sequence[int], more: Sequence[str] = ()) -> bool:
-        """Return whether a completion ends with its last token, if it has not ended before; `more`
-        are further strings.
+    def ends(self, tokens: Sequence[int], further: Sequence[str] = ()) -> bool:
+        """Return whether a completion ends with its last token, if it has not ended before;
+        `further` are stop strings of its request.
         """
         if tokens[-1] in self.eos_token_ids:
             return True
-        strings = (*self.strings, *more)
+        strings = [*self.strings, *further]
         if self.tokenizer is None or not strings:
             return False
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)

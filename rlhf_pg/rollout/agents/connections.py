@@ -26,11 +26,14 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.app_state = {"connection": self}
         self._wait()
-        there: list[Any] = [one for one in self.connections if not one.transport.is_closing()]
-        if len(there) > most_connections():
-            waiting = (one for one in there if one.waits and one is not self)
-            oldest = min(waiting, key=lambda one: (one.agent is not None, one.since), default=self)
-            oldest.transport.abort()
+        connections: list[Any] = [x for x in self.connections if not x.transport.is_closing()]
+        if len(connections) > most_connections():
+            replaced = min(
+                (x for x in connections if x.waits and x is not self),
+                key=lambda x: (x.agent is not None, x.since),
+                default=self,
+            )
+            replaced.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

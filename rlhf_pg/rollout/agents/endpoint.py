@@ -32,9 +32,9 @@ from rlhf_pg.data.messages import read_tools
 from rlhf_pg.rng import mix
 from rlhf_pg.rollout.agents import formats
 from rlhf_pg.rollout.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
-from rlhf_pg.rollout.agents.history import Answer, History, common
+from rlhf_pg.rollout.agents.history import Answer, History, Json, common
 from rlhf_pg.rollout.engine import Completion, Request
-from rlhf_pg.rollout.multi_turn.tools import Toolbox
+from rlhf_pg.rollout.multi_turn.tools import Toolbox, ToolCall
 from rlhf_pg.rollout.token_sampling import request_seed
 
 T = TypeVar("T")
@@ -59,9 +59,9 @@ class Refused(Exception):
 class CallOptions(BaseModel):
     """The fields of a request that count; the run decides on temperature and the like."""
 
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     prompt: str | list[int] | list[str] = ""
-    input: str | list[dict[str, Any]] = ""
+    input: str | list[Json] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -69,11 +69,11 @@ class CallOptions(BaseModel):
     max_output_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: str | list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Json] | None = None
     tool_choice: Any = None
     logprobs: bool | int | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: Json | None = None
 
     @property
     def limit(self) -> int | None:
@@ -101,7 +101,7 @@ class Agent:
     truncated: bool = False  # by a limit of the run
     overlaps: bool = False  # calls of one line ran side by side
     closed: bool = False
-    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages, by id
+    responses: dict[str, list[Json]] = field(default_factory=dict)  # messages, by id
     lines: "dict[str, Line]" = field(default_factory=dict)  # by key
     waiting: "set[Call]" = field(default_factory=set)
     connections: set[Connection] = field(default_factory=set)
@@ -206,8 +206,14 @@ class Endpoint:
         those at forks are numbered by the order of the forks.
         """
         line = self.line
-        before = list(line.answers), line.calls, line.tokens
-        return self.server.open(Line(line.agent, line.next(), *before))
+        fork = Line(
+            line.agent,
+            path=line.next(),
+            answers=list(line.answers),
+            calls=line.calls,
+            tokens=line.tokens,
+        )
+        return self.server.open(fork)
 
 
 @once_per_process
@@ -253,9 +259,19 @@ class Server:
         if line.agent.closed:
             raise Refused(ENDED, 401, "invalid_api_key")
         self.lines[key] = line.agent.lines[key] = line
-        place = episode.prompt_index, episode.sample, noise(line.path)
-        seed = request_seed(line.agent.seed, *place)
-        return Endpoint(base_url=self.url, api_key=key, seed=seed, line=line, server=self)
+        seed = request_seed(
+            line.agent.seed,
+            episode.prompt_index,
+            episode.sample,
+            noise(line.path),
+        )
+        return Endpoint(
+            base_url=self.url,
+            api_key=key,
+            seed=seed,
+            line=line,
+            server=self,
+        )
 
     def close(self, agent: Agent) -> None:
         """Refuse whatever else the agent asks, and give up what it waits for."""
@@ -264,8 +280,8 @@ class Server:
             self.lines.pop(key, None)
         for call in list(agent.waiting):
             call.done.cancel()
-        for one in list(agent.connections):
-            one.loop.call_soon_threadsafe(one.end_soon)
+        for connection in list(agent.connections):
+            connection.loop.call_soon_threadsafe(connection.end_soon)
 
     # ------------------------------------------------------------------------------ the calls
 
@@ -277,17 +293,21 @@ class Server:
         """Answer a request, or say what is wrong with it."""
         try:
             line = self._line(request)
-            request.state.connection.agent = line.agent
-            line.agent.connections.add(request.state.connection)
+            agent = line.agent
+            connection = request.state.connection
+            connection.agent = agent
+            agent.connections.add(connection)
             body = bytearray()
-            longest = line.agent.longest
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MOST_BYTES:
                     raise Refused(f"the body has more than {MOST_BYTES} bytes", 413)
-                if longest is not None and len(body) > BYTES_BESIDE + BYTES_PER_TOKEN * longest:
-                    raise line.agent.full()
-            return await answer(request, line, CallOptions.model_validate_json(bytes(body)))
+                if agent.longest is not None:
+                    most = BYTES_BESIDE + BYTES_PER_TOKEN * agent.longest
+                    if len(body) > most:
+                        raise agent.full()
+            options = CallOptions.model_validate_json(bytes(body))
+            return await answer(request, line, options)
         except ValidationError as invalid:
             first = invalid.errors()[0]
             place = ".".join(map(str, first["loc"]))
@@ -296,8 +316,13 @@ class Server:
             refused = known
         except Exception as other:  # a template, a message of a strange shape, a client that left
             refused = Refused(tell(other))
-        error = {"message": str(refused), "type": "invalid_request_error", "code": refused.code}
-        return as_json({"error": error | {"param": None}}, refused.status)
+        error = {
+            "message": str(refused),
+            "type": "invalid_request_error",
+            "code": refused.code,
+            "param": None,
+        }
+        return as_json({"error": error}, refused.status)
 
     def _line(self, request: HttpRequest) -> Line:
         key = request.headers.get("authorization", "").rpartition(" ")[2]
@@ -318,12 +343,17 @@ class Server:
         self._line(request)  # the episode may have ended while the call was read
         agent = line.agent
         count = options.n or 1
-        stops = tuple(options.stops)
         room = max(1, line.room(prompt) // count)
         most = min(room, options.limit or room)
         number = line.next()
         calls = [
-            Call(agent=agent, number=(*number, i), prompt=prompt, max_tokens=most, stop=stops)
+            Call(
+                agent=agent,
+                number=(*number, i),
+                prompt=prompt,
+                max_tokens=most,
+                stop=tuple(options.stops),
+            )
             for i in range(count)
         ]
         answered = False
@@ -349,33 +379,35 @@ class Server:
             if not answered and line.count == number[-1] + 1:  # as if it had never been asked
                 line.count -= 1
         self._line(request)  # the episode may have ended
-        answers = [self._read(call, stops, box, chat) for call in calls]
+        answers = [self._read(call, box, chat) for call in calls]
         if most == room and any(x.completion.finish_reason == "length" for x in answers):
             agent.truncated = True  # by the run's limits, not by the program's own
         line.keep(answers)
         return answers
 
-    def _read(self, call: Call, stops: Sequence[str], box: Toolbox | None, chat: Any) -> Answer:
+    def _read(self, call: Call, box: Toolbox | None, chat: Any) -> Answer:
         """Turn a completion into an answer, with its calls of tools."""
         history = call.agent.history
         episode = call.agent.episode
-        words = call.done.result().tokens
+        completion = call.done.result()
+        words = completion.tokens
         if words[-1] in history.stop_token_ids:
             words = words[:-1]
-        skips = history.skip_special_tokens
-        content = history.tokenizer.decode(words, skip_special_tokens=skips)
-        ends = [place for stop in stops if (place := content.find(stop)) >= 0]
         raw = history.tokenizer.decode(words)
-        found = box.parse(raw, chat) if box is not None and not ends else []
-        tools = tuple(one for one in found if one.error is None)
+        content = history.tokenizer.decode(words, skip_special_tokens=history.skip_special_tokens)
+        ends = [place for stop in call.stop if (place := content.find(stop)) >= 0]
+        tools = list[ToolCall]()
+        if box is not None and not ends:
+            tools = [tool for tool in box.parse(raw, chat) if tool.error is None]
+        numbers = (episode.prompt_index, episode.sample, *call.number)
         return Answer(
             number=call.number,
-            name="-".join(map(str, (episode.prompt_index, episode.sample, *call.number))),
+            name="-".join(map(str, numbers)),
             prompt=call.prompt,
-            completion=call.done.result(),
+            completion=completion,
             words=words,
             content=raw if tools else content[: min(ends, default=None)],
-            tools=tools,
+            tools=tuple(tools),
             chat=chat,
         )
 
@@ -384,8 +416,11 @@ class Server:
         return await loop.run_in_executor(self.encoder, encode, *arguments)
 
     def _encode(
-        self, line: Line, options: CallOptions, sent: Any
-    ) -> tuple[list[dict[str, Any]], list[int], Toolbox | None]:
+        self,
+        line: Line,
+        options: CallOptions,
+        sent: Any,
+    ) -> tuple[list[Json], list[int], Toolbox | None]:
         """Return messages in plain form, their ids, and what reads calls of their tools."""
         history = line.agent.history
         messages = formats.plain(sent)
@@ -407,12 +442,17 @@ class Server:
     # ------------------------------------------------------------------------- the three interfaces
 
     async def _models(self, request: HttpRequest) -> Response:
-        models = [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "rlhf_pg"}]
-        return as_json({"object": "list", "data": models})
+        model = {
+            "id": formats.MODEL,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rlhf_pg",
+        }
+        return as_json({"object": "list", "data": [model]})
 
     async def _chat(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        encoding = self._beside(self._encode, line, options, options.messages)
-        messages, prompt, box = await encoding
+        sent = options.messages
+        messages, prompt, box = await self._beside(self._encode, line, options, sent)
         answers = await self._sample(request, line, options, prompt, messages, box)
         body = formats.of_chat(answers, bool(options.logprobs), line.agent.history.tokenizer)
         usage = bool((options.stream_options or {}).get("include_usage"))
@@ -452,7 +492,7 @@ class Server:
         return as_json(body)
 
 
-def as_json(body: dict[str, Any], status: int = 200) -> Response:
+def as_json(body: Json, status: int = 200) -> Response:
     """Return an answer in ASCII, since a sampled text may have half a surrogate pair."""
     return Response(json.dumps(body), status, media_type="application/json")
 
@@ -465,12 +505,15 @@ def noise(number: Sequence[int]) -> int:
     return int(state)
 
 
-def events(bodies: Iterable[dict[str, Any] | None]) -> Response:
+def events(bodies: Iterable[Json | None]) -> Response:
     """Return server-sent events; None is the last, of the older interfaces."""
 
     def lines() -> Iterator[str]:
         for body in bodies:
-            kind = "" if body is None or "type" not in body else f"event: {body['type']}\n"
-            yield f"{kind}data: {'[DONE]' if body is None else json.dumps(body)}\n\n"
+            if body is None:
+                yield "data: [DONE]\n\n"
+                continue
+            kind = f"event: {body['type']}\n" if "type" in body else ""
+            yield f"{kind}data: {json.dumps(body)}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

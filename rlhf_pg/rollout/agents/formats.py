@@ -6,12 +6,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.messages import normalise
-from rlhf_pg.rollout.agents.history import Answer
+from rlhf_pg.rollout.agents.history import Answer, Json
+from rlhf_pg.rollout.engine import Completion
 
 MODEL = "policy"
 
 
-def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
     """Return messages with text as content and arguments of calls as objects.
 
     The name of a participant, which clients may send, is left out: no template shows it.
@@ -25,23 +26,33 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return chat
 
 
-def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[Json]:
     """Return the messages of the input of a response."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    chat: list[dict[str, Any]] = []
+    chat: list[Json] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
             chat.append({"role": item["role"], "content": item["content"]})
         elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {
+                    "name": item["name"],
+                    "arguments": item["arguments"],
+                },
+            }
             if not (chat and chat[-1]["role"] == "assistant"):
                 chat.append({"role": "assistant", "content": ""})
             chat[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            answer = {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
+            answer = {
+                "role": "tool",
+                "content": item["output"],
+                "tool_call_id": item["call_id"],
+            }
             chat.append(answer)
         elif kind != "reasoning":
             raise ValueError(f"input: items of type {kind} are not supported")
@@ -57,73 +68,144 @@ def finish(answer: Answer) -> str:
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
     read = len(answers[0].prompt)
     written = sum(len(answer.completion.tokens) for answer in answers)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+    }
 
 
 def of_chat(
-    answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+    answers: Sequence[Answer],
+    logprobs: bool,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Json:
     choices = []
     for i, answer in enumerate(answers):
-        pieces = zip(answer.completion.tokens, answer.completion.logprobs, strict=True)
-        content = [
-            {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-            for token, x in pieces
-            for text in [tokenizer.decode([token])]
-        ]
-        choice = {"index": i, "message": answer.message, "finish_reason": finish(answer)}
-        choices.append(choice | {"logprobs": {"content": content} if logprobs else None})
-    body = {"id": f"chatcmpl-{answers[0].name}", "object": "chat.completion", "created": 0}
-    return body | {"model": MODEL, "choices": choices, "usage": usage(answers)}
+        choice = {
+            "index": i,
+            "message": answer.message,
+            "finish_reason": finish(answer),
+            "logprobs": None,
+        }
+        if logprobs:
+            choice["logprobs"] = {"content": _scored_tokens(answer.completion, tokenizer)}
+        choices.append(choice)
+    return {
+        "id": f"chatcmpl-{answers[0].name}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": choices,
+        "usage": usage(answers),
+    }
 
 
-def chat_chunks(body: dict[str, Any], usage: bool) -> Iterator[dict[str, Any] | None]:
+def _scored_tokens(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    content = []
+    for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
+        text = tokenizer.decode([token])
+        scored = {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+        content.append(scored)
+    return content
+
+
+def chat_chunks(body: Json, usage: bool) -> Iterator[Json | None]:
     """Yield a chat completion as the chunks of a stream, with its usage if that was asked for."""
+    chunk = body | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
-        calls = choice["message"].get("tool_calls", ())
-        calls = [{"index": i, **call} for i, call in enumerate(calls)]
-        delta = choice["message"] | ({"tool_calls": calls} if calls else {})
-        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
-            one = {"index": choice["index"], "delta": part, "finish_reason": reason}
-            one["logprobs"] = choice["logprobs"] if part else None
-            yield body | {"object": "chat.completion.chunk", "choices": [one], "usage": None}
+        delta = choice["message"]
+        if "tool_calls" in delta:
+            calls = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+            delta = delta | {"tool_calls": calls}
+        words = {
+            "index": choice["index"],
+            "delta": delta,
+            "finish_reason": None,
+            "logprobs": choice["logprobs"],
+        }
+        end = words | {
+            "delta": {},
+            "finish_reason": choice["finish_reason"],
+            "logprobs": None,
+        }
+        for part in (words, end):
+            yield chunk | {"choices": [part], "usage": None}
     if usage:
-        yield body | {"object": "chat.completion.chunk", "choices": []}
+        yield chunk | {"choices": []}
     yield None
 
 
 def of_text(
-    answers: Sequence[Answer], logprobs: bool, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+    answers: Sequence[Answer],
+    logprobs: bool,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Json:
     choices = []
     for i, answer in enumerate(answers):
-        tokens = [tokenizer.decode([token]) for token in answer.completion.tokens]
-        known: dict[str, Any] = {"tokens": tokens, "top_logprobs": None, "text_offset": None}
-        known["token_logprobs"] = answer.completion.logprobs
-        choice = {"index": i, "text": answer.content, "finish_reason": finish(answer)}
-        choices.append(choice | {"logprobs": known if logprobs else None})
-    body = {"id": f"cmpl-{answers[0].name}", "object": "text_completion", "created": 0}
-    return body | {"model": MODEL, "choices": choices, "usage": usage(answers)}
+        choice = {
+            "index": i,
+            "text": answer.content,
+            "finish_reason": finish(answer),
+            "logprobs": None,
+        }
+        if logprobs:
+            choice["logprobs"] = {
+                "tokens": [tokenizer.decode([token]) for token in answer.completion.tokens],
+                "top_logprobs": None,
+                "text_offset": None,
+                "token_logprobs": answer.completion.logprobs,
+            }
+        choices.append(choice)
+    return {
+        "id": f"cmpl-{answers[0].name}",
+        "object": "text_completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": choices,
+        "usage": usage(answers),
+    }
 
 
-def of_response(answer: Answer) -> dict[str, Any]:
-    said = answer.message
-    output = list[dict[str, Any]]()
-    if said["content"] is not None:
-        text = {"type": "output_text", "text": said["content"], "annotations": []}
-        item = {"type": "message", "id": f"msg_{answer.name}", "role": "assistant"}
-        output.append(item | {"status": "completed", "content": [text]})
-    for call in said.get("tool_calls", ()):
-        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
-        output.append(item | {"status": "completed", **call["function"]})
+def of_response(answer: Answer) -> Json:
+    message = answer.message
+    output = list[Json]()
+    if message["content"] is not None:
+        text = {
+            "type": "output_text",
+            "text": message["content"],
+            "annotations": [],
+        }
+        item = {
+            "type": "message",
+            "id": f"msg_{answer.name}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
+        output.append(item)
+    for call in message.get("tool_calls", ()):
+        item = {
+            "type": "function_call",
+            "id": f"fc_{call['id']}",
+            "call_id": call["id"],
+            "status": "completed",
+            **call["function"],
+        }
+        output.append(item)
     count = usage([answer])
-    cut = answer.completion.finish_reason == "length"
+    is_cut = answer.completion.finish_reason == "length"
     return {
         "id": f"resp_{answer.name}",
         "object": "response",
         "created_at": 0,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "error": None,
         "model": MODEL,
         "output": output,
@@ -140,29 +222,35 @@ def of_response(answer: Answer) -> dict[str, Any]:
     }
 
 
-def response_events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def response_events(body: Json) -> Iterator[Json]:
     """Yield a response as the events of a stream."""
-    found: list[dict[str, Any]] = []
+    for number, event in enumerate(_events(body)):
+        yield event | {"sequence_number": number}
+
+
+def _events(body: Json) -> Iterator[Json]:
     begun = body | {"status": "in_progress", "output": [], "usage": None}
-    found.append({"type": "response.created", "response": begun})
+    yield {"type": "response.created", "response": begun}
     for i, item in enumerate(body["output"]):
         place = {"item_id": item["id"], "output_index": i}
-        new = item | ({"content": []} if "content" in item else {})
-        found.append({"type": "response.output_item.added", "output_index": i, "item": new})
+        new = item | {"content": []} if "content" in item else item
+        yield {"type": "response.output_item.added", "output_index": i, "item": new}
         if item["type"] == "message":
             [part] = item["content"]
-            text = place | {"content_index": 0}
+            place["content_index"] = 0
             empty = part | {"text": ""}
             words = part["text"]
-            found.append({"type": "response.content_part.added", **text, "part": empty})
-            more = text | {"logprobs": []}
-            found.append({"type": "response.output_text.delta", **more, "delta": words})
-            found.append({"type": "response.output_text.done", **more, "text": words})
-            found.append({"type": "response.content_part.done", **text, "part": part})
+            text = place | {"logprobs": []}
+            yield {"type": "response.content_part.added", **place, "part": empty}
+            yield {"type": "response.output_text.delta", **text, "delta": words}
+            yield {"type": "response.output_text.done", **text, "text": words}
+            yield {"type": "response.content_part.done", **place, "part": part}
         else:
-            call = place | {"arguments": item["arguments"], "name": item["name"]}
-            found.append({"type": "response.function_call_arguments.done", **call})
-        found.append({"type": "response.output_item.done", "output_index": i, "item": item})
-    found.append({"type": f"response.{body['status']}", "response": body})
-    for number, event in enumerate(found):
-        yield event | {"sequence_number": number}
+            yield {
+                "type": "response.function_call_arguments.done",
+                **place,
+                "arguments": item["arguments"],
+                "name": item["name"],
+            }
+        yield {"type": "response.output_item.done", "output_index": i, "item": item}
+    yield {"type": f"response.{body['status']}", "response": body}

@@ -8,10 +8,9 @@ have the same ids there, and an episode is a tree of tokens.
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile, zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,7 @@ from rlhf_pg.data.rendering import MARK, known_roles, prepare, quote, render, wi
 from rlhf_pg.rollout.engine import Completion
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
+Json = dict[str, Any]  # an object
 END = re.compile(f"{MARK[0]}([0-9]+){MARK[1]}")  # marks the end of a message, with its place
 WHERE = "the history of a call"
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the tokens of a character
@@ -51,20 +51,32 @@ class Answer:
         if not self.tools:
             return self.content, []
         # After the last closing tag, the regex would search from each opening tag to the end.
-        closed, tag, rest = self.content.rpartition("</tool_call>")
-        said, calls = TAGGED.subn("", closed + tag)
-        text = (said + rest).strip() if calls else ""
-        return text or None, [(tool.name, tool.arguments) for tool in self.tools]
+        closed, tag, after = self.content.rpartition("</tool_call>")
+        before, count = TAGGED.subn("", closed + tag)
+        text = ""
+        if count:
+            text = (before + after).strip()
+        calls = [(tool.name, tool.arguments) for tool in self.tools]
+        return text or None, calls
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Json:
         """The answer as a message of OpenAI's."""
-        text, tools = self.visible
-        calls = [
-            {"id": i, "type": "function", "function": {"name": x, "arguments": json.dumps(y)}}
-            for i, (x, y) in zip(self.calls, tools, strict=True)
-        ]
-        return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+        text, _ = self.visible
+        message: Json = {"role": "assistant", "content": text}
+        if self.tools:
+            message["tool_calls"] = [
+                {
+                    "id": call,
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "arguments": json.dumps(tool.arguments),
+                    },
+                }
+                for call, tool in zip(self.calls, self.tools, strict=True)
+            ]
+        return message
 
 
 @dataclass
@@ -80,17 +92,21 @@ class History:
     def _words(self, answer: Answer, text: str) -> list[int]:
         """Return the first ids of an answer, which are its `text`; none if a token is cut."""
         words = list(answer.words)
-        decode = self._decode(answer)
-        last = bisect_left(
-            range(len(words)), len(text), key=lambda i: len(decode(words[:i]).rstrip(HALF))
-        )
-        if decode(words[:last]) == text:
-            return words[:last]
+
+        def length(count: int) -> int:
+            decoded = self._decode(answer, words[:count])
+            return len(decoded.rstrip(HALF))
+
+        count = bisect_left(range(len(words)), len(text), key=length)
+        words = words[:count]
+        if self._decode(answer, words) == text:
+            return words
         return []
 
-    def _decode(self, answer: Answer) -> Callable[[list[int]], str]:
-        skips = self.skip_special_tokens and not answer.calls
-        return partial(self.tokenizer.decode, skip_special_tokens=skips)
+    def _decode(self, answer: Answer, ids: list[int]) -> str:
+        skips = self.skip_special_tokens and not answer.tools
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=skips)
+        return text
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, which may begin with an earlier prompt and its answer."""
@@ -98,102 +114,135 @@ class History:
         ids = list[int]()
         for answer in self.answers:
             asked = answer.chat
-            whole = asked if isinstance(asked, str) else self.tokenizer.decode(answer.prompt)
-            whole += answer.content
-            longer = len(whole) > len(begun) and text.startswith(whole)
-            if longer and (words := self._words(answer, answer.content)):
-                begun = whole
+            if not isinstance(asked, str):
+                asked = self.tokenizer.decode(answer.prompt)
+            start = asked + answer.content
+            if len(start) <= len(begun) or not text.startswith(start):
+                continue
+            if words := self._words(answer, answer.content):
+                begun = start
                 ids = [*answer.prompt, *words]
         if not begun:
             return encode(text, self.tokenizer, what=WHERE)
-        rest = text.removeprefix(begun)
-        return ids + tokenize(self.tokenizer, rest, WHERE, add_special_tokens=False)["input_ids"]
+        new = text.removeprefix(begun)
+        encoded = tokenize(self.tokenizer, new, WHERE, add_special_tokens=False)
+        return ids + encoded["input_ids"]
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Json] = (),
     ) -> list[int]:
         """Return the ids of messages, through the opening of the assistant's next turn.
 
         Reasoning that the template leaves out of earlier turns is left out here too. ValueError if
         the messages do not fit the template.
         """
-        chat, _ = known_roles(normalise(messages, WHERE), self.tokenizer, WHERE, tools)
-        known: dict[int, list[Answer]] = {}
+        chat = normalise(messages, WHERE)
+        chat, _ = known_roles(chat, self.tokenizer, WHERE, tools)
+        known = dict[int, list[Answer]]()
         for place, message in enumerate(chat):
             if message["role"] == "assistant":
-                calls = message.get("tool_calls", [])
-                names = tuple(call.get("id") for call in calls)
-                same = [answer for answer in self.answers if answer.calls == names]
-                functions = [call["function"] for call in calls]
-                tools_called = [(called["name"], called["arguments"]) for called in functions]
-                sent = message["content"] or None, tools_called
-                if calls and same and sent == same[0].visible:
-                    chat[place] = {"role": "assistant", "content": same[0].content}
-                content = chat[place]["content"]
-                known[place] = [answer for answer in same if content and answer.content == content]
+                chat[place], answers = self._recognise(message)
+                if answers:
+                    known[place] = answers
         quoted = prepare(chat, self.tokenizer, WHERE, tools).messages
-        whole = render(self.tokenizer, quoted, WHERE, True, tools)
+        unmarked = render(self.tokenizer, quoted, WHERE, True, tools)
         for strips in (False, True):  # many templates strip what was said
             marked = list(quoted)
-            for place in filter(known.get, known):
+            for place in known:
                 message = quoted[place]
-                if strips and isinstance(message["content"], str):
-                    message = {**message, "content": message["content"].strip()}
-                marked[place] = with_mark(message, f"{MARK[0]}{place}{MARK[1]}")
+                content = message["content"]
+                if strips and isinstance(content, str):
+                    message = {**message, "content": content.strip()}
+                mark = f"{MARK[0]}{place}{MARK[1]}"
+                marked[place] = with_mark(message, mark)
             text = render(self.tokenizer, marked, WHERE, True, tools)
-            if END.sub("", text) == whole:
+            if END.sub("", text) == unmarked:
                 break
         else:
-            text = whole
+            text = unmarked
         ids = list[int]()
-        pieces = END.split(text)[::2]
-        places = END.findall(text)
-        for piece, place in zip_longest(pieces, places):
-            if place is None:
-                ids = ids + tokenize_chat(self.tokenizer, piece, WHERE)
-                break
-            found = [self._find(ids, piece, answer, strips) for answer in known[int(place)]]
-            _, ids, again = max(found, key=lambda one: one[0])
+        *pieces, end = END.split(text)
+        for piece, number in zip(pieces[::2], pieces[1::2], strict=True):
+            answers = known[int(number)]
+            ways = [self._find(ids, piece, answer, strips) for answer in answers]
+            _, ids, again = max(ways, key=lambda way: way[0])
             self.encoded_again += again
+        ids = ids + tokenize_chat(self.tokenizer, end, WHERE)
         if ids[:2] == [self.tokenizer.bos_token_id] * 2:
             return ids[1:]
         return ids
 
+    def _recognise(self, message: Json) -> tuple[Json, list[Answer]]:
+        """Return an assistant's message, with calls of tools in the words that were sampled, and
+        the answers that it may be.
+        """
+        calls = message.get("tool_calls", [])
+        names = tuple(call.get("id") for call in calls)
+        same = [answer for answer in self.answers if answer.calls == names]
+        if calls and same:
+            functions = [call["function"] for call in calls]
+            tools = [(function["name"], function["arguments"]) for function in functions]
+            sent = (message["content"] or None, tools)
+            if sent == same[0].visible:
+                message = {"role": "assistant", "content": same[0].content}
+        content = message["content"]
+        answers = [answer for answer in same if content and answer.content == content]
+        return message, answers
+
     def _find(
-        self, ids: list[int], piece: str, answer: Answer, strips: bool
+        self,
+        ids: list[int],
+        piece: str,
+        answer: Answer,
+        strips: bool,
     ) -> tuple[bool, list[int], int]:
         """Find an answer's words at the end of a piece of a chat, which follows `ids`.
 
         Return whether the ids before the words are those that it answers; the ids through the
         words; how many of the words were encoded.
         """
-        wanted = answer.content.rstrip() if strips else answer.content
-        decode = self._decode(answer)
+        wanted = answer.content
+        if strips:
+            wanted = wanted.rstrip()
         words = self._words(answer, wanted)
 
         def quoted(first: int) -> str:
-            return self._quote(decode(words[first:]))
+            decoded = self._decode(answer, words[first:])
+            return self._quote(decoded)
 
-        places = range(len(words))
-        first = bisect_left(places, True, key=lambda i: piece.endswith(quoted(i).lstrip(HALF)))
+        def ends_with(first: int) -> bool:
+            return piece.endswith(quoted(first).lstrip(HALF))
+
+        first = bisect_left(range(len(words)), True, key=ends_with)
         while not piece.endswith(quoted(first)):
             first += 1
-        own = quoted(first)
-        before = piece.removesuffix(own)
-        lead = ids + tokenize_chat(self.tokenizer, before, WHERE)
-        rest = self._quote(wanted).removesuffix(own)
-        lost = before[len(before) - common(before[::-1], rest[::-1]) :].strip()
-        again = len(tokenize_chat(self.tokenizer, lost, WHERE))
-        return lead == list(answer.prompt), lead + words[first:], again
+        ending = quoted(first)
+        before = piece.removesuffix(ending)
+        encoded = tokenize_chat(self.tokenizer, before, WHERE)
+        lead = ids + encoded
+        missing = self._quote(wanted).removesuffix(ending)
+        shared = common(reversed(before), reversed(missing))
+        lost = before[len(before) - shared :].strip()
+        encoded = tokenize_chat(self.tokenizer, lost, WHERE)
+        is_answered = lead == list(answer.prompt)
+        return is_answered, lead + words[first:], len(encoded)
 
-    def _quote(self, said: str) -> str:
-        message = {"role": "assistant", "content": said}
-        return str(quote(message, self.tokenizer, WHERE)["content"])
+    def _quote(self, text: str) -> str:
+        message = {"role": "assistant", "content": text}
+        quoted = quote(message, self.tokenizer, WHERE)
+        return str(quoted["content"])
 
 
 def common(a: Iterable[Any], b: Iterable[Any]) -> int:
     """Return how many entries two sequences have in common at their start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
 
 
 class TokenTree:
@@ -207,16 +256,21 @@ class TokenTree:
     """
 
     def __init__(self) -> None:
-        self.tokens, self.follows, self.ends = list[int](), list[int](), list[int]()
-        self.logprobs, self.actions, self.lines = list[float](), list[bool](), list[int]()
-        self._next: dict[tuple[int, int], list[int]] = {}
+        self.tokens = list[int]()
+        self.follows = list[int]()
+        self.ends = list[int]()
+        self.logprobs = list[float]()
+        self.actions = list[bool]()
+        self.lines = list[int]()
+        self._next = defaultdict[tuple[int, int], list[int]](list)
 
     def find(self, ids: Sequence[int]) -> tuple[int, int]:
         """Return how many of these ids are there from the start, and the place of the last."""
         places = [-1]
-        length = 0
         for length, token in enumerate(ids):
-            following = [x for place in places for x in self._next.get((place, token), ())]
+            following = list[int]()
+            for place in places:
+                following += self._next.get((place, token), ())
             if not following:
                 return length, places[0]
             places = following
@@ -227,12 +281,15 @@ class TokenTree:
         known, last = self.find(answer.prompt)
         context = list(answer.prompt[known:])
         completion = answer.completion
-        self.logprobs += [0.0] * len(context) + completion.logprobs
-        self.actions += [False] * len(context) + [True] * len(completion.tokens)
-        self.lines += [line] * len(context + completion.tokens)
-        for token in context + completion.tokens:
+        tokens = context + completion.tokens
+        self.logprobs += [0.0] * len(context)
+        self.logprobs += completion.logprobs
+        self.actions += [False] * len(context)
+        self.actions += [True] * len(completion.tokens)
+        self.lines += [line] * len(tokens)
+        for token in tokens:
             place = len(self.tokens)
-            self._next.setdefault((last, token), []).append(place)
+            self._next[last, token].append(place)
             self.tokens.append(token)
             self.follows.append(last)
             last = place

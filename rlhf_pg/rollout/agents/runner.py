@@ -42,7 +42,11 @@ class AgentRunner(EpisodeRunner):
     pays: bool = False  # whether the program must, since there is no reward function
 
     def _run(
-        self, session: Session, episodes: Sequence[Episode], max_tokens: int, seed: int
+        self,
+        session: Session,
+        episodes: Sequence[Episode],
+        max_tokens: int,
+        seed: int,
     ) -> None:
         """Run the program of every episode, and answer its calls.
 
@@ -52,16 +56,24 @@ class AgentRunner(EpisodeRunner):
         server = serve(self.host)
         arrivals = SimpleQueue[Any]()
         longest = self.longest_prompt and self.longest_prompt + 1
-        running: dict[Future[Any], tuple[Episode, Agent]] = {}
-        sampled: dict[int, Call] = {}  # by the id of the request
+        running = dict[Future[Any], tuple[Episode, Agent]]()
+        sampled = dict[int, Call]()  # by the id of the request
         for episode in episodes:
             history = History(
                 self.tokenizer,
                 self.stop_token_ids,
                 skip_special_tokens=self.skip_special_tokens,
             )
-            limits = max_tokens, self.max_turns, longest, self.call_timeout
-            agent = Agent(episode, seed, history, arrivals, *limits)
+            agent = Agent(
+                episode,
+                seed,
+                history,
+                arrivals,
+                max_tokens,
+                max_calls=self.max_turns,
+                longest=longest,
+                timeout=self.call_timeout,
+            )
             endpoint = server.open(Line(agent))
             row = copy.deepcopy(dict(episode.example))  # the program may add to its chat
             ended = call_beside(self.timeout, self.program, row, endpoint)
@@ -104,12 +116,13 @@ class AgentRunner(EpisodeRunner):
                 raise ValueError("the program asked nothing of its endpoint")
             if paid is None and self.pays:
                 raise ValueError("the program returned no reward, and there is no reward function")
-            paid = [*[None] * (len(answers) - 1), paid] if not isinstance(paid, list) else paid
+            if not isinstance(paid, list):
+                paid = [*[None] * (len(answers) - 1), paid]
             if len(paid) != len(answers):
                 raise ValueError(
                     f"the program returned {len(paid)} rewards for {len(answers)} answers"
                 )
-            rewards = [check_reward(one, "a call") for one in paid]
+            rewards = [check_reward(reward, "a call") for reward in paid]
         except Exception as error:  # the program may raise anything
             episode.error = tell(error)
             rewards = [None] * len(answers)
@@ -123,8 +136,8 @@ class AgentRunner(EpisodeRunner):
         for answer in answers:
             tree.add(answer, paths.index(answer.number[:-2]))
         first = answers[0]
-        last = answers[-1]
-        episode.prompt_ids, start = first.prompt, len(first.prompt)
+        start = len(first.prompt)
+        episode.prompt_ids = first.prompt
         episode.tokens = tree.tokens[start:]
         episode.actions = tree.actions[start:]
         episode.logprobs = tree.logprobs[start:]
@@ -133,44 +146,53 @@ class AgentRunner(EpisodeRunner):
         episode.offsets = [place - before if before >= 0 else 0 for place, before in follows]
         episode.rewards = [math.nan] * len(episode.tokens)
         for end, reward in zip(tree.ends, rewards, strict=True):
-            episode.rewards[end - start] = math.nan if reward is None else reward
+            if reward is not None:
+                episode.rewards[end - start] = reward
         episode.truncated = agent.truncated
         episode.prompt = first.chat
-        last = next((x for x in reversed(answers) if isinstance(x.chat, list)), last)
         if isinstance(first.chat, list):
+            last = [answer for answer in answers if isinstance(answer.chat, list)][-1]
             same = common(first.chat, last.chat)
             episode.messages = [*last.chat[same:], last.message]
 
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
-        own = [float(sum(x.encoded_again for x in episodes)), sum(x.overlaps for x in episodes)]
-        again, overlaps = runtime.all_reduce_sum(
-            torch.tensor(own, dtype=torch.float64, device=runtime.device)
-        ).tolist()
-        more = {"episodes/tokens_encoded_again": again, "episodes/overlapping": overlaps}
-        return super().metrics(episodes, runtime) | more
+        counts = [
+            sum(episode.encoded_again for episode in episodes),
+            sum(episode.overlaps for episode in episodes),
+        ]
+        sums = torch.tensor(counts, dtype=torch.float64, device=runtime.device)
+        again, overlaps = runtime.all_reduce_sum(sums).tolist()
+        return super().metrics(episodes, runtime) | {
+            "episodes/tokens_encoded_again": again,
+            "episodes/overlapping": overlaps,
+        }
 
 
-def program_of(given: Any) -> Any:
+def program_of(program: Any) -> Any:
     """Return a program from a function, FILE.py:FUNCTION or a command.
 
     A command reads the row as JSON from its input, and asks at OPENAI_BASE_URL with OPENAI_API_KEY
     for OPENAI_MODEL. If the last line that it prints is a number, that is its reward.
     """
-    if callable(given):
-        return given
-    if names_function(given):
-        return user_modules.load(given)
-    user_modules.admit(given)
+    if callable(program):
+        return program
+    if names_function(program):
+        return user_modules.load(program)
+    user_modules.admit(program)
 
     async def run(example: dict[str, Any], endpoint: Endpoint) -> float | None:
-        names = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}
+        names = {
+            "OPENAI_BASE_URL": endpoint.base_url,
+            "OPENAI_API_KEY": endpoint.api_key,
+            "OPENAI_MODEL": endpoint.model,
+        }
         process = await asyncio.create_subprocess_shell(
-            given,
+            program,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | names | {"OPENAI_MODEL": endpoint.model},
+            env=os.environ | names,
             start_new_session=True,
         )
         try:
@@ -179,8 +201,8 @@ def program_of(given: Any) -> Any:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.returncode:
-            said = quote(err.decode(errors="replace").strip())
-            raise ValueError(f"agent_program ended with status {process.returncode}: {said}")
+            error = quote(err.decode(errors="replace").strip())
+            raise ValueError(f"agent_program ended with status {process.returncode}: {error}")
         try:
             return float(out.decode(errors="replace").strip().splitlines()[-1])
         except (IndexError, ValueError):

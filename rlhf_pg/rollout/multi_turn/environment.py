@@ -56,14 +56,14 @@ class SettlingEnvironment:
         """Abort work still under way; called after every episode, even a failed one."""
 
 
-def check_prompt(prompt: Any, given: Messages) -> Messages:
-    """Return the result of `reset` as a prompt of the same kind as the row's, `given`; ValueError
+def check_prompt(prompt: Any, of_row: Messages) -> Messages:
+    """Return the result of `reset` as a prompt of the same kind as the row's, `of_row`; ValueError
     if it is neither text nor chat messages.
     """
     if isinstance(prompt, str):
-        if isinstance(given, str):
+        if isinstance(of_row, str):
             return prompt
-        system = [dict(m) for m in given[:1] if m.get("role") in ("system", "developer")]
+        system = [dict(m) for m in of_row[:1] if m.get("role") in ("system", "developer")]
         return [*system, {"role": "user", "content": prompt}]
     if not _is_chat(prompt) or not prompt:
         raise ValueError(f"reset must return a string or a list of messages, got {show(prompt)}")

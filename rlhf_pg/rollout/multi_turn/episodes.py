@@ -129,7 +129,11 @@ class EpisodeRunner:
         return episodes
 
     def _run(
-        self, session: Session, episodes: Sequence[Episode], max_tokens: int, seed: int
+        self,
+        session: Session,
+        episodes: Sequence[Episode],
+        max_tokens: int,
+        seed: int,
     ) -> None:
         """Begin all episodes, then continue each as soon as its call or completion is done."""
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
@@ -161,7 +165,7 @@ class EpisodeRunner:
                 for episode in alike:
                     episode.error = f"ValueError: the episode {error}"
 
-        groups: dict[Any, list[Episode]] = defaultdict(list)  # by shared prompt
+        groups = defaultdict[Any, list[Episode]](list)  # by shared prompt
         resets = {key: send(key, None) for key in played}
         for key, reset in resets.items():
             if reset is not None and (tokens := send(key, reset)) is not None:
@@ -169,7 +173,7 @@ class EpisodeRunner:
         for (_, tokens), alike in groups.items():
             sample(tokens, alike)
 
-        calls: dict[Future[Any], tuple[int, int]] = {}  # calls of environments under way
+        calls = dict[Future[Any], tuple[int, int]]()  # calls of environments under way
         while calls or not session.idle:
             arrived: list[tuple[tuple[int, int], Any]] = []
             if session.idle:
@@ -185,7 +189,9 @@ class EpisodeRunner:
                     sample(move, [played[key][0]])
 
     def _play(
-        self, episode: Episode, max_tokens: int
+        self,
+        episode: Episode,
+        max_tokens: int,
     ) -> Generator[Future[Any] | list[int], Any, None]:
         """Play one episode: yield a call of its environment, which is sent back once it is done, or
         the tokens for the policy to continue, in return for which a `Completion` is sent.
@@ -198,16 +204,24 @@ class EpisodeRunner:
         reset = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
         prompt = check_prompt(reset.result(), example["prompt"])
         if prompt != example["prompt"]:
-            most = self.longest_prompt
-            prompt_ids = encode(prompt, self.tokenizer, tools=tools, most=most)
+            prompt_ids = encode(
+                prompt,
+                self.tokenizer,
+                tools=tools,
+                most=self.longest_prompt,
+            )
         while True:
             completion = yield [*prompt_ids, *episode.tokens]
             episode.prompt = prompt
             episode.prompt_ids = prompt_ids
             ids = completion.tokens
             stop_id = ids[-1] if ids[-1] in self.stop_token_ids else None
-            skips = self.skip_special_tokens
-            text = text_of_completion(ids, self.tokenizer, skips, self.stop_token_ids)
+            text = text_of_completion(
+                ids,
+                self.tokenizer,
+                self.skip_special_tokens,
+                self.stop_token_ids,
+            )
             episode.append(ids, completion.logprobs)
             episode.messages.append({"role": "assistant", "content": text})
             episode.turns += 1
@@ -247,15 +261,15 @@ class EpisodeRunner:
     def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
         users = [e.environment for e in episodes if isinstance(e.environment, ToolEnvironment)]
-        own = [
+        counts = [
             len(episodes),
             sum(episode.turns for episode in episodes),
             sum(episode.error is not None for episode in episodes),
             sum(user.calls for user in users),
             sum(user.failures for user in users),
         ]
-        sums = runtime.all_reduce_sum(torch.tensor(own, dtype=torch.float64, device=runtime.device))
-        count, turns, failed, calls, failures = sums.tolist()
+        sums = torch.tensor(counts, dtype=torch.float64, device=runtime.device)
+        count, turns, failed, calls, failures = runtime.all_reduce_sum(sums).tolist()
         metrics = {"episodes/turns": turns / count, "episodes/failed": failed}
         if self.tools:
             metrics["tools/call_frequency"] = calls / count  # calls per episode

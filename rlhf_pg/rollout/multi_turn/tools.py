@@ -128,6 +128,7 @@ class ToolEnvironment:
         return f"Error: {result}"
 
 
+@dataclass(eq=False)
 class EnvironmentSource:
     """The source of a run's environments; `factory` makes one for each episode.
 
@@ -135,11 +136,9 @@ class EnvironmentSource:
     given the `Toolbox` that parses the policy's calls.
     """
 
+    factory: Callable[..., Any]
+    schemas: Schemas = ()
     pays = True  # whether its environments give rewards
-
-    def __init__(self, factory: Callable[..., Any], schemas: Schemas = ()) -> None:
-        self.factory = factory
-        self.schemas = schemas
 
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]

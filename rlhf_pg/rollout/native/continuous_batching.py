@@ -31,7 +31,7 @@ class Prompt:
     limit: int  # tokens of a completion
     waiting: deque[int]  # samples without a row
     rows: int = 0  # samples with a row
-    slot: int | None = None  # in the store, once the prompt is computed
+    slot: int = -1  # in the store, once the prompt is computed
     logits: Tensor | None = None  # (V,) for the first new token, while samples wait
 
     @property
@@ -52,8 +52,8 @@ class Row:
 
     @property
     def over(self) -> bool:
-        full = len(self.tokens) >= self.prompt.limit
-        return self.stopped or full or self.prompt.request.cancelled()
+        is_full = len(self.tokens) >= self.prompt.limit
+        return self.stopped or is_full or self.prompt.request.cancelled()
 
     def append(self, token: int, logprob: float, stopping: Stopping) -> None:
         self.tokens.append(token)
@@ -61,7 +61,11 @@ class Row:
         self.stopped = stopping.ends(self.tokens, self.prompt.request.stop)
 
     def finished(self) -> Finished:
-        completion = Completion(self.tokens, self.logprobs, "stop" if self.stopped else "length")
+        completion = Completion(
+            self.tokens,
+            self.logprobs,
+            "stop" if self.stopped else "length",
+        )
         return Finished(self.prompt.request, self.sample, completion)
 
 
@@ -74,6 +78,7 @@ class Places:
     keys: Tensor  # (R,) seeds of the rows' noise
 
 
+@dataclass(eq=False)
 class BatchingSession:
     """A `Session` on a model whose attention can be replaced.
 
@@ -81,33 +86,29 @@ class BatchingSession:
     row count as `row_tokens`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        params: SamplingParams,
-        seed: int,
-        stopping: Stopping,
-        cache_tokens: int,
-        row_tokens: int = 0,
-    ) -> None:
-        self.model = model
-        self.params = params
-        self.seed = seed
-        self.stopping = stopping
-        self.cache_tokens = cache_tokens
-        self.row_tokens = row_tokens
-        self.queue: deque[Prompt] = deque()
-        self.prompts: list[Prompt] = []  # by slot
-        self.rows: list[Row] = []  # by slot
-        self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
-        self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
-        self.prompt_states, self.own_states = StateStore(), StateStore()
+    model: PreTrainedModel
+    params: SamplingParams
+    seed: int
+    stopping: Stopping
+    cache_tokens: int
+    row_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.queue = deque[Prompt]()
+        self.prompts = list[Prompt]()  # by slot
+        self.rows = list[Row]()  # by slot
+        spare = self.cache_tokens // 2
+        self.prompt_cache = KeyValues(spare, longest=self.cache_tokens)
+        self.own_cache = KeyValues(spare, longest=self.params.max_tokens)
+        self.prompt_states = StateStore()
+        self.own_states = StateStore()
         self._places: Places | None = None
 
     def add(self, request: Request) -> None:
         if request.samples:
             limit = request.limit(self.params)
-            self.queue.append(Prompt(request, limit, deque(request.samples)))
+            prompt = Prompt(request, limit, deque(request.samples))
+            self.queue.append(prompt)
 
     @property
     def idle(self) -> bool:
@@ -124,22 +125,26 @@ class BatchingSession:
     def _admit(self) -> bool:
         """Give waiting samples rows and first tokens, if enough can enter to be worth a pass."""
         waiting = sum(len(prompt.waiting) for prompt in self.queue)
-        if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
+        if not waiting:
             return False
-        entering: list[tuple[Prompt, int]] = []
-        fresh: list[Prompt] = []
+        enough = min(waiting, 1 + len(self.rows) // 8)
+        if self._room(self.queue[0], 0) < enough:
+            return False
+        entering = list[tuple[Prompt, int]]()
+        fresh = list[Prompt]()
         while self.queue:
             prompt = self.queue[0]
             room = self._room(prompt, len(entering))
             if room < 1:
                 break
-            if prompt.slot is None:
+            if prompt.slot < 0:
                 prompt.slot = len(self.prompts)
                 self.prompts.append(prompt)
                 fresh.append(prompt)
-            for _ in range(min(room, len(prompt.waiting))):
+            count = min(room, len(prompt.waiting))
+            for _ in range(count):
                 entering.append((prompt, prompt.waiting.popleft()))
-                prompt.rows += 1
+            prompt.rows += count
             if not prompt.waiting:
                 self.queue.popleft()
         self._prefill(fresh)
@@ -149,11 +154,12 @@ class BatchingSession:
     def _room(self, prompt: Prompt, entering: int) -> int:
         """Return how many samples of a prompt may enter with room for their full length."""
         lengths = [other.length for other in self.prompts]
-        if prompt.slot is None:
+        if prompt.slot < 0:
             lengths.append(prompt.length)
         rows = len(self.rows) + entering
         of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
-        fitting = (self.cache_tokens - of_prompts) // (self.params.max_tokens + self.row_tokens)
+        of_row = self.params.max_tokens + self.row_tokens
+        fitting = (self.cache_tokens - of_prompts) // of_row
         room = min(MAX_ROWS, fitting) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
@@ -161,22 +167,34 @@ class BatchingSession:
         """Compute the keys and values of new prompts, and the logits after each."""
         if not fresh:
             return
-        self.prompt_cache.reserve(len(self.prompts), max(p.length for p in self.prompts))
-        chunks: list[list[Prompt]] = []
-        tokens = PREFILL_TOKENS
+        longest = max(prompt.length for prompt in self.prompts)
+        self.prompt_cache.reserve(len(self.prompts), longest)
+        chunks = list[list[Prompt]]()
+        size = PREFILL_TOKENS
         for prompt in sorted(fresh, key=lambda prompt: prompt.length):
-            if tokens + prompt.length > PREFILL_TOKENS:
+            if size + prompt.length > PREFILL_TOKENS:
                 chunks.append([])
-                tokens = 0
+                size = 0
             chunks[-1].append(prompt)
-            tokens += prompt.length
+            size += prompt.length
         for chunk in chunks:
+            tokens = list[int]()
+            positions = list[int]()
+            for prompt in chunk:
+                tokens += prompt.request.tokens
+                positions += range(prompt.length)
             lengths = [prompt.length for prompt in chunk]
-            slots = [prompt.slot for prompt in chunk if prompt.slot is not None]
+            layout = Prefill(
+                self.prompt_cache,
+                self.prompt_states,
+                [prompt.slot for prompt in chunk],
+                lengths,
+                self.model.device,
+            )
             logits = self._forward(
-                torch.tensor([token for prompt in chunk for token in prompt.request.tokens]),
-                torch.cat([torch.arange(length) for length in lengths]),
-                Prefill(self.prompt_cache, self.prompt_states, slots, lengths, self.model.device),
+                torch.tensor(tokens),
+                torch.tensor(positions),
+                layout,
                 torch.tensor(lengths).cumsum(0) - 1,
             )
             for prompt, row in zip(chunk, logits, strict=True):
@@ -184,20 +202,22 @@ class BatchingSession:
 
     def _enter(self, entering: Sequence[tuple[Prompt, int]]) -> None:
         """Draw the first token of new rows."""
-        indices = torch.tensor([prompt.request.prompt_index for prompt, _ in entering])
-        keys = row_key(self.seed, indices, torch.tensor([sample for _, sample in entering]))
+        prompts = [prompt for prompt, _ in entering]
+        keys = row_key(
+            self.seed,
+            torch.tensor([prompt.request.prompt_index for prompt in prompts]),
+            torch.tensor([sample for _, sample in entering]),
+        )
         new = [Row(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
-        slots = [prompt.slot for prompt, _ in entering if prompt.slot is not None]
+        slots = [prompt.slot for prompt in prompts]
         self.own_states.copy(self.prompt_states, slots, len(self.rows))
         self.rows += new
-        self.own_cache.reserve(len(self.rows), max(len(row.tokens) for row in self.rows) or 1)
+        longest = max(len(row.tokens) for row in self.rows)
+        self.own_cache.reserve(len(self.rows), longest or 1)
         self._places = None
-        prompts = list(dict.fromkeys(prompt for prompt, _ in entering))
-        order = {prompt: i for i, prompt in enumerate(prompts)}
-        known = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
-        index = torch.tensor([order[row.prompt] for row in new], device=known.device)
-        first = torch.tensor([row.prompt.request.position for row in new])
-        self._draw(new, known[index], uniform(keys, first))
+        logits = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
+        first = torch.tensor([prompt.request.position for prompt in prompts])
+        self._draw(new, logits, uniform(keys, first))
         for prompt in prompts:
             if not prompt.waiting:
                 prompt.logits = None
@@ -206,7 +226,8 @@ class BatchingSession:
 
     def _decode(self) -> None:
         """Draw one more token of every row."""
-        places = self._places = self._places or self._assign()
+        places = self._places or self._assign()
+        self._places = places
         drawn = torch.tensor([len(row.tokens) for row in self.rows])
         self.own_cache.reserve(len(self.rows), int(drawn.max()))
         last = drawn - 1  # column of the newest token
@@ -219,32 +240,41 @@ class BatchingSession:
             dtype=self.model.dtype,
         )
         newest = torch.tensor([row.tokens[-1] for row in self.rows])
-        logits = self._forward(newest, places.members.lengths + last, layout)
-        self._draw(self.rows, logits, uniform(places.keys, places.first + drawn))
+        positions = places.members.lengths + last
+        logits = self._forward(newest, positions, layout)
+        noise = uniform(places.keys, places.first + drawn)
+        self._draw(self.rows, logits, noise)
 
     def _assign(self) -> Places:
         groups: list[list[int]] = [[] for _ in self.prompts]
         for i, row in enumerate(self.rows):
-            assert row.prompt.slot is not None
             groups[row.prompt.slot].append(i)
+        lengths = [prompt.length for prompt in self.prompts]
         return Places(
-            Members(groups, [prompt.length for prompt in self.prompts], self.model.device),
+            Members(groups, lengths, self.model.device),
             torch.tensor([row.prompt.request.position for row in self.rows]),
             torch.tensor([row.key for row in self.rows]),
         )
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        keep: Tensor | int = 0,
     ) -> Tensor:
         """Return logits (N,V) for N tokens in a packed row, or only for those in `keep`."""
         device = self.model.device
+        ids = ids[None].to(device)
+        if isinstance(keep, Tensor):
+            keep = keep.to(device)
         with arranged(self.model, layout):
             output = self.model(
-                input_ids=ids[None].to(device),
-                attention_mask=torch.ones_like(ids[None]).to(device),  # or some infer padding
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),  # or some infer padding
                 position_ids=positions[None].to(device),
                 use_cache=False,
-                logits_to_keep=keep if isinstance(keep, int) else keep.to(device),
+                logits_to_keep=keep,
                 layout=layout,
             )
         logits: Tensor = output.logits[0]
@@ -264,12 +294,14 @@ class BatchingSession:
         if not done:
             return []
         finished = [self.rows[i].finished() for i in done]
-        for prompt in [self.rows[i].prompt for i in done]:
+        for i in done:
+            prompt = self.rows[i].prompt
             prompt.rows -= 1
             if not prompt.rows and not prompt.waiting:
                 self._remove_prompt(prompt)
         count = len(self.rows) - len(done)
-        sources = sorted(set(range(count, len(self.rows))) - set(done))
+        last = range(count, len(self.rows))
+        sources = sorted(set(last) - set(done))
         holes = [i for i in done if i < count]
         if holes:
             self.own_cache.move(sources, holes)
@@ -282,8 +314,6 @@ class BatchingSession:
 
     def _remove_prompt(self, prompt: Prompt) -> None:
         last = self.prompts.pop()
-        assert prompt.slot is not None
-        assert last.slot is not None
         if last is not prompt:
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompt_states.move([last.slot], [prompt.slot])

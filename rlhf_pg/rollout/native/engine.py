@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.models import MOST_LOST, evaluating, is_quantized, max_positions, merge, merge_loss
 from rlhf_pg.models.attention import AttentionSupport
+from rlhf_pg.models.lm_head import bare
 from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
@@ -110,7 +112,7 @@ class NativeEngine(RolloutEngine):
         # Of the model whose weights are used in place: copies keep the marks of its mixers.
         model = self.model
         with evaluating(model):
-            return layout_support(model.get_base_model() if isinstance(model, PeftModel) else model)
+            return layout_support(bare(model))
 
     def room(self) -> int:
         """Return the number of tokens whose keys and values fit in memory."""
@@ -129,17 +131,16 @@ class NativeEngine(RolloutEngine):
         return math.ceil(support.bytes_per_row / max(support.bytes_per_token, 1))
 
 
+@dataclass(eq=False)
 class _NativeSession:
     """A session that checks requests, and uses `generate` for those that need it."""
 
-    def __init__(
-        self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
-    ) -> None:
-        self.engine = engine
-        self.params = params
-        self.seed = seed
-        self.stopping = stopping
-        self.sessions: dict[bool, Session] = {}  # by whether they use `generate`
+    engine: NativeEngine
+    params: SamplingParams
+    seed: int
+    stopping: Stopping
+    # By whether they use `generate`.
+    sessions: dict[bool, Session] = field(default_factory=dict)
 
     def add(self, request: Request) -> None:
         engine = self.engine
@@ -147,12 +148,13 @@ class _NativeSession:
         plain = reason is not None
         if plain not in self.sessions:
             common = engine.weights, self.params, self.seed, self.stopping
+            session: Session
             if plain:
                 logger.warning("sampling by transformers' generate, which is slower: %s", reason)
-                made = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
-                self.sessions[plain] = made
+                session = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
             else:
-                self.sessions[plain] = BatchingSession(*common, engine.room(), engine.row_tokens())
+                session = BatchingSession(*common, engine.room(), engine.row_tokens())
+            self.sessions[plain] = session
         self.sessions[plain].add(request)
 
     @property
@@ -163,26 +165,20 @@ class _NativeSession:
         return [finished for session in self.sessions.values() for finished in session.step()]
 
 
+@dataclass(eq=False)
 class HFGenerateSession:
     """A session that samples waiting requests by `generate`, as many rows as fit the cache."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        params: SamplingParams,
-        seed: int,
-        stopping: Stopping,
-        pad_token_id: int,
-        cache_tokens: int | None = None,
-    ) -> None:
-        # The base model includes the adapter; peft's `generate` would change the generation config.
-        self.model = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.params = params
-        self.seed = seed
-        self.stopping = stopping
-        self.pad_token_id = pad_token_id
-        self.cache_tokens = cache_tokens
-        self.waiting: list[Row] = []
+    model: PreTrainedModel
+    params: SamplingParams
+    seed: int
+    stopping: Stopping
+    pad_token_id: int
+    cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.model = bare(self.model)  # peft's `generate` would change the generation config
+        self.waiting = list[Row]()
 
     def add(self, request: Request) -> None:
         prompt = Prompt(request, request.limit(self.params), deque())
@@ -223,7 +219,7 @@ class HFGenerateSession:
 
         tokens = [row.prompt.request.tokens for row in rows]
         prompts, mask = pad_rows(tokens, self.pad_token_id, left=True)
-        own = self.model.generation_config  # may have penalties, or another EOS
+        config = self.model.generation_config  # may have penalties, or another EOS
         self.model.generation_config = GenerationConfig(pad_token_id=0)  # pads after the end only
         try:
             self.model.generate(
@@ -235,5 +231,5 @@ class HFGenerateSession:
                 do_sample=False,
             )
         finally:
-            self.model.generation_config = own
+            self.model.generation_config = config
         return [row.finished() for row in rows]

@@ -62,13 +62,13 @@ def map_memory(place: Place) -> Tensor:
 
 def places(model: nn.Module) -> list[tuple[Tensor, slice]]:
     """Return every parameter of a model with its place among the bytes of all."""
-    found = list[tuple[Tensor, slice]]()
+    placed = list[tuple[Tensor, slice]]()
     end = 0
     for parameter in model.parameters():
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + parameter.nbytes
-        found.append((parameter, slice(start, end)))
-    return found
+        placed.append((parameter, slice(start, end)))
+    return placed
 
 
 class WorkerEngine(RolloutEngine):
@@ -129,10 +129,16 @@ class WorkerEngine(RolloutEngine):
         if (reason := native.unsupported_reason(0)) is not None:
             logger.warning("sampling by transformers' generate, which is slower: %s", reason)
         for part in empty.modules():
-            there = part._buffers.items()
-            part._buffers = {name: x if x is None else x.cpu() for name, x in there}
-        rest = native.pad_token_id, native.tokenizer, native.cache_tokens
-        data = pickle.dumps(NativeEngine(empty, native.eos_token_ids, *rest))
+            buffers = part._buffers.items()
+            part._buffers = {name: x if x is None else x.cpu() for name, x in buffers}
+        engine = NativeEngine(
+            empty,
+            native.eos_token_ids,
+            native.pad_token_id,
+            native.tokenizer,
+            native.cache_tokens,
+        )
+        data = pickle.dumps(engine)
         memory = SharedMemory(len(data))
         memory.bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return memory
@@ -163,15 +169,15 @@ class WorkerSession(FutureSession):
     def read(self, future: Future[Any], asked: tuple[Request, int]) -> list[Finished]:
         request, attempt = asked
         try:
-            found = future.result()
+            completions = future.result()
         except CallFailed as failure:  # out of memory, say
             if attempt == ATTEMPTS:
                 raise RolloutError(f"rollout_workers: a worker {failure}") from failure
             self._ask(request, attempt + 1)
             return []
-        if isinstance(found, FloatingPointError):
-            raise found
-        return [Finished(request, number, completion) for number, completion in found]
+        if isinstance(completions, FloatingPointError):
+            raise completions
+        return [Finished(request, number, completion) for number, completion in completions]
 
 
 @cache
@@ -185,24 +191,30 @@ def engine_of(place: Place) -> NativeEngine:
 def engine_with(pickled: Place, weights: Place) -> NativeEngine:
     """Return the engine of this worker, which samples from these weights."""
     engine = engine_of(pickled)
-    whole = map_memory(weights)
+    memory = map_memory(weights)
     for parameter, place in places(engine.model):
-        put_in_place(parameter, whole[place].view(parameter.dtype).view(parameter.shape))
+        value = memory[place].view(parameter.dtype)
+        put_in_place(parameter, value.view(parameter.shape))
     return engine
 
 
 def sample_alone(
-    pickled: Place, weights: Place, request: Request, params: SamplingParams, seed: int
+    pickled: Place,
+    weights: Place,
+    request: Request,
+    params: SamplingParams,
+    seed: int,
 ) -> list[tuple[int, Completion]] | FloatingPointError:
     """Sample the completions of a request in a worker; return them with their sample numbers."""
     engine = engine_with(pickled, weights)
-    found = []
+    completions = []
     try:
         # They are merged already.
         with engine.weights_synced(nullcontext), engine.session(params, seed) as session:
             session.add(request)
             while not session.idle:
-                found += [(number, completion) for _, number, completion in session.step()]
+                for _, number, completion in session.step():
+                    completions.append((number, completion))
     except FloatingPointError as error:
         return error
-    return found
+    return completions

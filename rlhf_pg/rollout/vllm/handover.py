@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,13 +13,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_pg import models
-
-
-def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the base model of an adapter, or the model itself."""
-    if isinstance(model, PeftModel):
-        return model.get_base_model()
-    return model
+from rlhf_pg.models.adapters import copy_adapted
+from rlhf_pg.models.lm_head import bare
 
 
 def parts_tied_weights(model: PreTrainedModel) -> bool:
@@ -47,10 +40,9 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         return
 
     def layer_of(pair: tuple[str, Tensor]) -> str:
-        found = re.match(r".*?\.\d+\.", pair[0])  # such as "model.layers.3."
-        if found:
-            return found[0]
-        return pair[0]
+        name, _ = pair
+        prefix = re.match(r".*?\.\d+\.", name)  # such as "model.layers.3."
+        return prefix[0] if prefix else name
 
     for _, layer in groupby(weights, key=layer_of):
         yield from revert_weight_conversion(names, dict(layer)).items()
@@ -62,36 +54,36 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     Persistent buffers are included. The layers that the adapter changes are copied one at a time;
     the rest are the policy's own tensors, tied ones once.
     """
-    yield from _weights(bare(model), "", {id(p): False for p in model.parameters()})
+    is_yielded = {id(parameter): False for parameter in model.parameters()}
+    yield from _weights(bare(model), "", is_yielded)
 
 
 def _weights(
-    module: nn.Module, prefix: str, given: dict[int, bool]
+    module: nn.Module,
+    prefix: str,
+    is_yielded: dict[int, bool],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a module, except those of the policy that were already yielded.
 
-    `given` has only the policy's own tensors, since a copy may reuse the id of a freed one.
+    `is_yielded` has only the policy's own tensors, since a copy may reuse the id of a freed one.
     """
     if hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer"):
         module = _merge(module)
     for name, parameter in module.named_parameters(recurse=False):
-        if not given.get(id(parameter)):
-            if id(parameter) in given:
-                given[id(parameter)] = True
+        if not is_yielded.get(id(parameter)):
+            if id(parameter) in is_yielded:
+                is_yielded[id(parameter)] = True
             yield prefix + name, parameter.detach()
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer
     for name, child in module.named_children():
-        yield from _weights(child, f"{prefix}{name}.", given)
+        yield from _weights(child, f"{prefix}{name}.", is_yielded)
 
 
 def _merge(layer: Any) -> nn.Module:
     """Merge a layer of `peft` in a copy, as `merge_and_unload` does."""
-    tuners = [part for part in layer.modules() if isinstance(part, BaseTunerLayer)]
-    changed = {id(p) for part in tuners for p in part.parameters()}
-    shared: dict[int, Any] = {id(p): p for p in layer.parameters() if id(p) not in changed}
-    copied = copy.deepcopy(layer, shared)
+    copied = copy_adapted(layer)
     if hasattr(copied, "unload_and_optionally_merge_module"):
         unloaded: nn.Module = copied.unload_and_optionally_merge_module(True, False, None)
         return unloaded

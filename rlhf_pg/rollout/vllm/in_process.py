@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import MOST_LOST, merge_loss
+from rlhf_pg.models.lm_head import bare
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
@@ -26,7 +27,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
-from rlhf_pg.rollout.vllm.handover import bare, parts_tied_weights, published_weights
+from rlhf_pg.rollout.vllm.handover import parts_tied_weights, published_weights
 from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,15 @@ class VllmEngine(RolloutEngine):
         check_version(vllm.__version__, "the installed vLLM")
         if (reason := unfit(model)) is not None:
             raise ValueError(f"rollout_engine vllm: {reason}; set rollout_engine to native")
-        self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
+        self.model = model
+        self.eos_token_ids = list(eos_token_ids)
+        self.sleeps = sleeps
         self.numbers = itertools.count()  # ids of vLLM's requests
         self._has_warned = False
         with TemporaryDirectory() as directory:
-            config = copy.deepcopy(bare(model).config)
-            config.architectures = [type(bare(model)).__name__]  # vLLM's class has this name
+            base = bare(model)
+            config = copy.deepcopy(base.config)
+            config.architectures = [type(base).__name__]  # vLLM's class has this name
             config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -193,12 +197,12 @@ class _InProcessSession:
         for output in self._engine.llm.llm_engine.step():
             if not output.finished:
                 continue
-            [one] = output.outputs
-            if one.finish_reason not in ("stop", "length"):
-                raise RolloutError(f"vLLM aborted a request ({one.finish_reason}): see its log")
-            tokens = list(one.token_ids)
-            logprobs = [at[token].logprob for token, at in zip(tokens, one.logprobs, strict=True)]
-            completion = Completion(tokens, logprobs, one.finish_reason)
+            [row] = output.outputs
+            if row.finish_reason not in ("stop", "length"):
+                raise RolloutError(f"vLLM aborted a request ({row.finish_reason}): see its log")
+            tokens = list(row.token_ids)
+            logprobs = [at[token].logprob for token, at in zip(tokens, row.logprobs, strict=True)]
+            completion = Completion(tokens, logprobs, row.finish_reason)
             finished.append(Finished(*self._asked.pop(output.request_id), completion))
         return finished
 

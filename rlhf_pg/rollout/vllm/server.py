@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -23,6 +22,7 @@ from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin
 from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.models.policy import has_experts
+from rlhf_pg.models.streaming import bytes_of
 from rlhf_pg.rollout.engine import (
     Completion,
     Copied,
@@ -87,7 +87,8 @@ class VllmServerEngine(RolloutEngine):
         is_main: bool = True,
         save: Callable[[Path | None], None] | None = None,
     ) -> None:
-        self.model, self.eos_token_ids = model, list(eos_token_ids)
+        self.model = model
+        self.eos_token_ids = list(eos_token_ids)
         self.directory = directory.absolute()
         self.save = save or (lambda place: place and model.save_pretrained(place))
         self.adapted = isinstance(model, PeftModel)
@@ -371,10 +372,13 @@ class _ServerSession(FutureSession):
         def read(answer: Any) -> Finished:
             if answer["model"] != body["model"]:
                 raise ValueError(f"an answer of {show(answer['model'])}, not {body['model']}")
-            vocabulary = engine.model.config.get_text_config().vocab_size
-            eos = engine.eos_token_ids
-            limits = (max_tokens, vocabulary)
-            completion = _completion(answer, *limits, eos, bool(stop))
+            completion = _completion(
+                answer,
+                max_tokens,
+                engine.model.config.get_text_config().vocab_size,
+                engine.eos_token_ids,
+                by_string=bool(stop),
+            )
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
@@ -399,7 +403,11 @@ class _ServerSession(FutureSession):
 
 
 def _completion(
-    answer: Any, max_tokens: int, vocabulary: int, eos_token_ids: Sequence[int], by_string: bool
+    answer: Any,
+    max_tokens: int,
+    vocabulary: int,
+    eos_token_ids: Sequence[int],
+    by_string: bool,
 ) -> Completion:
     """Parse the only choice of an answer, which with `by_string` may end with any token.
 
@@ -445,5 +453,5 @@ def _digest(model: PeftModel) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(get_peft_model_state_dict(model).items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()[:16]

@@ -33,8 +33,8 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     Raises:
         ValueError: the library is unknown or not installed, or the task cannot be loaded.
     """
-    library, _, rest = name.partition(":")
-    if library not in VERSIONS or not rest:
+    library, _, source = name.partition(":")
+    if library not in VERSIONS or not source:
         raise ValueError(f"there is no task {show(name)}: give verifiers:ENV_ID or openenv:URL")
     try:
         adapter = import_module(f"{__name__}.of_{library}")
@@ -42,8 +42,9 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
         wanted = f'pip install "{library}{VERSIONS[library]}"'
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
     if library == "verifiers":
-        admit(name, places_of(rest.rpartition("/")[2].replace("-", "_")))
+        module = source.rpartition("/")[2].replace("-", "_")
+        admit(name, places_of(module))
     try:
-        return AdaptedTask(*adapter.load(rest, seed, **options or {}))
+        return AdaptedTask(*adapter.load(source, seed, **options or {}))
     except TypeError as error:
         raise ValueError(f"task_options of {show(name)}: {tell(error)}") from error

@@ -36,25 +36,30 @@ def load(
     concurrent sessions. If actions are tool calls (MCP), the tools are offered to the policy.
     """
     try:
-        found = call_beside(PATIENCE, _look, url, action_key, observation_key)
-        source: EnvironmentSource = found.result()
+        looked = call_beside(PATIENCE, _look, url, action_key, observation_key)
+        source: EnvironmentSource = looked.result()
     except Exception as error:
         raise ValueError(f"the environment server {quote(url)}: {tell(error)}") from error
     total = episodes + eval_episodes
+    start = 2 * seed * total
     first = [{"role": "user", "content": prompt}]
-    rows = [{"prompt": first, "seed": 2 * seed * total + i} for i in range(total)]
+    rows = [{"prompt": first, "seed": start + i} for i in range(total)]
     train = Dataset.from_list(rows[:episodes])
     held_out = Dataset.from_list(rows[episodes:])
     return train, held_out if len(held_out) else None, source
 
 
-async def _look(url: str, action_key: str | None, observation_key: str | None) -> EnvironmentSource:
+async def _look(
+    url: str,
+    action_key: str | None,
+    observation_key: str | None,
+) -> EnvironmentSource:
     """Ask the server for the fields of its actions and observations, and for its tools."""
     client = Client(url.rstrip("/"), PATIENCE, retries=0, concurrency=1)
     action, observation = await client.ask(
         "/schema",
         None,
-        lambda said: [said[k].get("properties", {}) for k in ("action", "observation")],
+        lambda schema: [schema[k].get("properties", {}) for k in ("action", "observation")],
     )
     observation_key = observation_key or _only_text(observation)
     if "tool_name" not in action:
@@ -63,12 +68,16 @@ async def _look(url: str, action_key: str | None, observation_key: str | None) -
             raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
         return EnvironmentSource(partial(Session, url, observation_key, action_key))
     async with GenericEnvClient(base_url=url, mode="simulation") as client:
-        listed = (await client.step({"type": "list_tools"})).observation["tools"]
+        listed = await client.step({"type": "list_tools"})
     schemas = []
-    for tool in listed:
+    for tool in listed.observation["tools"]:
         parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-        own = {"name": tool["name"], "description": tool.get("description", "")}
-        schemas.append({"type": "function", "function": {**own, "parameters": parameters}})
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description", ""),
+            "parameters": parameters,
+        }
+        schemas.append({"type": "function", "function": function})
     return EnvironmentSource(partial(Session, url, observation_key, None), schemas)
 
 
@@ -88,15 +97,17 @@ class Session(SettlingEnvironment):
         await self.client.connect()
         result = await self.client.reset(seed=example["seed"])
         *before, last = example["prompt"]
-        texts = [text for text in (last["content"], self._text(result.observation)) if text]
-        self.prompt = [*before, {**last, "content": "\n\n".join(texts)}]
+        texts = (last["content"], self._text(result.observation))
+        last = {**last, "content": "\n\n".join(filter(None, texts))}
+        self.prompt = [*before, last]
         return self.prompt
 
     async def step(self, completion: str) -> Observation:
         """Send a turn as an action, or each call in it, and return the server's answer."""
         if self.action_key is not None:
             result = await self.client.step({self.action_key: completion})
-            return Observation(self._text(result.observation), result.reward, bool(result.done))
+            text = self._text(result.observation)
+            return Observation(text, result.reward, bool(result.done))
         calls = self.box.parse(completion, self.prompt)
         messages = list[dict[str, Any]]()
         rewards = list[float]()
@@ -104,12 +115,22 @@ class Session(SettlingEnvironment):
         for call in calls:
             content = f"Error: {call.error}"
             if call.error is None:
-                action = {"tool_name": call.name, "arguments": dict(call.arguments)}
-                result = await self.client.step({"type": "call_tool", **action})
-                rewards += [] if result.reward is None else [result.reward]
+                action = {
+                    "type": "call_tool",
+                    "tool_name": call.name,
+                    "arguments": dict(call.arguments),
+                }
+                result = await self.client.step(action)
+                if result.reward is not None:
+                    rewards.append(result.reward)
                 done = done or bool(result.done)
                 content = _result(result.observation)
-            messages.append({"role": "tool", "name": call.name, "content": content})
+            message = {
+                "role": "tool",
+                "name": call.name,
+                "content": content,
+            }
+            messages.append(message)
         return Observation(messages, sum(rewards) if rewards else None, done)
 
     async def settle(self) -> None:

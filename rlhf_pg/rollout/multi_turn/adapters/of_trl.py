@@ -32,24 +32,32 @@ class TrlEnvironments(EnvironmentSource):
         self.pays = any(hasattr(sample, "get_reward") for sample in self.samples.values())
 
     def runner_options(
-        self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        timeout: float,
+        tools: Sequence[Tool],
     ) -> dict[str, Any]:
         """Return the options of an `EpisodeRunner`; its tools are the methods and `tools`."""
-        boxes = {
-            name: Toolbox.of([*tools, *_methods(sample).values()], tokenizer, timeout)
-            for name, sample in self.samples.items()
-        }
+        boxes = dict[Any, Toolbox]()
+        for name, sample in self.samples.items():
+            methods = _methods(sample).values()
+            offered = [*tools, *methods]
+            boxes[name] = Toolbox.of(offered, tokenizer, timeout)
 
         def schemas_of(row: Mapping[str, Any]) -> Schemas:
-            if row.get(COLUMN) not in boxes:
+            name = row.get(COLUMN)
+            if name not in boxes:
                 raise ValueError(
-                    f"its column '{COLUMN}' has {show(row.get(COLUMN))}, but "
+                    f"its column '{COLUMN}' has {show(name)}, but "
                     f"environment_factory has {', '.join(map(str, boxes))}"
                 )
-            return boxes[row[COLUMN]].schemas
+            return boxes[name].schemas
+
+        def make() -> TrlEnvironment:
+            return TrlEnvironment(self.factories, boxes)
 
         return {
-            "environment_factory": lambda: TrlEnvironment(self.factories, boxes),
+            "environment_factory": make,
             "timeout": None,  # each call has its own timeout
             "tools": boxes[None].schemas if None in boxes else schemas_of,
         }
@@ -57,9 +65,11 @@ class TrlEnvironments(EnvironmentSource):
     def add_prompts(self, dataset: Dataset | None, rows: int) -> Dataset | None:
         """Add empty prompts to a dataset without prompts: `reset` brings them."""
         if dataset is None and None in self.samples:
-            return Dataset.from_dict({"prompt": [PLACEHOLDER] * rows})
+            prompts = [PLACEHOLDER] * rows
+            return Dataset.from_dict({"prompt": prompts})
         if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
-            return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
+            prompts = [PLACEHOLDER] * len(dataset)
+            return dataset.add_column("prompt", prompts)
         return dataset
 
 
@@ -72,40 +82,54 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
     trl_instance: Any = None
 
     def __init__(self, factories: Mapping[Any, Any], boxes: Mapping[Any, Toolbox]) -> None:
-        super().__init__(next(iter(boxes.values())))
+        first = next(iter(boxes.values()))
+        super().__init__(first)
         self.factories = factories
         self.boxes = boxes
 
     def reset(self, example: dict[str, Any]) -> Messages:
         """Reset an instance with the row, and append its text to the last message."""
         row = dict(example)
-        name = None if None in self.boxes else row.pop(COLUMN)
+        name = None
+        if None not in self.boxes:
+            name = row.pop(COLUMN)
         self.trl_instance = self.factories[name]()
         self.toolbox = self.boxes[name]
-        self.functions = {**self.toolbox.functions, **_methods(self.trl_instance)}
-        parameters = inspect.signature(self.trl_instance.reset).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            row = {name: value for name, value in row.items() if name in parameters}
-        said = call_beside(self.toolbox.timeout, self.trl_instance.reset, **row).result()
-        if not isinstance(said, str | None):
-            raise ValueError(f"reset must return a string or None, got {show(said)}")
-        self.prompt = example["prompt"]
-        if said and isinstance(self.prompt, str):
-            self.prompt += said
-        elif said:
-            *before, last = self.prompt
-            self.prompt = [*before, {**last, "content": text_of(last) + said}]
-        return self.prompt  # type: ignore[no-any-return]
+        methods = _methods(self.trl_instance)
+        self.functions = {**self.toolbox.functions, **methods}
+        reset = self.trl_instance.reset
+        parameters = inspect.signature(reset).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_all:
+            row = {key: value for key, value in row.items() if key in parameters}
+        call = call_beside(self.toolbox.timeout, reset, **row)
+        text = call.result()
+        if not isinstance(text, str | None):
+            raise ValueError(f"reset must return a string or None, got {show(text)}")
+        prompt = example["prompt"]
+        if text and isinstance(prompt, str):
+            prompt += text
+        elif text:
+            *before, last = prompt
+            last = {**last, "content": text_of(last) + text}
+            prompt = [*before, last]
+        self.prompt = prompt
+        return prompt  # type: ignore[no-any-return]
 
     def settle(self) -> Any:
         """Return the instance's reward for the episode, if it has one."""
         if not hasattr(self.trl_instance, "get_reward"):
             return None
-        return call_beside(self.toolbox.timeout, self.trl_instance.get_reward).result()
+        reward = call_beside(self.toolbox.timeout, self.trl_instance.get_reward)
+        return reward.result()
 
 
 def _methods(instance: Any) -> dict[str, Tool]:
     """Return the methods of an instance that are tools, by name."""
-    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
-    tools = [name for name in names if not name.startswith("_")]
-    return {name: getattr(instance, name) for name in tools if name not in ("reset", "get_reward")}
+    methods = dict[str, Tool]()
+    functions = inspect.getmembers(type(instance), inspect.isfunction)
+    for name, _ in functions:
+        if name.startswith("_") or name in ("reset", "get_reward"):
+            continue
+        methods[name] = getattr(instance, name)
+    return methods

@@ -36,14 +36,18 @@ def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, Environment
     tools = [tool.model_dump(include=visible) for tool in environment.tool_defs or ()]
     schemas = [{"type": "function", "function": tool} for tool in tools]
     source = EnvironmentSource(partial(VerifiersEnvironment, environment), schemas)
-    return evaluation if train is None else train, evaluation, source
+    if train is None:
+        train = evaluation
+    return train, evaluation, source
 
 
 class VerifiersEnvironment(SettlingEnvironment):
     """One episode: a rollout of the environment that waits for the policy's turns."""
 
     def __init__(self, environment: Any, box: Toolbox | None = None) -> None:
-        self.environment, self.box, self.client = environment, box, PolicyClient()
+        self.environment = environment
+        self.box = box
+        self.client = PolicyClient()
         self.rollout: asyncio.Task[Any] | None = None
 
     async def reset(self, example: dict[str, Any]) -> Messages:
@@ -57,28 +61,37 @@ class VerifiersEnvironment(SettlingEnvironment):
 
     async def step(self, completion: str) -> Observation:
         """Give the rollout a turn, and return the messages that it adds before the next one."""
-        asked = [
-            ToolCall(
-                id=f"call_{i}", name=x.name or "unreadable", arguments=x.error or dumps(x.arguments)
-            )
-            for i, x in enumerate(self.box.parse(completion, self.prompt) if self.box else ())
-        ]
+        calls = []
+        if self.box:
+            for i, call in enumerate(self.box.parse(completion, self.prompt)):
+                asked = ToolCall(
+                    id=f"call_{i}",
+                    name=call.name or "unreadable",
+                    arguments=call.error or dumps(call.arguments),
+                )
+                calls.append(asked)
         message = ResponseMessage(
-            content=TAGGED.sub("", completion).strip() if asked else completion,
-            tool_calls=asked or None,
-            finish_reason="tool_calls" if asked else "stop",
+            content=TAGGED.sub("", completion).strip() if calls else completion,
+            tool_calls=calls or None,
+            finish_reason="tool_calls" if calls else "stop",
             is_truncated=False,
         )
-        response = Response(id="turn", created=0, model="policy", message=message)
+        response = Response(
+            id="turn",
+            created=0,
+            model="policy",
+            message=message,
+        )
         self.client.turn.set_result(response)
         before = self.messages
         now = await self._next_request()
         if now is None:
             return Observation(done=True)
-        if now[: len(before)] != before or len(now) <= len(before) + 1:
+        added = now[len(before) + 1 :]
+        if now[: len(before)] != before or not added:
             raise ValueError("the environment changed earlier messages: only append")
         self.messages = now
-        return Observation(_plain(now[len(before) + 1 :]))
+        return Observation(_plain(added))
 
     async def settle(self) -> float:
         """Return the rubric's reward; a rollout that still waits for a turn is ended first."""
