@@ -175,14 +175,14 @@ class LoggedSteps:
         for step in dict.fromkeys([*marked, *reversed(steps)]):
             room -= sizes[step]["completions"]
             tokens_left -= sizes[step]["tokens"]
-            if chosen and (room < 0 or tokens_left < 0):
+            if step not in marked and (room < 0 or tokens_left < 0):
                 break
             chosen.append(step)
         note = ""
         if len(chosen) < len(steps):
             note = (
                 f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
-                f"best, the worst and the latest, up to {MOST_COMPLETIONS:,} completions and "
+                f"best and the worst, and the latest up to {MOST_COMPLETIONS:,} completions and "
                 f"{MOST_TOKENS:,} tokens."
             )
         return sorted(chosen), note
