@@ -175,15 +175,15 @@ class LoggedSteps:
         for step in dict.fromkeys([*marked, *reversed(steps)]):
             room -= sizes[step]["completions"]
             tokens_left -= sizes[step]["tokens"]
-            if step not in marked and (room < 0 or tokens_left < 0):
+            if chosen and (room < 0 or tokens_left < 0):
                 break
             chosen.append(step)
         note = ""
         if len(chosen) < len(steps):
             note = (
-                f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
-                f"best and the worst, and the latest up to {MOST_COMPLETIONS:,} completions and "
-                f"{MOST_TOKENS:,} tokens."
+                f"{len(chosen):,} of {len(steps):,} logged steps are in this page: of the first, "
+                "the best, the worst and the latest, in this order, as many as have up to "
+                f"{MOST_COMPLETIONS:,} completions and {MOST_TOKENS:,} tokens."
             )
         return sorted(chosen), note
 
