@@ -82,11 +82,11 @@ class Replay:
         the run did not take it, its record or an earlier checkpoint is missing, or something
         external would be called.
         """
+        self.go_to(step - 1)
         recorded = self.run.tokens(step)
         if recorded is None:
             file = tokens_file(self.run.directory, step)
             raise ValueError(f"{file} is missing or unreadable: step {step} cannot be compared")
-        self.go_to(step - 1)
         trainer = self.trainer
         meter = Meter()
         if resample:
