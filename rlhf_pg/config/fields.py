@@ -72,8 +72,8 @@ def option(
         effect: one of `EFFECTS`; without one it is an update.
         needs: what else must be set for it to have an effect: "KEY", "KEY VALUE", joined by " or "
             and " and ".
-        bias: what it does to the expected gradient: `audit` tries its default instead; or the key
-            with which it is tried together. None: `audit` leaves it out.
+        bias: what it does to the expected gradient, for which `audit` tries a run without it; or
+            another key, with which it is tried. None: `audit` leaves it out.
         replaced_by: keys of data or rewards, of which a flag resets it in a recipe.
         names: allowed values, to which users may add by registering; `rules` checks them.
         limits: pydantic's `ge`, `gt`, `le`, `lt`.
@@ -90,7 +90,7 @@ def option(
         metadata["bias"] = bias
     metadata |= limits
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=dict, metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -75,8 +75,7 @@ class SamplingConfig:
         "samples; 0: in the trainer.")
     rollout_ahead: int = option(0, "run", ge=0,
         needs="rollout_workers or rollout_engine vllm_server", help=
-        "Sample each batch with the weights of this many steps before, during those steps; needs "
-        "rollout_workers or rollout_engine vllm_server.")
+        "Sample each batch with the weights of this many steps before, during those steps.")
     vllm_gpu_memory_utilization: float = option(0.3, "cost", gt=0, le=1,
         needs="rollout_engine auto or vllm", help=
         "Share of the GPU's memory for vLLM; lower it if training runs out.")

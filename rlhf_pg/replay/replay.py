@@ -68,7 +68,9 @@ class Replay:
         if began is None or began.step or trainer.state.step or trainer.runtime.splits:
             return  # fingerprints of shards depend on how they were split
         now = trainer.began()
-        for name, number in began.weights.items() if began.backend == now.backend else ():
+        if began.backend != now.backend:
+            return
+        for name, number in began.weights.items():
             if now.weights.get(name) != number:
                 raise ValueError(
                     f"the run began from other weights: {name} was {number} and is "
@@ -81,6 +83,10 @@ class Replay:
         external would be called.
         """
         self.go_to(step - 1)
+        recorded = self.run.tokens(step)
+        if recorded is None:
+            file = tokens_file(self.run.directory, step)
+            raise ValueError(f"{file} is missing or unreadable: step {step} cannot be compared")
         trainer = self.trainer
         meter = Meter()
         if resample:
@@ -105,17 +111,17 @@ class Replay:
         trainer.observers = ()
         [record] = records
         weights = trainer.recorder.fingerprints(trained=True) if step in self.run.weights else {}
-        recorded = self.run.tokens(step)
         differs: list[Place] = []
-        if record.tokens is not None and recorded is not None:
-            line = next((one for one in self.run.metrics if one["step"] == step), {})
+        if record.tokens is not None:
+            line = next((x for x in self.run.metrics if x["step"] == step), {})
             differs += compare_tokens(recorded, record.tokens, trainer.shaping.names)
             differs += compare_metrics(line, metrics)
             # Fingerprints of shards depend on how they were split.
             runtime = trainer.runtime
-            for start in self.run.starts[-1:]:
-                alike = not runtime.splits or start.processes == runtime.world
-                if alike and start.backend == runtime.kind:
+            starts = [start for start in self.run.starts if start.step < step]
+            if starts and starts[-1].backend == runtime.kind:
+                is_split_alike = not runtime.splits or starts[-1].processes == runtime.world
+                if is_split_alike:
                     differs += compare_weights(self.run.weights.get(step, {}), weights)
         return Made(step=step, metrics=metrics, record=record, differs=differs)
 
@@ -171,15 +177,15 @@ class Replay:
         runtime = trainer.runtime
         tokenizer = trainer.processing_class
         mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
-        known: Any = trainer.model.get_input_embeddings()
-        seen = np.concatenate([record.ids, record.prompt_ids])
-        if not len(seen) or not 0 <= seen.min() <= seen.max() < known.num_embeddings:
+        embeddings: Any = trainer.model.get_input_embeddings()
+        tokens = np.concatenate([record.ids, record.prompt_ids])
+        if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < embeddings.num_embeddings:
             raise ValueError("there is no token, or one that the model does not have")
         starts = record.starts
         prompts = record.prompts()
         spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
         ids = [record.ids[span].tolist() for span in spans]
-        parents = None if record.offsets is None else record.offsets.tolist()
+        offsets = None if record.offsets is None else record.offsets.tolist()
         logprobs = np.nan_to_num(record.numbers["sampler_logprob"])
         batch = Batch.from_tokens(
             prompts=[prompts[i] for i in mine],
@@ -189,7 +195,7 @@ class Replay:
             groups=[int(record.prompt_index[i]) for i in mine],
             pad_token_id=tokenizer.pad_token_id,
             actions=[record.action[span].tolist() for span in spans],
-            offsets=parents and [parents[span] for span in spans],
+            offsets=offsets and [offsets[span] for span in spans],
             device=runtime.device,
             dtype=torch.promote_types(trainer.dtype, torch.float32),
         )
@@ -221,7 +227,9 @@ class Replay:
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest complete checkpoint up to this step, and its step."""
         places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
-        places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # another run's
+        other = self.trainer.args.resume_from_checkpoint
+        if other not in (None, "latest"):  # a checkpoint of another run
+            places.append(Path(other))
         sealed = {place: atomic.state(place).get("step", -1) for place in places}
         for place in sorted(places, key=sealed.__getitem__, reverse=True):
             if 0 < sealed[place] <= step:

@@ -181,9 +181,9 @@ class LoggedSteps:
         note = ""
         if len(chosen) < len(steps):
             note = (
-                f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
-                f"best, the worst and the latest, up to {MOST_COMPLETIONS:,} completions and "
-                f"{MOST_TOKENS:,} tokens."
+                f"{len(chosen):,} of {len(steps):,} logged steps are in this page: of the first, "
+                "the best, the worst and the latest, in this order, as many as have up to "
+                f"{MOST_COMPLETIONS:,} completions and {MOST_TOKENS:,} tokens."
             )
         return sorted(chosen), note
 

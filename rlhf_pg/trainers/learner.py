@@ -21,7 +21,12 @@ from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, nll, token_weights, weight_count
-from rlhf_pg.models import Models, PolicyOutput, evaluating, fingerprint
+from rlhf_pg.models import (
+    Models,
+    PolicyOutput,
+    evaluating,
+    fingerprint,
+)
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, full, gathered
 from rlhf_pg.trainers.agreement import Agreement
@@ -63,13 +68,11 @@ class Learner:
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.texts = texts
-        (
-            self.policy,
-            self.critic,
-            self.reference,
-            self.module,
-            self.teacher,
-        ) = models
+        self.policy = models.policy
+        self.critic = models.critic
+        self.reference = models.reference
+        self.module = models.module
+        self.teacher = models.teacher
         self.scheduler = cast(LRScheduler, scheduler)
         self.loss = loss
         self.runtime = runtime
@@ -126,9 +129,11 @@ class Learner:
 
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
-        """The fingerprint of each model's frozen weights; None for a model that is not there."""
-        own = {name: fingerprint(part.pieces) for name, part in self.parts.items()}
-        return {"reference": None, "critic": None, **own}
+        """Fingerprints of the models: names, shapes and frozen values; a reference or critic that
+        is not there has None.
+        """
+        known = {name: fingerprint(part.pieces) for name, part in self.parts.items()}
+        return {"reference": None, "critic": None, **known}
 
     def _size(self) -> str:
         """Describe the size of the models, for example "0.43M parameters in float32"."""
@@ -154,7 +159,10 @@ class Learner:
                 values, end_values = self.backend(part, values_alone=True)
                 return {"values": values, "end_values": end_values}
             out: PolicyOutput = self.backend(part)
-            found = {"old_logprobs": out.logprobs, "values": out.values}
+            found = {
+                "old_logprobs": out.logprobs,
+                "values": out.values,
+            }
             found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
             return found | {"end_values": out.end_values}
 
@@ -170,7 +178,10 @@ class Learner:
 
             def ask_teacher(part: Batch) -> Outputs:
                 logprobs, hidden = self.runtime.output(teacher, part)
-                return {"teacher_logprobs": logprobs, "teacher_hidden": hidden}
+                return {
+                    "teacher_logprobs": logprobs,
+                    "teacher_hidden": hidden,
+                }
 
             seen = batch if teacher_batch is None else teacher_batch
             columns |= self._map_micro_batches(seen, ask_teacher)
@@ -209,8 +220,7 @@ class Learner:
 
     def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
         args = self.args
-        all_sum = self.runtime.all_reduce_sum
-        norms = list[float]()
+        norms: list[float] = []
         skipped = 0
         drifted = False
         rates = {name: group["lr"] for name, group in self._rates.items()}
@@ -228,12 +238,7 @@ class Learner:
                 # After the all-reduce, since DDP waits for every gradient, and before clipping: the
                 # frozen policy's gradient enters neither the norm nor Adam's moments.
                 self.backend.zero_grad_of(self.policy)
-            elif (
-                norms  # the first update is always made: the policy is still the old one
-                and args.target_kl is not None
-                # The factor of Spinning Up and Stable-Baselines3.
-                and seen.means(all_sum(seen.sums()))["approx_kl"] > 1.5 * args.target_kl
-            ):
+            elif norms and self._has_drifted(seen):  # the first update has the old policy
                 drifted = True
                 self.backend.zero_grad_of(self.module)
                 self.backend.step()  # changes nothing, and ends the update in DeepSpeed
@@ -308,12 +313,27 @@ class Learner:
             samples = self.args.num_generations
             groups = batch.groups.tolist()
             apart = 16 // prompts
-            rows = [i for i, g in enumerate(groups) if not (g % prompts or i % samples % apart)]
+            rows = []
+            for row, group in enumerate(groups):
+                sample = row % samples
+                if group % prompts == 0 and sample % apart == 0:
+                    rows.append(row)
             batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
         batch = batch.with_columns(teacher_hidden=None)
-        now = self._map_micro_batches(batch, lambda part: {"logprobs": self.backend(part).logprobs})
+        now = self._map_micro_batches(
+            batch,
+            lambda part: {"logprobs": self.backend(part).logprobs},
+        )
         kl = kl_estimate(batch.old_logprobs, now["logprobs"], "k3")
         return float(self.runtime.mean_and_var(kl, batch.action_mask)[0])
+
+    def _has_drifted(self, seen: Meter) -> bool:
+        """Return whether an update's KL(old || new) ends the updates of its step; collective."""
+        if self.args.target_kl is None:
+            return False
+        means = seen.means(self.runtime.all_reduce_sum(seen.sums()))
+        # The factor of Spinning Up and Stable-Baselines3.
+        return means["approx_kl"] > 1.5 * self.args.target_kl
 
     def accumulate(self, minibatch: Batch, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
@@ -327,8 +347,8 @@ class Learner:
         nll_counts = {name: all_sum(mask.sum()) for name, _, mask in self.nll_terms(minibatch)}
         if self.texts:
             self._accumulate_texts(meter)
-        first = minibatch.old_logprobs is None and not self.updates_begun
-        if first:
+        records_old = minibatch.old_logprobs is None and not self.updates_begun
+        if records_old:
             self.first_logprobs = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
         for i, (rows, batch) in enumerate(micro_batches):
             with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
@@ -340,9 +360,10 @@ class Learner:
                     self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
                     batch = batch.with_columns(old_logprobs=new.logprobs.detach())
-                if first and rows is not None:
+                if records_old and rows is not None:
                     place = to_device(rows, self.first_logprobs.device)
-                    self.first_logprobs[place, : new.logprobs.shape[1]] = new.logprobs.detach()
+                    width = new.logprobs.shape[1]
+                    self.first_logprobs[place, :width] = new.logprobs.detach()
                 per_token, metrics = self.loss(new, batch)
                 weights = token_weights(
                     batch.action_mask,
@@ -359,10 +380,8 @@ class Learner:
                 failpoint("backward")
                 self.backend.backward(_spoil(loss))
             meter.add("loss", loss, share)
-            for name, numbers in {
-                "entropy": new.entropy.detach(),
-                **metrics,
-            }.items():
+            metrics = {"entropy": new.entropy.detach()} | metrics
+            for name, numbers in metrics.items():
                 meter.add_masked(name, numbers, batch.action_mask)
 
     def _accumulate_texts(self, meter: Meter) -> None:
@@ -399,15 +418,16 @@ class Learner:
         args = self.args
         actions = batch.action_mask
         if batch.positive is not None:
-            yield (
-                "positive_nll",
-                args.positive_nll_coef,
-                actions & batch.positive[:, None],
-            )
+            correct = actions & batch.positive[:, None]
+            yield "positive_nll", args.positive_nll_coef, correct
         if args.tool_output_nll_coef:  # of rows that are trained on; nothing predicts a root
             answers = batch.completion_mask & ~actions & (batch.all_offsets() > 0)
             answers &= actions.any(1, keepdim=True)
-            yield "tool_output_nll", args.tool_output_nll_coef, answers
+            yield (
+                "tool_output_nll",
+                args.tool_output_nll_coef,
+                answers,
+            )
 
     @torch.no_grad()
     def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Outputs]) -> Columns:

@@ -182,6 +182,14 @@ def test_other_weights_are_refused_by_name(make) -> None:
         Replay(again)
 
 
+def test_resampled_step_without_a_record_is_refused(make) -> None:
+    """There is nothing to compare it with."""
+    again, run = trained(make, "lora")
+    tokens_file(run.directory, 3).unlink()
+    with pytest.raises(ValueError, match="step 3 cannot be compared"):
+        Replay(again).make(3, resample=True)
+
+
 def test_what_cannot_be_made_is_refused(make, tmp_path) -> None:
     again, _ = trained(make, "grpo", save_steps=0, save_best=False, max_steps=2)
     replay = Replay(again)
