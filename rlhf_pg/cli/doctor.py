@@ -91,7 +91,8 @@ def surroundings() -> Iterator[Finding]:
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for index in range(count):
-            name, (free, total) = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            free, total = torch.cuda.mem_get_info(index)
             yield Finding(f"GPU {index}", f"{name}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
         if not count and shutil.which("nvidia-smi"):
             remedy = f"install a torch for the driver (this has {torch.version.cuda}): pytorch.org"

@@ -17,7 +17,8 @@ def plan(flags: Sequence[str]) -> None:
     options, keys = parser_of("plan").parse_known_args(flags)
     args = config_of(recipes, keys, "plan")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, (name, room) = "cuda", options.device or (None, 0.0)
+    kind = "cuda"
+    name, room = options.device or (None, 0.0)
     if name is None and here.type == "cuda":
         name = torch.cuda.get_device_name(here)
         room = float(torch.cuda.mem_get_info(here)[1])

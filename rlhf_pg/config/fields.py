@@ -119,15 +119,18 @@ def config(cls: type[C]) -> type[C]:
             validate(self, **values)
         except ValidationError as error:
             messages = list(_messages(made, error))
+            is_of_rules = not error.errors()[0]["loc"]
         else:
             return
         wrong = {key for key, _ in messages}
         right = {key: value for key, value in values.items() if key not in wrong}
-        if len(right) < len(values):  # what the rules say of the other keys, in the same round
-            try:
+        if not is_of_rules and len(right) < len(values):
+            try:  # what the rules say of the other keys, in the same round
                 type(self)(**right)
             except ConfigError as error:
-                messages += [one for one in error.messages if not wrong & {*one[1].split()}]
+                for key, text in error.messages:
+                    if not wrong & set(re.findall(r"\w+", text)):
+                        messages.append((key, text))
         raise ConfigError(messages)
 
     made.__init__ = __init__

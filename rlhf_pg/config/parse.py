@@ -70,8 +70,9 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         for key, value in keys.items():
             values[str(key)] = value
             origin[str(key)] = f"{recipe}: "
+    replacements = replacing(flags)
     for key, of_key in known.items():
-        if replacing(flags) & {*of_key.get("replaced_by", "").split()}:
+        if replacements & {*of_key.get("replaced_by", "").split()}:
             values.pop(key, None)
     for key, value in flags.items():
         values[key] = value

@@ -156,11 +156,17 @@ def of_updates(args: Any) -> Iterator[str]:
         yield f"num_mini_batches must be at most prompts_per_step ({prompts}), got {batches}"
     traits = args.loss_traits
     if traits.needs == "one update" and args.updates_per_step > 1:
-        yield 'policy_loss "vanilla" is for one update per rollout: choose "clipped_surrogate"'
+        yield (
+            f'policy_loss "{args.policy_loss}" is for one update per rollout: choose '
+            '"clipped_surrogate"'
+        )
     others = args.ptx_coef + args.positive_nll_coef + args.tool_output_nll_coef
     taught = args.teacher_model_name_or_path is not None and args.teacher_placement == "loss"
     if traits.needs == "another term" and not (taught or others):
-        yield "policy_loss none needs another: teacher_model_name_or_path in the loss, or ptx_coef"
+        yield (
+            f"policy_loss {args.policy_loss} needs another: teacher_model_name_or_path in the "
+            "loss, or ptx_coef"
+        )
     if args.policy_loss == "none" and args.target_kl is not None:
         yield "target_kl is measured by a policy_loss with a ratio, not by none"
     if args.updates_per_step == 1:  # these measure how far earlier updates have moved the policy

@@ -58,10 +58,7 @@ def evaluate(
         sampled = sampler.sample(prompts, rows, indices, n, temperature)
         scored = sampler.add_rewards(sampled)
         shaped = shaping(scored.scores, scored, normalize=False)
-        both = (
-            sum_step_scores(scored.scores),
-            sum_step_scores(shaped),
-        )
+        both = sum_step_scores(scored.scores), sum_step_scores(shaped)
         scores.append(torch.cat(both, dim=1))
         parts.append(scored)
         if n > 1:

@@ -154,21 +154,21 @@ class Learner:
         columns = Columns()
         needs_old = self.args.needs_old_logprobs
 
-        def own(part: Batch) -> Outputs:
+        def ask_policy(part: Batch) -> Outputs:
             if not needs_old:
                 values, end_values = self.backend(part, values_alone=True)
                 return {"values": values, "end_values": end_values}
-            out: PolicyOutput = self.backend(part)
-            found = {
-                "old_logprobs": out.logprobs,
-                "values": out.values,
+            output: PolicyOutput = self.backend(part)
+            return {
+                "old_logprobs": output.logprobs,
+                "values": output.values,
+                "entropies": output.entropy if self.args.top_entropy_quantile < 1 else None,
+                "end_values": output.end_values,
             }
-            found["entropies"] = out.entropy if self.args.top_entropy_quantile < 1 else None
-            return found | {"end_values": out.end_values}
 
         self.agreement.begin(waits=not needs_old and not self.policy.drops)
         if needs_old or self.critic is not None:
-            columns = self._map_micro_batches(batch, own)
+            columns = self._map_micro_batches(batch, ask_policy)
         if needs_old:
             self.agreement.add(batch, columns["old_logprobs"])
         if self.reference is not None:

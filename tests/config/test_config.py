@@ -15,7 +15,7 @@ from rlhf_pg.config import (
     SFTConfig,
     config,
 )
-from rlhf_pg.config.fields import bind, metadata
+from rlhf_pg.config.fields import ConfigError, bind, metadata
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -169,6 +169,15 @@ def test_option_that_harms_or_has_no_effect_is_refused(config, options, key):
 def test_off_policy_sampler_is_corrected_by_default(options, correction):
     args = GRPOConfig(**options)
     assert args.correction_of(args.rollout_engine) == correction
+
+
+def test_what_follows_from_a_wrong_key_is_not_an_error():
+    """The penalty needs a buffer, which is there, though too long."""
+    keys = {"overlong_penalty": 2.0, "max_completion_length": 8}
+    for buffer in (9, 0):
+        with pytest.raises(ConfigError) as caught:
+            GRPOConfig(**keys, overlong_buffer=buffer)
+        assert [key for key, _ in caught.value.messages] == ["overlong_buffer"]
 
 
 def test_names_are_those_of_registries():

@@ -195,9 +195,10 @@ FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 def regex(text: str, *, pattern: str, ignore_case: bool = False, whole: bool = False) -> float:
     """Reward a completion in which a pattern is found (`whole`: that it matches) with 1, else 0."""
+    search = "fullmatch" if whole else "search"
     import regex as package  # Python's syntax with a time limit
 
-    find = package.fullmatch if whole else package.search
+    find = getattr(package, search)
     flags = package.IGNORECASE if ignore_case else 0
     try:
         return float(find(pattern, text, flags, timeout=SECONDS) is not None)
