@@ -72,9 +72,9 @@ def option(
         effect: one of `EFFECTS`; without one it is an update.
         needs: what else must be set for it to have an effect: "KEY", "KEY VALUE", joined by " or "
             and " and ".
-        bias: what it does to the expected gradient, for which `audit` tries a run without it; or
-            another key, with which it is tried. None: `audit` leaves it out.
-        replaced_by: keys of data or rewards, of which a flag resets it in a recipe.
+        bias: how it biases the expected gradient, which `audit` measures without it; or another
+            key, and both are changed together. None: `audit` leaves it out.
+        replaced_by: keys whose flags reset it to its default in a recipe.
         names: allowed values, to which users may add by registering; `rules` checks them.
         limits: pydantic's `ge`, `gt`, `le`, `lt`.
     """

@@ -216,14 +216,14 @@ def of_needs(args: Any, arguments: Collection[str] = IN_PYTHON) -> Iterator[str]
 
 
 def is_met(args: Any, need: str, arguments: Collection[str] = IN_PYTHON) -> bool:
-    """Return whether one of several is so, joined by " or ": KEY is on, KEY VALUE (the next may
-    leave out KEY), KEY above NUMBER.
+    """Return whether a need is met. Its alternatives, joined by " or ", are KEY (it is on), KEY
+    VALUE and KEY above NUMBER; one that names no key is another value of the key before it.
     """
     key = ""
     for alternative in need.split(" or "):
         if hasattr(args, alternative.partition(" ")[0]):
             key, _, alternative = alternative.partition(" ")
-        if not key or alternative == str(getattr(args, key)).lower():
+        if alternative == str(getattr(args, key)).lower():
             return True
         if alternative == "" and (key in arguments or is_on(args, key)):
             return True
@@ -237,7 +237,7 @@ def is_on(args: Any, key: str) -> bool:
     value = getattr(args, key)
     if key == "sampler_correction":
         value = args.correction_of(args.rollout_engine)
-    if value == 0:  # where None stands for "off", 0 is a number as others
+    if value == 0:  # False, too; where None stands for "off", 0 is a number like others
         return default_of(args, key) is None
     if value in (None, "none", ()):
         return False

@@ -166,6 +166,8 @@ class Replay:
                 other_tokens=trace["other_tokens"],
                 greedy=None if greedy is None else self._score(greedy),
             )
+        except torch.OutOfMemoryError:
+            raise
         except (*UNREADABLE, RuntimeError) as error:
             raise ValueError(
                 f"{tokens_file(self.run.directory, step)} is not of this model and data: "

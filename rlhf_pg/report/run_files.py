@@ -40,6 +40,17 @@ Record = dict[str, Any]  # a line of a file of JSON lines, or another object
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 TRACE = "trace.jsonl"
+OWN_COLUMNS = {  # the run's own columns of completions.jsonl
+    "step",
+    "prompt_index",
+    "sample",
+    "prompt",
+    "completion",
+    "advantage",
+    "truncated",
+    "turns",
+    "error",
+}
 # What reading a file of tokens that is none may raise.
 UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError)
 # What lines of trace.jsonl and completions.jsonl have; lists and objects hold texts.

@@ -23,24 +23,20 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report.run_files import UNREADABLE, Record, RunFiles, half, tokens_file
+from rlhf_pg.report.run_files import (
+    OWN_COLUMNS,
+    UNREADABLE,
+    Record,
+    RunFiles,
+    half,
+    tokens_file,
+)
 from rlhf_pg.report.troubles import Line, is_number
 
 MOST_COMPLETIONS = 10_000
 MOST_TOKENS = 3_000_000
 LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
 LONGEST_EXTRA = 300  # characters of an extra column
-# Keys of completions.jsonl that are not extra columns.
-KEYS = {
-    "step",
-    "prompt_index",
-    "sample",
-    "prompt",
-    "completion",
-    "advantage",
-    "truncated",
-    "error",
-}
 
 # The numbers of a token in display order; a run has those that it computes. Colours show the sign
 # of diverging columns, and the size of the others.
@@ -198,7 +194,7 @@ def _facts(record: Line, weights: Mapping[str, float]) -> Record:
             if is_number(value):
                 scores.append([visible(name.removeprefix("rewards/")), value])
                 terms.append(weights.get(name, 1.0) * value)
-        elif name not in KEYS and value is not None:
+        elif name not in OWN_COLUMNS - {"turns"} and value is not None:
             extra.append((visible(name), _text(value, LONGEST_EXTRA)))
     advantage = record.get("advantage")
     error = record.get("error")

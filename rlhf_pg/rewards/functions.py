@@ -15,21 +15,11 @@ from typing import Any, Literal
 
 from rlhf_pg.boundary.quoted import frames, show, tell
 from rlhf_pg.boundary.user_code import CallFailed, begin, finite
+from rlhf_pg.report.run_files import OWN_COLUMNS
 
 SAMPLED = ("prompts", "completions", "completion_ids")  # arguments of every function
 ON_REQUEST = {"ended", "truncated", "step"}  # arguments of functions that name them
 UNCOPIED = {"environments", "log_extra", "log_metric"}
-OWN_COLUMNS = {  # the run's own columns of completions.jsonl
-    "step",
-    "prompt_index",
-    "sample",
-    "prompt",
-    "completion",
-    "advantage",
-    "truncated",
-    "turns",
-    "error",
-}
 
 
 @dataclass(frozen=True)
@@ -129,12 +119,17 @@ class Answer:
         if len(values) != self.count:
             got = f"{len(values)} values for {self.count} completions"
             raise ValueError(f"log_extra: column {column!r} has {got}")
-        text = json.dumps(values, default=lambda x: x.tolist() if hasattr(x, "tolist") else show(x))
-        self.extra[column] = json.loads(text)
+        self.extra[column] = json.loads(json.dumps(values, default=_as_json))
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number, which is averaged over the calls and processes of a step."""
         self.metrics.setdefault(str(name), []).append(float(value))
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return show(value)
 
 
 def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
@@ -176,8 +171,9 @@ async def call_async(
     except CallFailed:
         raise
     except (Exception, asyncio.CancelledError, SystemExit) as error:
-        late = CallFailed.late(timeout) if limit.expired() else None
-        raise late or _failed(error, arguments) from error
+        if limit.expired():
+            raise CallFailed.late(timeout) from error
+        raise _failed(error, arguments) from error
 
 
 def read_scores(returned: Any, count: int) -> list[Any]:

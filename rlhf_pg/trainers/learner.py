@@ -68,6 +68,7 @@ class Learner:
         texts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.texts = texts
+        self.first_logprobs: Any = None  # (B,T) of a step's only update
         self.policy = models.policy
         self.critic = models.critic
         self.reference = models.reference
@@ -411,7 +412,7 @@ class Learner:
                     loss = loss + 0 * new.values.sum()
                 self.backend.backward(_spoil(loss))
             meter.add("ptx_nll", term, 1 / (runtime.world * len(parts)))
-            meter.add("loss", loss, 0.0)  # without a share of its own: it adds to the others
+            meter.add("loss", loss, 0.0)  # the shares of the completions already add up to 1
 
     def nll_terms(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
         """Yield name, coefficient and tokens (B,T) of each -log p in the loss."""
