@@ -34,7 +34,7 @@ TOKENS = {
     "plan": 2800,
     "replay": 7718,
     "report": 12381,
-    "rewards": 13039,
+    "rewards": 13051,
     "rng.py": 455,
     "rollout": 32420,
     "running_stats.py": 397,

@@ -184,11 +184,15 @@ def read_scores(returned: Any, count: int) -> list[Any]:
         raise CallFailed(f"must return a list of {count} scores, one per completion, got {got}")
     read = list[Any]()
     for i, score in enumerate(scores):
+        place = f"completion {i}"
         steps = _plain(score)
-        if isinstance(steps, list):
-            read.append([_number(x, f"token {t} of completion {i}") for t, x in enumerate(steps)])
-        else:
-            read.append(_number(score, f"completion {i}"))
+        if not isinstance(steps, list):
+            read.append(_number(score, place))
+            continue
+        numbers = []
+        for t, step in enumerate(steps):
+            numbers.append(_number(step, f"token {t} of {place}"))
+        read.append(numbers)
     return read
 
 
