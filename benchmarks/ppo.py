@@ -90,8 +90,8 @@ def measure_time(repeats: int = 9) -> None:
 
     def learn(name: str) -> None:
         it = trainers[name]
-        experience, _ = it.estimate(it.learner.score(it.sampler.add_rewards(samples)), Meter())
-        it.learner.update(experience, 0, Meter())
+        experience = it.credit(it.learner.infer(it.sampler.add_rewards(samples)), Meter())
+        it.learner.update(experience, it.objective, 0, Meter())
 
     def forward() -> None:
         with torch.no_grad():
@@ -128,8 +128,8 @@ def peak(algorithm: str, checkpointing: bool) -> None:
     it = trainer(algorithm, size, use_peft=True, gradient_checkpointing=checkpointing)
     for step in range(2):
         samples = it.sampler.roll_out(range(ROWS // 4))
-        experience, _ = it.estimate(it.learner.score(it.sampler.add_rewards(samples)), Meter())
-        it.learner.update(experience, step, Meter())
+        experience = it.credit(it.learner.infer(it.sampler.add_rewards(samples)), Meter())
+        it.learner.update(experience, it.objective, step, Meter())
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 

@@ -255,11 +255,9 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 
 def teacher_score(trainer: Any) -> dict[str, float]:
     """Score what the untrained policy says to the teacher's prompts of the held-out rows."""
-    sets, [rows] = trainer.eval_sets, [one.rows for one in trainer.eval_sets.values()]
-    told = trainer.privileged_prompt(prompts=list(rows["prompt"]))
-    trainer.eval_sets = trainer.eval_prompts({"": Dataset.from_dict({"prompt": told})})
-    metrics = trainer.evaluate(temperature=trainer.args.temperature)
-    trainer.eval_sets = sets
+    [rows] = [one.rows for one in trainer.eval_sets.values()]
+    told = Dataset.from_dict({"prompt": trainer.privileged_prompt(prompts=list(rows["prompt"]))})
+    metrics = trainer.evaluate(told, temperature=trainer.args.temperature)
     return {"score": metrics["eval_reward"], "stderr": metrics["eval_reward_stderr"]}
 
 

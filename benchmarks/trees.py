@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
 from rlhf_pg.models.packing import lay_out_packed
+from tests.rows import batch_of
 
 CALLS, HISTORY, SEEN, SAID = 8, 300, 20, 40
 RNG = random.Random(0)
@@ -25,11 +26,10 @@ def drawn(count: int) -> list[int]:
     return [RNG.randrange(1000) for _ in range(count)]
 
 
-def batch_of(completions: list[list[int]], actions: list[list[bool]], **options: list[list[int]]):
+def trees(completions: list[list[int]], actions: list[list[bool]], **options: list[list[int]]):
     count = len(completions)
-    zeros = [[0.0] * len(one) for one in completions]
-    rows = ([PROMPT] * count, completions, zeros, [False] * count, range(count), 0)
-    return Batch.from_tokens(*rows, actions=actions, **options).with_counts()
+    batch = batch_of([PROMPT] * count, completions, actions=actions, **options)
+    return batch.with_counts()
 
 
 def measure(policy: Policy, batch: Batch) -> tuple[int, float, torch.Tensor]:
@@ -63,11 +63,9 @@ def main() -> None:
             rows.append(history + own)
             acts.append([False] * len(history) + ACTS)
             history = history + own[: SEEN + kept] if kept else []
-        tree = batch_of(
-            [[token for own in NEW for token in own]], [ACTS * CALLS], offsets=[offsets]
-        )
+        tree = trees([[token for own in NEW for token in own]], [ACTS * CALLS], offsets=[offsets])
         tokens, seconds, gradient = measure(policy, tree)
-        more, longer, same = measure(policy, batch_of(rows, acts))
+        more, longer, same = measure(policy, trees(rows, acts))
         apart = ((gradient - same).norm() / same.norm()).item()
         print(
             f"kept {kept}: {tokens} tokens for {more} ({more / tokens:.1f} times), {seconds:.3f} s "

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import PPOConfig
 from rlhf_pg.advantages import gae
-from rlhf_pg.data import Batch
+from rlhf_pg.data import Batch, Row
 from rlhf_pg.kl import AdaptiveKLController, kl_estimate
 from rlhf_pg.losses import clipped_surrogate, token_weights, value_loss
 from rlhf_pg.masking import masked_var, whiten
@@ -55,15 +55,11 @@ class ClassicPPO:
     ) -> dict[str, float]:
         """Train on scored responses, `num_iterations` updates; return statistics."""
         args = self.args
-        batch = Batch.from_tokens(
-            prompts=queries,
-            completions=[response.tokens for response in responses],
-            logprobs=[response.logprobs for response in responses],
-            truncated=[response.finish_reason == "length" for response in responses],
-            groups=range(len(queries)),
-            pad_token_id=self.pad,
-            device=self.models.policy.model.device,
-        )
+        rows = [
+            Row(prompt_ids=query, ids=response.tokens, logprobs=response.logprobs, group=i)
+            for i, (query, response) in enumerate(zip(queries, responses, strict=True))
+        ]
+        batch = Batch.of(rows, self.models.policy.model.device)
         mask = batch.action_mask  # (B,T), as everything below
         with torch.no_grad():
             old = self.models(batch)

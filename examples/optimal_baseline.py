@@ -34,12 +34,12 @@ class OptimalBaselineTrainer(ReinforceTrainer):
     config_type = OptimalBaselineConfig
     args: OptimalBaselineConfig
 
-    def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
+    def credit(self, batch: Batch, meter: Meter) -> Batch:
         """Measure the gradients of this rank's completions, then go on as ever."""
         if self.runtime.splits:
             raise ValueError("this example takes gradients of whole weights: launch it with DDP")
         self.squares, _ = self.runtime.gather(self.squared_gradients(batch))
-        return super().estimate(batch, meter)
+        return super().credit(batch, meter)
 
     def squared_gradients(self, batch: Batch) -> Tensor:
         """|grad log pi(y)|^2 of every completion over the trained parameters, (B,) float64."""

@@ -18,6 +18,7 @@ from rlhf_pg.config import config, parse
 from rlhf_pg.data import Batch
 from rlhf_pg.losses import MAX_LOG_RATIO, Loss, bounds, clip_metrics, ratio_terms
 from rlhf_pg.models import PolicyOutput
+from rlhf_pg.run import Term
 
 
 @config
@@ -44,8 +45,12 @@ class P3OTrainer(GRPOTrainer):
         super().__init__(*args, **options)
         self.learner.token_budget = sys.maxsize  # all rows of a prompt in one micro-batch
 
-    def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute the loss of P3O in place of `args.policy_loss`."""
+    def terms(self) -> list[Term]:
+        """Take the loss of P3O in place of `args.policy_loss`."""
+        return [*super().terms(), Term(name="policy", loss=self.p3o)]
+
+    def p3o(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Compare the completions of a prompt."""
         per_token, metrics = p3o(
             new.logprobs,
             batch.old_logprobs,

@@ -14,8 +14,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, models
 from rlhf_pg.config import parse
-from rlhf_pg.data.batch import RowLengths, pad_rows, split_padded
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.micro_batches import RowLengths, split_padded
 from rlhf_pg.rewards.reward_model import SCORING_TOKENS
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character

@@ -74,7 +74,7 @@ class TRPOTrainer(ReinforceTrainer):
         """One step of length sqrt(2 max_kl / d'Fd) along d = F^-1 g, halved until it is good."""
         if self.runtime.kind != "DDP":
             raise ValueError("this example moves whole weights itself: launch it with DDP")
-        self.learner.accumulate(batch, meter)
+        self.learner.accumulate(batch, self.objective, meter)
         ascent = -torch.cat([p.grad.flatten() for p in self.parameters])
         self.learner.optimizer.zero_grad()
 

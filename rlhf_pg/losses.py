@@ -412,30 +412,29 @@ def value_loss(
     return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
 
 
-def nll(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None = None) -> Tensor:
-    """Compute the mean negative log-likelihood of some tokens (VAPO; ECHO; PPO-ptx, 2022, Eq. 2).
+def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Compute the negative log-likelihood of some tokens (VAPO; ECHO; PPO-ptx, 2022, Eq. 2).
 
-        L = -1/N  sum over t in mask of log pi(y_t | x, y_<t)
+        loss_t = -log pi(y_t | x, y_<t)
 
     Over the completions that are correct (`positive_nll_coef`; VAPO, Yue et al. 2025, section 4.3)
     this is REINFORCE with a reward of 1 and no baseline, since they are samples of the policy
     itself. Over the words of tools and environments (`tool_output_nll_coef`; ECHO, Shrivastava et
     al. 2026, 2605.24517) the policy learns what its actions lead to, from failures too. Over other
     texts (`ptx_coef`; InstructGPT, Ouyang et al. 2022, Eq. 2) it preserves what the policy knew.
+    Each is averaged over its tokens in the whole optimizer step, on all ranks.
 
     Args:
         logprobs: (B,T) of the policy.
         mask: (B,T) the tokens.
-        denominator: N, over the whole optimizer step and all ranks; by default that of `mask`.
 
     Returns:
-        One number, 0 if there are no such tokens.
+        (B,T), 0 in masked slots.
 
-    Elsewhere: prime-rl's ECHO has the same N; its coefficient is 0.1, and it can leave out the
+    Elsewhere: prime-rl's ECHO has the same mean; its coefficient is 0.1, and it can leave out the
     template's words around a tool's. InstructGPT's Eq. 2 sums the tokens of a text.
     """
-    count = mask.sum() if denominator is None else torch.as_tensor(denominator)
-    return -torch.where(mask, logprobs, 0.0).sum() / count.to(logprobs).clamp(min=1)
+    return -torch.where(mask, logprobs, 0.0)
 
 
 # ------------------------------------------------------------------------ from tokens to one number

@@ -102,9 +102,9 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     assert isinstance(trainer.sampler.engine, ListedEngine)
     trainer.sampler.engine.says = says
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    batch, _ = trainer.estimate(trainer.score(batch), Meter())
+    batch = trainer.credit(trainer.infer(batch), Meter())
     trainer.learner.module.zero_grad()
-    trainer.learner.accumulate(trainer.drop_truncated(batch), Meter())
+    trainer.learner.accumulate(trainer.drop_truncated(batch), trainer.objective, Meter())
     return flat_gradient(trainer)
 
 

@@ -16,13 +16,13 @@ ROOT = Path(rlhf_pg.__file__).parent
 FLOORS = {
     "pure functions on tensors": (
         *("masking", "kl", "rng", "running_stats", "advantages", "losses"),
-        *("data.batch", "rewards.scores", "report.pass_at_k"),
+        *("data.batch", "data.micro_batches", "data.rows", "rewards.scores", "report.pass_at_k"),
     ),
     "settings, and what comes from outside": ("config", "boundary", "failpoints"),
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
     "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
-    "the loop and the algorithms": ("trainers",),
+    "the loop and the algorithms": ("run", "trainers"),
     "runs, before and after": ("plan", "replay", "audit"),
     "the command": ("cli",),
 }

@@ -6,8 +6,9 @@ import torch
 
 from benchmarks.peer import ours, theirs
 from benchmarks.peer.workload import MARKS, Job, device
-from benchmarks.rollout import EOS, PAD
+from benchmarks.rollout import EOS
 from rlhf_pg.data.batch import Batch
+from tests.rows import batch_of
 
 
 def new_batch(job: Job) -> Batch:
@@ -20,13 +21,10 @@ def new_batch(job: Job) -> Batch:
 
     lengths = workload.lengths.flatten().tolist()
     prompts = [ids for ids in workload.prompt_ids(vocabulary) for _ in range(workload.n)]
-    rollout = Batch.from_tokens(
+    rollout = batch_of(
         prompts,
         [[*words(length - 1), EOS] for length in lengths],
-        [[0.0] * length for length in lengths],
-        truncated=[False] * workload.rows,
         groups=[i // workload.n for i in range(workload.rows)],
-        pad_token_id=PAD,
         device=device(),
     )
     mask = rollout.action_mask

@@ -45,7 +45,7 @@ def new_trainer(job: Job, model: PreTrainedModel) -> PolicyGradientTrainer:
 def stepper(job: Job, model: PreTrainedModel) -> Callable[[], dict[str, float]]:
     """One whole step, as `train` takes it; returns the seconds of its phases, and of all of it."""
     trainer = new_trainer(job, model)
-    trainer.learner.agreement.refuses = False  # lengths are forced, so it is not the policy's
+    trainer.agreement.refuses = False  # lengths are forced, so it is not the policy's
     journal = Journal(Path(trainer.args.output_dir), 0, is_main=True)
     journal.console.quiet = True  # it keeps its lines, and says nothing
     wanted = job.workload.lengths.to(device())
@@ -72,7 +72,7 @@ def train(job: Job, model: PreTrainedModel, steps: int) -> None:
 def gradient(job: Job, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
     """Of the loss on all rows of the batch, by the name of the weight."""
     trainer = new_trainer(job, model)
-    trainer.learner.accumulate(batch, Meter())
+    trainer.learner.accumulate(batch, trainer.objective, Meter())
     # RLOO divides by the longest length too ("constant"), TRL does not.
     scale = job.workload.new if job.algorithm == "rloo" else 1
     return {name: scale * _of(weight) for name, weight in trainer.model.named_parameters()}

@@ -112,7 +112,7 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     learner = trainer.learner
     model = trainer.model
     parameters = [*model.parameters()]
-    base = trainer.score(trainer.sampler.next_batch(0, Meter()))  # every completion once
+    base = trainer.infer(trainer.sampler.next_batch(0, Meter()))  # every completion once
     temperature = args.temperature
     if "vllm" in args.rollout_engine or "_" in args.sampler_correction:
         temperature *= WARMTH
@@ -148,11 +148,10 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
         if greedy is not None:
             greedy = greedy.select(torch.tensor(step[::size]) // n)
         batch = batch.with_columns(groups=groups, greedy=greedy)
-        batch, _ = trainer.estimate(batch, Meter())
-        batch = trainer.drop_truncated(batch)
+        batch = trainer.drop_truncated(trainer.credit(batch, Meter()))
         learner.module.zero_grad()
         if foreign is None:
-            learner.accumulate(batch, Meter())
+            learner.accumulate(batch, trainer.objective, Meter())
         else:
             torch.autograd.backward(foreign(args, batch, learner.backend(batch)))
         return parameters_to_vector([parameter.grad for parameter in parameters])

@@ -132,7 +132,7 @@ def make_trainer(
     inputs |= {"processing_class": tokenizer()}
     trainer = trainer_type(policy or model(), reward, args, train_dataset, **inputs)
     trainer.sampler.engine = ListedEngine(trainer.model)
-    trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
+    trainer.agreement.refuses = False  # what it says was not drawn from anything
     rng = torch.Generator().manual_seed(1)
     moved: Any = trainer.learner.module
     if trainer.critic is not None and not trainer.critic.head:  # a module of the caller's

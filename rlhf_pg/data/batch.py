@@ -1,4 +1,4 @@
-"""The completions of a step, to which every stage adds columns, and their micro-batches.
+"""The rows of a step, padded, to which every stage adds columns.
 
 Shapes: B rows on this rank, P prompt width, T completion width, K sources of reward. A row is one
 completion. Prompts are left-padded and completions right-padded, so every completion starts in the
@@ -10,94 +10,86 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, groupby
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, fields
+from itertools import count
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-_PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = (
-    "groups",
-    "truncated",
-    "end_values",
-    "positive",
-)
-_LISTS = (  # with one entry per row
-    "prompts",
-    "completions",
-    "dataset_rows",
-    "episodes",
-)
-_TABLES = ("columns", "logged")  # dicts of such lists
+from rlhf_pg.data.micro_batches import RowLengths, measure_tree, split_packed, split_padded
+from rlhf_pg.data.rows import Row
 
-Jumps = tuple[tuple[int, int], ...]
 Fields = dict[str, Any]  # of a batch
+DEPTHS = {"row": 1, "prompt": 2, "token": 2}  # dimensions that differ between batches, by axis
 
 
-class RowLengths(NamedTuple):
-    """The lengths of a completion and its prompt."""
+def _column(axis: str, fill: float = 0, blank: float = 0, **default: Any) -> Any:
+    """Declare a tensor of a batch.
 
-    family: int  # shared by neighbours with the same group and prompt
-    prompt: int  # tokens
-    completion: int
-    actions: int = 0  # tokens of the completion that the policy chose
-    end: int = 0  # columns of the completion through its last action token
-    jumps: Jumps = ()  # (column, offset) of a tree's branches; see `Batch`
-    deepest: int = 0  # tokens of a tree's longest path; 0 for a sequence
-    paths: int = 1  # from a root to a leaf
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest path, prompt included."""
-        return self.deepest or self.prompt + self.completion
+    Args:
+        axis: of its columns: "row" for (B,), "prompt" for (B,P), "token" for (B,T) or (B,T,...).
+        fill: what stands in padding, and in rows of a batch that lacks the tensor.
+        blank: what stands in a row that is computed for nothing but to keep processes in step.
+    """
+    return field(metadata={"axis": axis, "fill": fill, "blank": blank}, **default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Completions with their prompts; each stage of a step adds its columns.
+    """Rows, padded; each stage of a step adds its columns.
 
     `select` and `blank_row`, which make micro-batches, keep tensors only.
+
+        >>> batch = Batch.of([Row(prompt_ids=[5], ids=[7, 2], logprobs=[-0.1, -0.2]),
+        ...                   Row(prompt_ids=[5, 6], ids=[8], logprobs=[-0.3])])
+        >>> batch.prompt_ids, batch.completion_ids
+        (tensor([[0, 5], [5, 6]]), tensor([[7, 2], [8, 0]]))
+        >>> batch.action_mask
+        tensor([[True, True], [True, False]])
     """
 
     # The rollout.
-    prompt_ids: Tensor  # (B,P)
-    prompt_mask: Tensor  # (B,P) bool
-    completion_ids: Tensor  # (B,T)
-    completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
-    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS: those of its loss
-    groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
-    truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
-    sampler_logprobs: Tensor  # (B,T) from the engine
+    rows: Sequence[Row] = ()  # empty in micro-batches
+    prompt_ids: Tensor = _column("prompt")  # (B,P)
+    prompt_mask: Tensor = _column("prompt", blank=1)  # (B,P) bool
+    completion_ids: Tensor = _column("token")  # (B,T)
+    # (B,T) bool; every real token, what a model may attend to
+    completion_mask: Tensor = _column("token", blank=1)
+    # (B,T) bool; the policy's own tokens, through EOS: those of its loss
+    action_mask: Tensor = _column("token")
+    # (B,) int64; the prompt's index, shared by its completions; negative: a term added the row
+    groups: Tensor = _column("row")
+    truncated: Tensor = _column("row")  # (B,) bool; stopped by length, not by a stop token
+    sampler_logprobs: Tensor = _column("token")  # (B,T) from the engine
     # (B,T) int64; the distance back to the token that a token follows: 1 in a sequence, 0 for the
     # first token of a context, which is never an action. None if every row is a sequence.
-    parent_offsets: Tensor | None = None
-    lines: Tensor | None = None  # (B,T) int64; which endpoint of an agent asked for each token
-    prompts: Sequence[Any] = ()  # as in the dataset: strings or messages
-    completions: Sequence[Any] = ()  # likewise
-    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the dataset's columns
-    dataset_rows: Sequence[int] = ()
-    episodes: Sequence[Any] = ()  # from an `EpisodeRunner`; empty without environment or tools
+    parent_offsets: Tensor | None = _column("token", fill=1, blank=1, default=None)
+    # (B,T) int64; which endpoint of an agent asked for each token
+    lines: Tensor | None = _column("token", default=None)
 
     # Results of the reward functions. (Any: type checkers cannot know which stage has passed.)
-    scores: Any = None  # (B,T,K) raw, at the last token of a step or row; else NaN
-    logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # `log_extra`
+    # (B,T,K) raw, at the last token of a step or row; else NaN
+    scores: Any = _column("token", fill=math.nan, default=None)
 
     # Results of the models before the updates; None if the algorithm does not need them.
-    old_logprobs: Any = None  # (B,T) None: one update per rollout, the ratio is 1
-    entropies: Tensor | None = None  # (B,T) see `top_entropy_quantile`
-    ref_logprobs: Any = None  # (B,T)
-    teacher_logprobs: Tensor | None = None  # (B,T) NaN in rows without a teacher
-    teacher_hidden: Tensor | None = None  # (B,T,H) the teacher's last hidden states
-    values: Any = None  # (B,T) in the critic's own units
-    end_values: Any = None  # (B,) value of the state after the last action token
+    # (B,T) None: one update per rollout, the ratio is 1
+    old_logprobs: Any = _column("token", default=None)
+    entropies: Tensor | None = _column("token", default=None)  # (B,T) `top_entropy_quantile`
+    ref_logprobs: Any = _column("token", default=None)  # (B,T)
+    # (B,T) NaN in rows without a teacher
+    teacher_logprobs: Tensor | None = _column("token", fill=math.nan, default=None)
+    # (B,T,H) the teacher's last hidden states
+    teacher_hidden: Tensor | None = _column("token", default=None)
+    values: Any = _column("token", default=None)  # (B,T) in the critic's own units
+    end_values: Any = _column("row", default=None)  # (B,) of the state after the last action token
 
     # Results of the algorithm.
-    rewards: Any = None  # (B,T) per-token rewards
-    advantages: Any = None  # (B,T)
-    returns: Any = None  # (B,T) targets of the critic, in its units
-    positive: Tensor | None = None  # (B,) bool; correct, see `positive_nll_coef`
+    # (B,K+1) what each source pays the row in training, and then the KL; NaN: does not apply
+    totals: Any = _column("row", fill=math.nan, default=None)
+    rewards: Any = _column("token", default=None)  # (B,T) per-token rewards
+    advantages: Any = _column("token", default=None)  # (B,T)
+    returns: Any = _column("token", default=None)  # (B,T) targets of the critic, in its units
 
     # Totals of the step over all processes; greedy completions.
     greedy: Self | None = None  # one greedy completion per group, for a baseline
@@ -109,48 +101,66 @@ class Batch:
     host_rows: tuple[RowLengths, ...] | None = None  # see `with_counts`
 
     @classmethod
-    def from_tokens(
+    def of(
         cls,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float]],
-        truncated: Sequence[bool],
-        groups: Sequence[int],
-        pad_token_id: int,
-        actions: Sequence[Sequence[bool]] | None = None,
-        offsets: Sequence[Sequence[int]] | None = None,
+        rows: Sequence[Row],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Pad lists, one entry per row, into a batch; `actions` mark the tokens that the policy
-        chose, by default all; `offsets` are `parent_offsets`. ValueError if a row does not have
-        one number per token.
-        """
-        lengths = [len(completion) for completion in completions]
-        for rows in (logprobs, actions or completions, offsets or completions):
-            if list(map(len, rows)) != lengths:
-                raise ValueError("a completion needs a log-probability, action, offset per token")
-        prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
-        completion_ids, completion_mask = pad_rows(completions, pad_token_id)
-        sampler_logprobs, _ = pad_rows(logprobs, 0.0, dtype=dtype)
-        action_mask = completion_mask.clone()
-        if actions is not None:
-            action_mask, _ = pad_rows(actions, False, dtype=torch.bool)
-        fields: Fields = {
+        """Pad rows into a batch; `dtype` is that of log-probabilities."""
+        prompts = [row.prompt_ids for row in rows]
+        completions = [row.ids for row in rows]
+        prompt_ids, prompt_mask = pad_rows(prompts, 0, left=True)
+        completion_ids, completion_mask = pad_rows(completions, 0)
+        actions = numbers_of(rows, "actions", True, torch.bool)
+        groups = [row.group for row in rows]
+        truncated = [row.truncated for row in rows]
+        columns = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
             "completion_mask": completion_mask,
-            "action_mask": action_mask,
+            "action_mask": completion_mask & actions,
             "groups": torch.tensor(groups, dtype=torch.int64),
             "truncated": torch.tensor(truncated, dtype=torch.bool),
-            "sampler_logprobs": sampler_logprobs,
+            "sampler_logprobs": numbers_of(rows, "logprobs", 0.0, dtype),
         }
-        if offsets is not None:
-            parent_offsets, _ = pad_rows(offsets, 1)
-            if (parent_offsets != 1).any():
-                fields["parent_offsets"] = parent_offsets
-        return cls(**{name: value.to(device) for name, value in fields.items()})
+        offsets = numbers_of(rows, "offsets", 1)
+        if (offsets != 1).any():
+            columns["parent_offsets"] = offsets
+        if any(row.lines is not None for row in rows):
+            columns["lines"] = numbers_of(rows, "lines", 0)
+        on_device: Fields = {}
+        for name, column in columns.items():
+            on_device[name] = column.to(device)
+        return cls(rows=rows, **on_device)
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [row.prompt for row in self.rows]
+
+    @property
+    def completions(self) -> list[Any]:
+        return [row.completion for row in self.rows]
+
+    @property
+    def dataset_rows(self) -> list[int]:
+        return [row.dataset_row for row in self.rows]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The dataset's columns, by name."""
+        return columns_of([row.columns for row in self.rows])
+
+    @property
+    def logged(self) -> dict[str, list[Any]]:
+        """`log_extra` of reward functions, by name."""
+        return columns_of([row.logged for row in self.rows])
+
+    @property
+    def episodes(self) -> list[Any]:
+        """What an `EpisodeRunner` played; empty without environment or tools."""
+        return [row.episode for row in self.rows if row.episode is not None]
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
@@ -208,7 +218,7 @@ class Batch:
             columns = torch.cat([columns, self.parent_offsets], dim=1)
         rows = []
         for family, prompt, completion, actions, end, *offsets in columns.tolist():
-            jumps, deepest, paths = _measure(prompt, offsets[:completion])
+            jumps, deepest, paths = measure_tree(prompt, offsets[:completion])
             lengths = RowLengths(
                 family,
                 prompt,
@@ -255,73 +265,55 @@ class Batch:
             longest = self.lengths()[rows].amax(0)
             width, prompt_width, _ = longest.clamp(min=1).tolist()
         picked: Fields = {}
-        for name, value in self._tensors():
+        for name, axis, value in self._tensors():
             value = value[rows]
-            if name in _PROMPT_FIELDS:
+            if axis == "prompt":
                 value = value[:, -prompt_width:]
-            elif name not in _ROW_FIELDS:
+            elif axis == "token":
                 value = value[:, :width]
             picked[name] = value
         return type(self)(**picked, host_rows=host_rows)
 
-    def pick(self, rows: Sequence[int], **changes: Any) -> Self:
-        """Return these rows with their texts, columns and episodes, and with `changes`."""
-        picked: Fields = {}
-        for name in _LISTS:
-            values = getattr(self, name)
-            if values:
-                picked[name] = [values[i] for i in rows]
-        for name in _TABLES:
-            picked[name] = {}
-            for key, values in getattr(self, name).items():
-                picked[name][key] = [values[i] for i in rows]
-        chosen = self.select(torch.tensor(rows, dtype=torch.int64))
-        return chosen.with_columns(**picked, **changes)
+    def pick(self, numbers: Sequence[int], **changes: Any) -> Self:
+        """Return these rows with all that they hold, and with `changes`."""
+        chosen = self.select(torch.tensor(numbers, dtype=torch.int64))
+        return chosen.with_columns(rows=[self.rows[i] for i in numbers], **changes)
 
     @classmethod
-    def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
-        """Concatenate the rows of all parts, padded to the widest.
-
-        A column that a part lacks is None in its rows.
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate the rows of all parts, padded to the widest. Rows of a part that lacks a
+        tensor have its fill.
         """
-        if any(part.parent_offsets is not None for part in parts):
-            parts = [part.with_columns(parent_offsets=part.all_offsets()) for part in parts]
-        fills = {
-            "scores": math.nan,
-            "parent_offsets": 1,
-            "prompt_ids": pad_token_id,
-            "completion_ids": pad_token_id,
-        }
         joined: Fields = {}
-        for name, _ in parts[0]._tensors():
-            values = [getattr(part, name) for part in parts]
-            if name not in _ROW_FIELDS:
-                left = name in _PROMPT_FIELDS
-                values = _pad_columns(values, fills.get(name, 0), left)
-            joined[name] = torch.cat(values)
-        for name in _LISTS:
-            joined[name] = [x for part in parts for x in getattr(part, name)]
-        for name in _TABLES:
-            table: dict[str, list[Any]] = {}
-            keys = dict.fromkeys(key for part in parts for key in getattr(part, name))
-            for key in keys:
-                table[key] = []
-                for part in parts:
-                    blanks = [None] * part.num_rows
-                    table[key] += getattr(part, name).get(key, blanks)
-            joined[name] = table
-        return cls(**joined)
+        for column in fields(cls):
+            values = [getattr(part, column.name) for part in parts]
+            present = next((x for x in values if isinstance(x, Tensor)), None)
+            if present is None or not column.metadata:
+                continue
+            axis = column.metadata["axis"]
+            fill = column.metadata["fill"]
+            for i, part in enumerate(parts):
+                if values[i] is None:
+                    depth = DEPTHS[axis]
+                    shape = (
+                        *part.completion_ids.shape[:depth],
+                        *present.shape[depth:],
+                    )
+                    values[i] = present.new_full(shape, fill)
+            if axis != "row":
+                values = _pad_columns(values, fill, left=axis == "prompt")
+            joined[column.name] = torch.cat(values)
+        return cls(rows=[row for part in parts for row in part.rows], **joined)
 
     def blank_row(self) -> Self:
         """Return one row without action tokens, for a forward pass that adds no loss."""
-
         blanks: Fields = {}
-        for name, value in self._tensors():
-            shape = [1]
-            if name not in _ROW_FIELDS:
-                shape += [1, *value.shape[2:]]
-            fill = int(name in ("prompt_mask", "completion_mask", "parent_offsets"))
-            blanks[name] = value.new_full(shape, fill)
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if column.metadata and value is not None:
+                depth = DEPTHS[column.metadata["axis"]]
+                shape = [1] * depth + list(value.shape[depth:])
+                blanks[column.name] = value.new_full(shape, column.metadata["blank"])
         row = RowLengths(family=0, prompt=1, completion=1)
         return type(self)(**blanks, host_rows=(row,))
 
@@ -368,25 +360,34 @@ class Batch:
                 batches.append(index[part])
         return batches
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                yield name, value
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield name, axis and value of each tensor."""
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if column.metadata and value is not None:
+                yield column.name, column.metadata["axis"], value
 
 
-def _measure(prompt: int, offsets: Sequence[int]) -> tuple[Jumps, int, int]:
-    """Return `jumps`, `deepest` and `paths` of a row, given its prompt's length and offsets."""
-    jumps = tuple((t, offset) for t, offset in enumerate(offsets) if offset != 1)
-    if not jumps:
-        return (), 0, 1
-    followed = {*range(prompt - 1)}
-    followed |= {t - offset for t, offset in enumerate(offsets, prompt) if offset}
-    depths = [*range(1, prompt + 1)]
-    for offset in offsets:
-        depth = depths[-offset] if offset else 0
-        depths.append(depth + 1)
-    leaves = len(depths) - len(followed)
-    return jumps, max(depths), leaves
+def numbers_of(
+    rows: Sequence[Row],
+    name: str,
+    default: float,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Return numbers of the tokens of rows, (B,T); `default` in padding, and for a row without."""
+    lists = []
+    for row in rows:
+        numbers = getattr(row, name)
+        if numbers is None:
+            numbers = [default] * len(row.ids)
+        lists.append(numbers)
+    return pad_rows(lists, default, dtype=dtype)[0]
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn mappings, one per row, into columns; None where a row lacks a name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _pad_columns(values: Sequence[Tensor], fill: float, left: bool) -> list[Tensor]:
@@ -430,63 +431,3 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
-    """Split rows into batches of row indices without padding.
-
-    A prompt is computed once for all rows of its family in a batch. A row that does not fit
-    `max_tokens` alone is a batch of its own; a family that does not fit is split.
-    """
-    batches: list[list[int]] = []
-    room: list[int] = []
-    # First-fit decreasing: at most 11/9 of the minimal number of batches (Johnson 1973).
-    pieces = sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0])
-    for size, piece in pieces:
-        place = next((i for i, left in enumerate(room) if size <= left), len(room))
-        if place == len(room):
-            batches.append([])
-            room.append(max_tokens)
-        batches[place] += piece
-        room[place] -= size
-    return batches
-
-
-def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
-    """Split rows into batches that are padded to the longest prompt and completion."""
-    batches: list[list[int]] = []
-    prompt = completion = paths = 0  # the longest of the last batch, and its number of paths
-    longest_first = sorted(range(len(rows)), key=lambda i: -rows[i].longest)
-    for i in longest_first:
-        row = rows[i]
-        depth = row.longest - row.prompt
-        prompt = max(prompt, row.prompt)
-        completion = max(completion, depth)
-        paths += row.paths
-        if not batches or paths * (prompt + completion) > max_tokens:
-            batches.append([])
-            prompt = row.prompt
-            completion = depth
-            paths = row.paths
-        batches[-1].append(i)
-    return batches
-
-
-def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield families, or parts of them, with their tokens; longest completions first."""
-    families = groupby(range(len(rows)), key=lambda i: rows[i].family)
-    for _, run in families:
-        family = list(run)
-        prompt = rows[family[0]].prompt
-        size = prompt
-        piece = list[int]()
-        family.sort(key=lambda i: -rows[i].completion)
-        for i in family:
-            length = rows[i].completion
-            if piece and size + length > max_tokens:
-                yield size, piece
-                size = prompt
-                piece = []
-            size += length
-            piece.append(i)
-        yield size, piece

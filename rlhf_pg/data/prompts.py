@@ -32,12 +32,34 @@ UNREAD = {
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # a function returns a row's
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt that is sampled from."""
+
+    index: int  # seeds the noise, and is the group of its rows
+    dataset_row: int
+    example: Mapping[str, Any]  # that row
+    ids: Sequence[int]
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row's other columns."""
+        return {name: value for name, value in self.example.items() if name != "prompt"}
+
+
 @dataclass(frozen=True)
 class Prompts:
     """A dataset whose `prompt` column has been tokenized."""
 
     rows: Dataset
     tokens: list[list[int]]
+
+    def take(self, rows: Sequence[int], indices: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of some rows, with the index of each."""
+        return [
+            Prompt(index=index, dataset_row=row, example=self.rows[row], ids=self.tokens[row])
+            for row, index in zip(rows, indices, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.tokens)

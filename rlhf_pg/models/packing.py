@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.batch import Batch, RowLengths, pad_rows, to_device
+from rlhf_pg.data.batch import Batch, pad_rows, to_device
+from rlhf_pg.data.micro_batches import RowLengths
 from rlhf_pg.models.attention import (
     AttentionSupport,
     attention_support,

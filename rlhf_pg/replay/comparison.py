@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.config.run import effect_of
+from rlhf_pg.data.row_files import StepTokens
 from rlhf_pg.report.html import table, write_document
 from rlhf_pg.report.run_files import (
     RunFiles,
-    StepTokens,
     tokens_file,
 )
 from rlhf_pg.report.run_page import charts_of, curve_data, plain

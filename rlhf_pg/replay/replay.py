@@ -3,7 +3,6 @@ record of the step, so no engine or reward is called.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,14 @@ from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config.fields import EFFECTS
 from rlhf_pg.config.parse import parse
 from rlhf_pg.config.run import effect_of
-from rlhf_pg.data.batch import Batch, pad_rows
+from rlhf_pg.data import Batch
+from rlhf_pg.data.row_files import UNREADABLE, StepTokens
 from rlhf_pg.replay.comparison import Place, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import (
     METRICS,
-    UNREADABLE,
     RunFiles,
     StepRecord,
-    StepTokens,
     tokens_file,
 )
 from rlhf_pg.rewards.named import PYTHON, make_rewards
@@ -61,8 +59,7 @@ class Replay:
                 "privileged_prompt is a function of messages, which the record of an episode lacks"
             )
         trainer.observers = ()  # do not write records
-        trainer.sampler.episode_runner = None  # do not play episodes
-        trainer.learner.agreement.refuses = False  # other hardware may round differently
+        trainer.agreement.refuses = False  # other hardware may round differently
         trainer.on_resume(self.run.config)
         began = self.run.starts[0] if self.run.starts else None
         if began is None or began.step or trainer.state.step or trainer.runtime.splits:
@@ -161,10 +158,10 @@ class Replay:
             )
         greedy = self.run.tokens(step, greedy=True)
         try:
-            return self._score(tokens).with_columns(
+            return self._recorded_batch(tokens).with_columns(
                 num_prompts=trace["num_prompts"],
                 other_tokens=trace["other_tokens"],
-                greedy=None if greedy is None else self._score(greedy),
+                greedy=None if greedy is None else self._recorded_batch(greedy),
             )
         except torch.OutOfMemoryError:
             raise
@@ -174,57 +171,35 @@ class Replay:
                 f"{tell(error)}"
             ) from error
 
-    def _score(self, record: StepTokens) -> Batch:
+    def _recorded_batch(self, record: StepTokens) -> Batch:
         trainer = self.trainer
         runtime = trainer.runtime
         tokenizer = trainer.processing_class
-        mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
+        places = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
         embeddings: Any = trainer.model.get_input_embeddings()
         tokens = np.concatenate([record.ids, record.prompt_ids])
         if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < embeddings.num_embeddings:
             raise ValueError("there is no token, or one that the model does not have")
-        starts = record.starts
-        prompts = record.prompts()
-        spans = [slice(starts[i], starts[i] + record.lengths[i]) for i in mine]
-        ids = [record.ids[span].tolist() for span in spans]
-        offsets = None if record.offsets is None else record.offsets.tolist()
-        logprobs = np.nan_to_num(record.numbers["sampler_logprob"])
-        batch = Batch.from_tokens(
-            prompts=[prompts[i] for i in mine],
-            completions=ids,
-            logprobs=[logprobs[span].tolist() for span in spans],
-            truncated=[bool(record.truncated[i]) for i in mine],
-            groups=[int(record.prompt_index[i]) for i in mine],
-            pad_token_id=tokenizer.pad_token_id,
-            actions=[record.action[span].tolist() for span in spans],
-            offsets=offsets and [offsets[span] for span in spans],
-            device=runtime.device,
-            dtype=torch.promote_types(trainer.dtype, torch.float32),
+        rows = []
+        recorded = record.rows(places)
+        drawn = trainer.train_prompts.take(
+            [row.dataset_row for row in recorded],
+            [row.group for row in recorded],
         )
-        if "line" in record.numbers:
-            lines = [np.nan_to_num(record.numbers["line"][span]).astype(int) for span in spans]
-            batch = batch.with_columns(lines=pad_rows(lines, 0)[0].to(runtime.device))
-        recorded = torch.from_numpy(record.dense_scores())
-        scores = torch.full((*batch.completion_ids.shape, recorded.shape[1]), math.nan)
-        scores = scores.to(batch.sampler_logprobs)
-        for of_row, span in zip(scores, spans, strict=True):
-            of_row[: span.stop - span.start] = recorded[span].to(scores)
-        rows = [int(record.row[i]) for i in mine]
-        columns = trainer.train_prompts.rows[rows]
-        prompt_of = columns.pop("prompt", [])
-        if self.has_episodes:
-            prompt_of = [tokenizer.decode(prompts[i]) for i in mine]
-        texts = [
-            trainer.sampler.prompt_and_completion(prompt, completion)
-            for prompt, completion in zip(prompt_of, ids, strict=True)
-        ]
-        return batch.with_columns(
-            prompts=[prompt for prompt, _ in texts],
-            completions=[completion for _, completion in texts],
-            columns=columns,
-            dataset_rows=rows,
-            scores=scores,
-        )
+        for row, prompt in zip(recorded, drawn, strict=True):
+            opened = prompt.example.get("prompt")
+            if self.has_episodes:
+                opened = tokenizer.decode(row.prompt_ids)
+            opened, completion = trainer.sampler.player.texts(opened, row.ids)
+            row = dataclasses.replace(
+                row,
+                prompt=opened,
+                completion=completion,
+                columns=prompt.columns,
+            )
+            rows.append(row)
+        dtype = torch.promote_types(trainer.dtype, torch.float32)
+        return record.batch(rows, places, runtime.device, dtype)
 
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest complete checkpoint up to this step, and its step."""

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from rlhf_pg.boundary.terminal import literal
 from rlhf_pg.data.chat import last_text
+from rlhf_pg.data.row_files import StepTokens
 from rlhf_pg.replay.replay import Made
 from rlhf_pg.replay.what_if import WhatIf, mean_advantages
-from rlhf_pg.report.run_files import StepTokens
 
 MOST_ROWS = 16
 MOST_TENSORS = 5  # of tables, unless rows are chosen

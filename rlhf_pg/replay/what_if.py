@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_pg.config.run import effect_of
 from rlhf_pg.data import Batch
 from rlhf_pg.replay.replay import Replay, computed_changes
-from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.metrics import Meter, step_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers import PolicyGradientTrainer
 
@@ -136,14 +136,18 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
     """Estimate advantages, and compute the gradient of the whole step at the current weights."""
     meter = Meter()
     learner = trainer.learner
-    batch, metrics = trainer.estimate(trainer.score(batch), meter)
+    batch = trainer.credit(trainer.infer(batch), meter)
+    metrics = batch.metrics | step_metrics(batch, trainer.shaping.names, trainer.gather)
     learner.module.train()
     try:
-        learner.accumulate(trainer.drop_truncated(batch), meter)
+        learner.accumulate(trainer.drop_truncated(batch), trainer.objective, meter)
         if learner.trains_critic_alone(trainer.state.step):
             learner.backend.zero_grad_of(learner.policy)
         gradient = {}
-        for name, parameter in trainer.checkpointer.parameters.items():
+        for (
+            name,
+            parameter,
+        ) in trainer.checkpointer.parameters.items():
             if parameter.grad is not None:
                 gradient[name] = parameter.grad.clone()
             elif parameter.requires_grad:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
+from rlhf_pg.data import Batch
+from rlhf_pg.rewards.scores import sum_step_scores
 
 # Keys of every line of metrics.jsonl; null if a number was not computed.
 KEYS = (
@@ -113,6 +115,20 @@ class Meter:
         yield
         key = f"time/{phase}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+
+def step_metrics(
+    batch: Batch,
+    names: Sequence[str],
+    gather: Callable[[Tensor], Tensor],
+) -> Metrics:
+    """Compute the metrics of scores and lengths of a step whose credit is known. `names` are those
+    of the sources; `gather` returns the rows of all processes; collective.
+    """
+    raw = gather(sum_step_scores(batch.scores))
+    trained = gather(batch.totals)[:, :-1]
+    metrics = reward_metrics(raw, trained, names, gather(batch.groups))
+    return metrics | length_metrics(gather(batch.lengths()))
 
 
 def reward_metrics(

@@ -11,7 +11,6 @@ one completion after another, K sources of reward.
 """
 
 import importlib.metadata
-import io
 import json
 import logging
 import math
@@ -24,14 +23,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
-
 from rlhf_pg.boundary.input_files import MOST_LINES, read_file, read_yaml
 from rlhf_pg.boundary.output_files import open_own, write_file
 from rlhf_pg.boundary.quoted import quote, tell
+from rlhf_pg.data.row_files import UNREADABLE, StepTokens
 from rlhf_pg.report.troubles import Line, is_number
 
 logger = logging.getLogger(__name__)
@@ -51,8 +46,6 @@ OWN_COLUMNS = {  # the run's own columns of completions.jsonl
     "turns",
     "error",
 }
-# What reading a file of tokens that is none may raise.
-UNREADABLE = (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError)
 # What lines of trace.jsonl and completions.jsonl have; lists and objects hold texts.
 KINDS: dict[str, type] = {
     "processes": int,
@@ -70,16 +63,6 @@ OF_A_START = ("versions", "processes", "backend", "device")
 OF_A_STEP = ("sources", "num_prompts", "other_tokens")
 OF_A_RUN = ("config.yaml", METRICS)
 TOKENS = "tokens"
-OF_ROWS = (
-    "prompt_index",
-    "sample",
-    "row",
-    "rank",
-    "truncated",
-    "prompt_lengths",
-    "lengths",
-)
-EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
 
@@ -98,136 +81,6 @@ class Start:
     backend: str  # DDP, FSDP2, ZeRO-2 and so on
     device: str  # name of the accelerator, or "cpu" with the kind of processor
     weights: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTokens:
-    """The N completions of a step with their M tokens, one completion after another.
-
-    `numbers` are NaN where the policy did not choose the token; only `EXACT` ones are not rounded
-    to float16. The texts of a logged step join to the completions; a token that ends within a
-    character has an empty text, and the next one has the character.
-    """
-
-    prompt_index: NDArray[np.int64]  # (N,)
-    sample: NDArray[np.int32]  # (N,) sample number within the prompt
-    row: NDArray[np.int64]  # (N,) row of the dataset
-    rank: NDArray[np.int32]  # (N,) the process that trained on it
-    truncated: NDArray[np.bool_]  # (N,)
-    prompt_lengths: NDArray[np.int32]  # (N,); -1 for the same prompt as the completion before
-    prompt_ids: NDArray[np.int32]  # one prompt after another
-    lengths: NDArray[np.int32]  # (N,) tokens of each completion
-    ids: NDArray[np.int32]  # (M,)
-    action: NDArray[np.bool_]  # (M,) whether the policy chose the token
-    score_at: NDArray[np.int64]  # (S,) indices of tokens with scores
-    scores: NDArray[Any]  # (S,K); NaN where a source has none
-    numbers: Mapping[str, NDArray[Any]]  # (M,) each, by name
-    texts: Sequence[str] | None = None  # M
-    offsets: NDArray[np.int32] | None = None  # (M,) as in `Batch`; None if all are sequences
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """(N,) the index of the first token of each completion."""
-        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-
-    def dense_scores(self) -> NDArray[Any]:
-        """Return the scores of all tokens, (M,K); NaN where there are none."""
-        dense = np.full((len(self.ids), self.scores.shape[1]), np.nan)
-        dense[self.score_at] = self.scores
-        return dense
-
-    def number(self, name: str) -> NDArray[Any]:
-        """Return a number of all tokens; NaN if the record lacks it."""
-        return self.numbers.get(name, np.full(len(self.ids), np.nan))
-
-    def prompts(self) -> list[list[int]]:
-        """Return the token ids of each completion's prompt."""
-        prompts: list[list[int]] = []
-        end = 0
-        for length in self.prompt_lengths.tolist():
-            if length < 0:
-                prompts.append(prompts[-1])
-            else:
-                prompts.append(self.prompt_ids[end : end + length].tolist())
-                end += length
-        return prompts
-
-    def save(self, path: Path) -> None:
-        """Write the file, which gets its name when it is complete."""
-        tensors = {name: x for name, x in vars(self).items() if x is not None}
-        numbers = tensors.pop("numbers")
-        texts = tensors.pop("texts", None)
-        for name, x in numbers.items():
-            tensors[f"numbers.{name}"] = _exact(x) if name in EXACT else half(x)
-        tensors["scores"] = _exact(self.scores)
-        if texts is not None:
-            encoded = [text.encode("utf-8", "replace") for text in texts]
-            tensors["text"] = np.frombuffer(b"".join(encoded), np.uint8)
-            lengths = [len(text) for text in encoded]  # rarely more than fit in a byte
-            longest = max(lengths, default=0)
-            tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(longest))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-        write_file(path, [save(tensors)])
-
-    @classmethod
-    def load(cls, path: Path) -> "StepTokens":
-        """Read a file from `save`."""
-        stored = load_file(path)
-        texts = None
-        if "text" in stored:
-            text = io.BytesIO(stored.pop("text").tobytes())
-            lengths = stored.pop("text_lengths").tolist()
-            texts = [text.read(length).decode("utf-8", "replace") for length in lengths]
-        names = sorted(name for name in stored if name.startswith("numbers."))
-        numbers = {name.removeprefix("numbers."): stored.pop(name) for name in names}
-        record = cls(texts=texts, numbers=numbers, **stored)
-        record.check()
-        return record
-
-    def check(self) -> None:
-        """Refuse arrays that do not fit together (ValueError)."""
-        total = len(self.ids)
-        prompt_total = len(self.prompt_ids)
-        sizes = {"ids": total, "action": total, "prompt_ids": prompt_total}
-        sizes |= dict.fromkeys(OF_ROWS, len(self.lengths))
-        sizes["score_at"] = len(self.scores)
-        arrays = {name: (getattr(self, name), size, "iub") for name, size in sizes.items()}
-        for name, x in self.numbers.items():
-            arrays[name] = (x, total, "f")
-        if self.offsets is not None:
-            arrays["offsets"] = (self.offsets, total, "i")
-        for name, (x, size, kinds) in arrays.items():
-            if x.shape != (size,) or x.dtype.kind not in kinds:
-                raise ValueError(f"{name} is not an array of {size} numbers")
-        if self.scores.ndim != 2 or (self.texts is not None and len(self.texts) != total):
-            raise ValueError("scores or texts are not those of its tokens")
-        opened = self.prompt_lengths.clip(0)
-        for name, lengths, size in (
-            ("lengths", self.lengths, total),
-            ("prompt_lengths", opened, prompt_total),
-        ):
-            # As Python's numbers, whose sum does not overflow.
-            if lengths.min(initial=0) < 0 or sum(lengths.tolist()) != size:
-                raise ValueError(f"{name} do not add up to {size}")
-        if (self.prompt_lengths[:1] < 0).any():
-            raise ValueError("the first prompt is missing")
-        if len(self.score_at) and not 0 <= self.score_at.min() <= self.score_at.max() < total:
-            raise ValueError("score_at is beyond its tokens")
-
-
-def _exact(x: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers as float32 if that is exact, else as float64."""
-    single = x.astype(np.float32)
-    if np.array_equal(single, x, equal_nan=True):
-        return single
-    return x.astype(np.float64)
-
-
-def half(x: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers as float16, clipped to its range."""
-    clipped: NDArray[Any] = np.clip(x, -65504, 65504)
-    return clipped.astype("<f2")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.data.row_files import UNREADABLE, half
 from rlhf_pg.report.run_files import (
     OWN_COLUMNS,
-    UNREADABLE,
     Record,
     RunFiles,
-    half,
     tokens_file,
 )
 from rlhf_pg.report.troubles import Line, is_number
@@ -45,7 +44,12 @@ COLUMNS = [
     for name, label, key, what in (
         ("advantage", "advantage", "a", "advantage of the token, as the loss has it"),
         ("reward", "reward", "r", "scores that end at the token, less the KL penalty"),
-        ("log_ratio", "log-ratio", "l", "log-probability before the update less the sampler's"),
+        (
+            "log_ratio",
+            "log-ratio",
+            "l",
+            "log-probability before the update less the sampler's",
+        ),
         ("kl", "KL", "k", "log-probability before the update less the reference's (k1)"),
         ("teacher", "teacher", "t", "log-probability of the teacher less the policy's"),
         ("value", "value", "v", "the critic's value of what stands before the token"),

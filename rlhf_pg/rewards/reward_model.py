@@ -17,8 +17,9 @@ from transformers import (
 
 from rlhf_pg import models
 from rlhf_pg.boundary.quoted import about
-from rlhf_pg.data.batch import RowLengths, pad_rows, split_padded
+from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import continues, encode
+from rlhf_pg.data.micro_batches import RowLengths, split_padded
 from rlhf_pg.masking import widen
 
 # Padded tokens in a forward pass; it never changes a score.

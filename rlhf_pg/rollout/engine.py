@@ -163,12 +163,12 @@ class FutureSession(ABC):
 class RolloutEngine(ABC):
     """The base class of all engines that sample completions."""
 
-    _users = 0
+    is_synced = False
     gathers: str = "all"  # the weights that it needs whole: "all", "trained" or "none"
 
     @abstractmethod
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:
-        """Open a session for sampling.
+        """Open a session for sampling, inside `weights_synced`.
 
         Samples depend only on the model, the request's tokens and (seed, prompt index, sample,
         position).
@@ -182,9 +182,12 @@ class RolloutEngine(ABC):
         seed: int,
         prompt_ids: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Sample `n` completions of every prompt, in the order prompt * n + sample (`stream`)."""
-        found = dict(self.stream(prompts, n, params, seed, prompt_ids))
-        return [found[place] for place in range(len(prompts) * n)]
+        """Sample `n` completions of every prompt, in the order prompt * n + sample (`stream`), from
+        the weights of the block `weights_synced`, or outside of one from those of now.
+        """
+        with nullcontext() if self.is_synced else self.weights_synced():
+            completions = dict(self.stream(prompts, n, params, seed, prompt_ids))
+        return [completions[place] for place in range(len(prompts) * n)]
 
     def stream(
         self,
@@ -194,7 +197,8 @@ class RolloutEngine(ABC):
         seed: int,
         prompt_ids: Sequence[int] | None = None,
     ) -> Generator[tuple[int, Completion]]:
-        """Yield each completion as soon as it is finished, with its place, prompt * n + sample.
+        """Yield each completion as soon as it is finished, with its place, prompt * n + sample;
+        inside `weights_synced`.
 
         A caller that stops early must close the generator, which holds a session open.
 
@@ -211,7 +215,7 @@ class RolloutEngine(ABC):
             for tokens, index in zip(prompts, indices, strict=True)
         ]
         places = {id(request): i for i, request in enumerate(requests)}
-        with self.weights_synced(), self.session(params, seed) as session:
+        with self.session(params, seed) as session:
             for i, request in enumerate(requests):
                 try:
                     session.add(request)
@@ -224,17 +228,22 @@ class RolloutEngine(ABC):
     @contextmanager
     def weights_synced(self, copied: "Copied | None" = None) -> Iterator[None]:
         """Inside the block, sample from the weights as they are now, or from those that
-        `copy_weights` has copied; nested blocks do nothing.
+        `copy_weights` has copied. RuntimeError inside another such block.
         """
-        if copied is not None and self._users:
-            raise RuntimeError("the engine is sampling from other weights")
+        if self.is_synced:
+            raise RuntimeError("the engine is sampling already, perhaps from other weights")
         load = copied or self._load_weights
-        self._users += 1
+        self.is_synced = True
         try:
-            with load() if self._users == 1 else nullcontext():
+            with load():
                 yield
         finally:
-            self._users -= 1
+            self.is_synced = False
+
+    def check_synced(self) -> None:
+        """Refuse to sample from weights that may be of another moment (RuntimeError)."""
+        if not self.is_synced:
+            raise RuntimeError("the engine has not got the weights: sample inside weights_synced()")
 
     def _load_weights(self) -> AbstractContextManager[None]:
         """Take over the policy's weights, and on exit free what only sampling needs."""

@@ -22,7 +22,10 @@ from rlhf_pg.runtime.termination import Watch, waits
 M = TypeVar("M", bound=nn.Module)
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value does not have the parameter's shape
-TABLES = ("qmap1", "qmap2")  # keys of the code tables of bitsandbytes' 8-bit moments
+TABLES = (
+    "qmap1",
+    "qmap2",
+)  # keys of the code tables of bitsandbytes' 8-bit moments
 MASTER = "master"  # key of the float32 master weights of bfloat16 weights
 HAS_MOMENTS = (
     "optimizers: yours has moments already, which bfloat16, FSDP and DeepSpeed would lose: give a "
@@ -258,25 +261,20 @@ class FullWeights:
         self.watch = watch
         if splits:
             self.module = hollow(module)
-        self._users = 0
 
     @contextmanager
     def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
         """Fill in `module`'s weights, or only `trained` ones, inside the block; collective.
 
-        Without a device this process helps to gather but keeps nothing. Nested blocks do nothing.
+        Without a device this process helps to gather but keeps nothing.
         """
-        self._users += 1
         try:
-            if self._users == 1:
-                self._fill(device, trained)
+            self._fill(device, trained)
             yield
         finally:
-            self._users -= 1
-            if not self._users:
-                for parameter, _ in self._pairs():
-                    if not parameter.is_meta:
-                        put_in_place(parameter, parameter.to("meta"))
+            for parameter, _ in self._pairs():
+                if not parameter.is_meta:
+                    put_in_place(parameter, parameter.to("meta"))
 
     def tensors(self, prefix: str, model: nn.Module) -> tuple[Iterator[tuple[str, Tensor]], int]:
         """Return what `model`, a part of `module`, has in its files, whole tensors that are

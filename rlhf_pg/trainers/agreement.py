@@ -55,7 +55,7 @@ class Agreement:
     """Compares the sampler's log-probabilities with the policy's, step by step.
 
     Args:
-        score: computes the policy's log-probabilities (B,T) of rows; it may be collective.
+        log_probs: computes the policy's log-probabilities (B,T) of rows; it may be collective.
         refuses: False where the sampler may differ (`truncated_sampling: ignore`, or a
             `sampler_correction` other than auto and none): the difference is only reported.
     """
@@ -65,58 +65,59 @@ class Agreement:
         dtype: torch.dtype,
         runtime: Runtime,
         policy: Policy,
-        score: Callable[[Batch], Tensor],
+        log_probs: Callable[[Batch], Tensor],
         refuses: bool = True,
     ) -> None:
         self.limits = LIMITS[dtype]
         self.runtime = runtime
         self.refuses = refuses
         self.policy = policy
-        self.score = score
+        self.log_probs = log_probs
         if has_experts(policy.model):
             self.limits = self.limits._replace(token=ROUTED * self.limits.token)
         self.recent = torch.zeros(4, dtype=torch.float64)  # decayed sums over steps
         self.compared_row = False  # whether a row was computed alone for comparison
-        self.begin()
+        self.inferred: Batch | None = None
 
-    def begin(self, waits: bool = False) -> None:
-        """Begin a step; if it `waits`, its rows are added during the update, not before it."""
-        self.waits = waits
-        self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
-        self.seen: list[tuple[Tensor, Batch, Tensor]] = []  # the largest |d| of each batch
+    def begin(self, batch: Batch) -> None:
+        """Begin a step, whose log-probabilities may have been computed before its updates."""
+        self.inferred = None if batch.old_logprobs is None else batch
 
-    def add(self, batch: Batch, logprobs: Tensor) -> None:
-        """Add sampled rows and the policy's log-probabilities of them (B,T)."""
-        if not batch.num_rows:
-            return
-        d = _differences(batch.sampler_logprobs, logprobs, batch.action_mask)
-        self.sums += _sums(d, batch.action_mask)
-        self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # does not wait for the GPU
+    def check(self, batch: Batch) -> dict[str, float]:
+        """Judge the step before its first update, and return its metrics; collective.
 
-    def settle(self, blank: Batch) -> dict[str, float]:
-        """Judge the step, and return its metrics; collective. A process without rows computes
-        `blank`.
+        `batch` has the `old_logprobs` of that update, which are compared unless the step has some
+        from before. With dropout they are of another policy, and nothing is compared.
 
         Raises:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.
         """
-        sums = self.runtime.all_reduce_sum(self.sums).cpu()
-        own = torch.stack([self.sums[0] * 0, *(high for high, _, _ in self.seen)]).amax()
-        largest = self.runtime.gather(own[None])[0].max().item()
+        mask = batch.action_mask
+        if self.inferred is not None:
+            batch = self.inferred
+            mask = batch.action_mask
+            self.inferred = None
+        elif self.policy.drops:
+            mask = torch.zeros_like(mask)
+        d = _differences(batch.sampler_logprobs, batch.old_logprobs, mask)
+        sums = self.runtime.all_reduce_sum(_sums(d, mask)).cpu()
+        largest = torch.cat([d.new_zeros(1), d.abs().flatten()]).amax()
+        largest = self.runtime.gather(largest[None])[0].max()
         if sums[0] and sums.isfinite().all():
             fault = self.excess(sums) or self._drift(sums)
             self.recent = MEMORY * self.recent + sums
             if self.refuses and (fault or not self.compared_row):
                 self.compared_row = True
-                fault = self._explain(fault, blank)
+                fault = self._explain(fault, batch)
                 with self.runtime.raise_together(DisagreementError):  # the steps before are saved
                     if fault is not None:
                         raise DisagreementError(fault)
-        self.begin()
-        count, d, _, kl = sums.tolist()
-        names = ("agreement/kl", "agreement/mean", "agreement/max")
-        numbers = (kl / count, d / count) if count else (math.nan, math.nan)
-        return dict(zip(names, (*numbers, largest), strict=True))
+        count, total, _, kl = sums.tolist()
+        return {
+            "agreement/kl": kl / count if count else math.nan,
+            "agreement/mean": total / count if count else math.nan,
+            "agreement/max": largest.item(),
+        }
 
     def excess(self, sums: Tensor) -> str | None:
         """Describe how sums of a step or a row exceed what rounding explains; else None."""
@@ -139,11 +140,11 @@ class Agreement:
         )
 
     @torch.no_grad()
-    def _explain(self, fault: str | None, blank: Batch) -> str | None:
+    def _explain(self, fault: str | None, batch: Batch) -> str | None:
         """Compute the worst or most padded row alone, and name the cause. Collective."""
-        size = (lambda seen: float(seen[0])) if fault else (lambda seen: seen[1].num_rows)
-        default = (None, blank, blank.sampler_logprobs)
-        _, batch, logprobs = max(self.seen, key=size, default=default)
+        if not batch.num_rows:
+            batch = batch.blank_row()
+        logprobs = batch.old_logprobs
         if fault:
             gaps = (batch.sampler_logprobs - logprobs).abs()
             worst = gaps.where(batch.action_mask, 0.0).amax(1)
@@ -153,7 +154,7 @@ class Agreement:
         row = batch.select(torch.tensor([index]))
         mask = row.action_mask
         width = row.action_mask.shape[1]
-        alone = self.score(row)
+        alone = self.log_probs(row)
 
         def compared(a: Tensor, b: Tensor) -> Tensor:
             return self.runtime.all_reduce_sum(_sums(_differences(a, b, mask), mask)).cpu()
@@ -170,7 +171,7 @@ class Agreement:
         model = self.policy.model
         if isinstance(model, PeftModel):
             with model.disable_adapter():
-                base = self.score(row)
+                base = self.log_probs(row)
             of_base = compared(row.sampler_logprobs, base)[3]
             of_policy = compared(row.sampler_logprobs, alone)[3]
             if 10 * of_base < of_policy:

@@ -8,7 +8,7 @@ checkpoint, which holds the batches ahead of its step.
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,13 +20,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerState
 
-from rlhf_pg.boundary.output_files import sync, write_file
+from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.user_code import call_beside
-from rlhf_pg.data import Batch, Prompts
+from rlhf_pg.data import Batch
+from rlhf_pg.data.row_files import StepTokens, records_of
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.engine import Copied
@@ -138,8 +139,7 @@ class Ahead:
         meter = Meter()
         sampler = self.sampler
         sampler.progress = partial(self.progress, step, first)
-        with sampler.sampling(copied):
-            batch = sampler.next_batch(first, meter)
+        batch = sampler.next_batch(first, meter, copied)
         return batch, first + batch.num_prompts, meter.seconds
 
     def drain(self, count: int | None = None) -> None:
@@ -164,27 +164,19 @@ class Ahead:
         """Write the batches of the steps from `step` on, as far as none has failed."""
         ahead = [job for job in self.queue if job.step >= step]
         jobs = list(takewhile(lambda job: job.done.exception() is None, ahead))
-        tensors = dict[str, Tensor]()
         facts = []
         for i, job in enumerate(jobs):
             batch, end, seconds = job.done.result()
-            columns, packed = pack(batch)
-            tensors |= {f"{i}.{name}": column for name, column in columns.items()}
             fact = {
                 "step": job.step,
                 "version": job.version,
                 "end": end,
                 "seconds": seconds,
-                "batch": packed,
+                "batch": write(batch, rows_file(directory, rank, i)),
             }
             facts.append(fact)
-        file = directory / f"ahead-rank{rank}.safetensors"
-        save_file(tensors, file)
-        sync(file)  # the main process may be on another machine
-        write_file(
-            file.with_suffix(".json"),
-            [json.dumps(facts, default=str).encode()],
-        )
+        lines = [json.dumps(facts, default=str).encode()]
+        write_file(directory / f"ahead-rank{rank}.json", lines)
 
     def restore(self, directory: Path) -> None:
         """Read the batches of a checkpoint; if the number of processes has changed, their rows are
@@ -194,11 +186,8 @@ class Ahead:
         count = len(list(directory.glob("ahead-rank*.json")))
         same = count == self.runtime.world
         ranks = [self.runtime.rank] if same else range(count)
-        files = [directory / f"ahead-rank{rank}.safetensors" for rank in ranks]
-        prompts = self.sampler.prompts
-        device = self.runtime.device
         for parts in zip(
-            *(read(file, prompts, device) for file in files),
+            *(self._read(directory, rank) for rank in ranks),
             strict=True,
         ):
             fact, batch = parts[0]
@@ -214,11 +203,62 @@ class Ahead:
                 )
             )
 
+    def _read(self, directory: Path, rank: int) -> list[tuple[dict[str, Any], Batch]]:
+        """Return what `save` wrote for a process: numbers and batch of each step."""
+        facts = json.loads((directory / f"ahead-rank{rank}.json").read_text())
+        tables = [rows_file(directory, rank, i) for i in range(len(facts))]
+        older = directory / f"ahead-rank{rank}.safetensors"  # of 0.1.0
+        columns = load_file(older) if older.exists() else {}
+        steps = []
+        for i, (fact, file) in enumerate(zip(facts, tables, strict=True)):
+            packed = fact.pop("batch")
+            own = {k.removeprefix(f"{i}."): x for k, x in columns.items() if k.startswith(f"{i}.")}
+            steps.append((fact, self._batch(packed, file, own)))
+        return steps
+
+    def _batch(
+        self,
+        packed: dict[str, Any],
+        file: Path,
+        columns: dict[str, Tensor],
+    ) -> Batch:
+        """Reverse `write`; `columns` are the tensors of a batch of 0.1.0, padded."""
+        greedy = None
+        if packed.get("greedy"):
+            of_greedy = {k.removeprefix(GREEDY): x for k, x in columns.items() if GREEDY in k}
+            greedy = self._batch(packed["greedy"], greedy_file(file), of_greedy)
+        if columns:
+            tensors: Any = {name: x for name, x in columns.items() if GREEDY not in name}
+            table = table_of(Batch(**tensors), packed["dataset_rows"])
+        else:
+            table = StepTokens.load(file)
+        places = range(len(table.lengths))
+        recorded = table.rows(places)
+        prompts = self.sampler.prompts.take(
+            [row.dataset_row for row in recorded],
+            [row.group for row in recorded],
+        )
+        rows = []
+        for i, (row, prompt) in enumerate(zip(recorded, prompts, strict=True)):
+            episodes = packed["episodes"]
+            row = dataclasses.replace(
+                row,
+                prompt=packed["prompts"][i],
+                completion=packed["completions"][i],
+                columns=prompt.columns,
+                episode=SimpleNamespace(**episodes[i]) if episodes else None,
+                logged={name: column[i] for name, column in packed["logged"].items()},
+            )
+            rows.append(row)
+        args = self.sampler.args
+        dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+        batch = table.batch(rows, places, self.runtime.device, dtype)
+        return batch.with_columns(greedy=greedy, **{name: packed[name] for name in TOTALS})
+
     def _share(self, parts: Sequence[Batch]) -> Batch:
         """Return this process's rows of a batch."""
-        pad = self.sampler.tokenizer.pad_token_id
         totals = {name: getattr(parts[0], name) for name in TOTALS}
-        together = Batch.concat(parts, pad)
+        together = Batch.concat(parts)
         groups = together.groups.tolist()
         of_rank = set(self.sampler.share(sorted(set(groups))))
         batch = together.pick(
@@ -231,46 +271,27 @@ class Ahead:
         return batch
 
 
-def pack(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a batch, and its other columns for JSON."""
-    tensors = {name: x.cpu().contiguous() for name, x in vars(batch).items() if torch.is_tensor(x)}
+def rows_file(directory: Path, rank: int, number: int) -> Path:
+    return directory / f"ahead-rank{rank}-{number}.safetensors"
+
+
+def greedy_file(file: Path) -> Path:
+    return file.with_stem(f"{file.stem}-greedy")
+
+
+def table_of(batch: Batch, dataset_rows: Sequence[int]) -> StepTokens:
+    """Return the rows of a batch as a file holds them."""
+    numbers = {"sampler_logprob": batch.sampler_logprobs}
+    if batch.lines is not None:
+        numbers["line"] = batch.lines.double()
+    return StepTokens.of(*records_of(batch, numbers, dataset_rows))
+
+
+def write(batch: Batch, file: Path) -> dict[str, Any]:
+    """Write the rows of a batch, and return its other columns for JSON."""
+    table_of(batch, batch.dataset_rows).save(file)
     packed = {name: getattr(batch, name) for name in IN_JSON}
     packed["episodes"] = [{"turns": x.turns, "error": x.error} for x in batch.episodes]
     if batch.greedy is not None:
-        of_greedy, packed["greedy"] = pack(batch.greedy)
-        tensors |= {GREEDY + name: column for name, column in of_greedy.items()}
-    return tensors, packed
-
-
-def unpack(
-    tensors: Mapping[str, Tensor],
-    packed: dict[str, Any],
-    prompts: Prompts,
-) -> Batch:
-    """Reverse `pack`."""
-    fields = dict[str, Any]()
-    of_greedy = {}
-    for name, column in tensors.items():
-        if name.startswith(GREEDY):
-            of_greedy[name.removeprefix(GREEDY)] = column
-        else:
-            fields[name] = column
-    if of_greedy:
-        fields["greedy"] = unpack(of_greedy, packed.pop("greedy"), prompts)
-    columns = prompts.rows[packed["dataset_rows"]]
-    columns.pop("prompt", None)
-    packed["episodes"] = [SimpleNamespace(**x) for x in packed["episodes"]]
-    return Batch(**fields, **packed, columns=columns)
-
-
-def read(file: Path, prompts: Prompts, device: torch.device) -> list[tuple[dict[str, Any], Batch]]:
-    """Return what `save` wrote: numbers and batch of each step."""
-    facts = json.loads(file.with_suffix(".json").read_text())
-    tensors: list[dict[str, Tensor]] = [{} for _ in facts]
-    for name, column in load_file(file).items():
-        number, _, field_name = name.partition(".")
-        tensors[int(number)][field_name] = column.to(device)
-    steps = []
-    for fact, columns in zip(facts, tensors, strict=True):
-        steps.append((fact, unpack(columns, fact.pop("batch"), prompts)))
-    return steps
+        packed["greedy"] = write(batch.greedy, greedy_file(file))
+    return packed

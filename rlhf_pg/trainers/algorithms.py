@@ -5,19 +5,15 @@ adds a critic. y_t is a token of the completion y of the prompt x, pi the policy
 that sampled, pi_ref the reference.
 """
 
-import os
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs, gae
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.losses import Loss, value_loss
-from rlhf_pg.models import Critic, PolicyOutput
-from rlhf_pg.running_stats import RunningMoments
+from rlhf_pg.models import PolicyOutput
+from rlhf_pg.run.objective import Term
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 
@@ -124,16 +120,6 @@ class PPOTrainer(PolicyGradientTrainer):
 
     config_type = PPOConfig
     args: PPOConfig
-    value_moments: RunningMoments | None  # of the returns, if they are normalised
-
-    def __init__(
-        self,
-        *inputs: Any,
-        value_model: str | os.PathLike[str] | nn.Module | None = None,
-        **options: Any,
-    ) -> None:
-        self.value_model = value_model
-        super().__init__(*inputs, **options)
 
     def returns(self, inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
         """Compute the targets of the critic, in reward units.
@@ -152,8 +138,8 @@ class PPOTrainer(PolicyGradientTrainer):
         targets: Tensor = advantages + inputs.values
         return targets
 
-    def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Add the clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
+    def terms(self) -> list[Term]:
+        """Add the critic's loss to the clipped surrogate and an entropy bonus (Eq. 9, negated).
 
             rho_t   = pi(y_t) / pi_old(y_t)
             loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
@@ -166,13 +152,19 @@ class PPOTrainer(PolicyGradientTrainer):
         Elsewhere: skrl takes the old V_t in the units after the change and the new one in those
         before it: the clip then restrains a critic that has not changed yet.
         """
-        surrogate, metrics = self.surrogate(new, batch)
-        value, value_metrics = value_loss(
-            new.values, batch.values, batch.returns, batch.action_mask, self.args.cliprange_value
+        value = Term(name="value", loss=self.critic_loss, coef=self.args.vf_coef)
+        return [*super().terms(), value]
+
+    def critic_loss(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Return the squared error of the critic's values (`rlhf_pg.losses.value_loss`)."""
+        loss, metrics = value_loss(
+            new.values,
+            batch.values,
+            batch.returns,
+            batch.action_mask,
+            self.args.cliprange_value,
         )
-        regularizer, more = self.regularizer(new, batch)
-        per_token = surrogate + self.args.vf_coef * value + regularizer
-        return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
+        return loss, {"value_loss": loss} | metrics
 
     def values_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return values (B,T), and the values after completions (B,), 0 for one that ended; in
@@ -205,29 +197,3 @@ class PPOTrainer(PolicyGradientTrainer):
             count = float(self.runtime.all_reduce_sum(mask.sum()))
             moments.update(count, float(mean), float(var))
         return torch.where(mask, moments.normalize(returns), 0.0), metrics
-
-    def new_critic(self) -> Critic:
-        """Make the critic that `args.critic` and `value_model` ask for."""
-        args = self.args
-        self.value_moments = RunningMoments() if args.normalize_values else None
-        if self.value_moments is not None:
-            self.running["value_moments"] = self.value_moments
-        value_model = self.value_model
-        is_shared = args.critic == "shared"
-        if value_model is None:
-            value_model = args.value_model_name_or_path
-        if value_model is not None and is_shared:
-            raise ValueError("value_model is for a separate critic: leave it out with a shared one")
-        if value_model is not None and args.critic_seed is not None:
-            raise ValueError(
-                "value_init random takes the policy's architecture: leave value_model out"
-            )
-        of_policy = self.model, self.processing_class, self.dtype
-        options = args.critic_seed, args.trust_remote_code, models.init_options(args)
-        critic = models.new_critic(*of_policy, is_shared, value_model, self.peft_config, *options)
-        if args.normalize_values and (critic.head is None or critic.head.weight.any()):
-            raise ValueError(
-                "normalize_values needs a critic whose head starts at 0, and value_model brings "
-                "values in its own units: leave one of them out"
-            )
-        return critic

@@ -86,7 +86,8 @@ def evaluate(
             args.eval_success_threshold,
         )
     metrics_of_calls, logged = sampler.settle()
-    metrics |= metrics_of_calls | sampler.episode_metrics(parts)
+    sampled_rows = [row for part in parts for row in part.rows]
+    metrics |= metrics_of_calls | sampler.player.metrics(sampled_rows, runtime)
     return merge_logged(metrics, logged)
 
 

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
-from rlhf_pg.losses import Loss, nll, token_weights, weight_count
 from rlhf_pg.models import (
     Models,
     PolicyOutput,
@@ -28,14 +27,16 @@ from rlhf_pg.models import (
     fingerprint,
 )
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.run.objective import Objective
 from rlhf_pg.runtime import FullWeights, Runtime, full, gathered
-from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
 
 logger = logging.getLogger(__name__)
 
 Columns = dict[str, Tensor]  # columns of a batch, by name
 Outputs = dict[str, Tensor | None]  # columns of a micro-batch; None: not computed
+# Observes the first update of a step, whose batch has `old_logprobs`, before any weight changes.
+Observer = Callable[[Batch], dict[str, float]]
 
 
 class Learner:
@@ -45,10 +46,8 @@ class Learner:
         models: the models, not yet sharded.
         optimizer, scheduler: for all trained parameters; None where nothing is trained, as in an
             evaluation. The policy is then placed like a reference model.
-        loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
         token_budget: tokens in one forward pass.
         state: the counters of the run, including consecutive steps without an update.
-        texts: token ids whose likelihood is part of every update (`ptx_coef`).
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
@@ -60,22 +59,17 @@ class Learner:
         models: Models,
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None,
-        loss: Callable[[PolicyOutput, Batch], Loss],
         runtime: Runtime,
         args: PolicyGradientConfig,
         token_budget: int,
         state: TrainState,
-        texts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.texts = texts
-        self.first_logprobs: Any = None  # (B,T) of a step's only update
         self.policy = models.policy
         self.critic = models.critic
         self.reference = models.reference
         self.module = models.module
         self.teacher = models.teacher
         self.scheduler = cast(LRScheduler, scheduler)
-        self.loss = loss
         self.runtime = runtime
         self.args = args
         self.token_budget = token_budget
@@ -108,21 +102,6 @@ class Learner:
         for frozen in filter(None, (self.reference, self.teacher)):
             runtime.place(frozen)
 
-        def score(batch: Batch) -> Tensor:
-            with evaluating(self.module):
-                logprobs: Tensor = self.backend(batch).logprobs
-            return logprobs
-
-        self.agreement = Agreement(
-            getattr(torch, args.dtype),
-            runtime,
-            self.policy,
-            score,
-            refuses=args.truncated_sampling == "refuse"
-            and args.sampler_correction in ("auto", "none")
-            and not args.rollout_ahead,
-        )
-
     @property
     def optimizer(self) -> Optimizer:
         """The `torch` optimizer, which holds the learning rates."""
@@ -145,7 +124,13 @@ class Learner:
             text += " with the critic"
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-    def score(self, batch: Batch, teacher_batch: Batch | None = None) -> Batch:
+    def log_probs(self, batch: Batch) -> Tensor:
+        """Return the policy's log-probabilities of a micro-batch, (B,T); may be collective."""
+        with evaluating(self.module):
+            logprobs: Tensor = self.backend(batch).logprobs
+        return logprobs
+
+    def infer(self, batch: Batch, teacher_batch: Batch | None = None) -> Batch:
         """Add what the algorithm needs from the models before the update.
 
         The policy's log-probabilities are left out where nothing needs them
@@ -167,11 +152,8 @@ class Learner:
                 "end_values": output.end_values,
             }
 
-        self.agreement.begin(waits=not needs_old and not self.policy.drops)
         if needs_old or self.critic is not None:
             columns = self._map_micro_batches(batch, ask_policy)
-        if needs_old:
-            self.agreement.add(batch, columns["old_logprobs"])
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
             columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
@@ -192,7 +174,14 @@ class Learner:
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
 
-    def update(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
+    def update(
+        self,
+        batch: Batch,
+        objective: Objective,
+        step: int,
+        meter: Meter,
+        observe: Observer | None = None,
+    ) -> dict[str, float]:
         """Make every optimizer update on the batch of a step; if one fails, gradients are cleared.
 
         Raises:
@@ -202,7 +191,7 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            metrics = self._updates(batch, step, meter)
+            metrics, batch = self._updates(batch, objective, step, meter, observe)
         except BaseException:
             self.backend.discard_update()
             raise
@@ -219,8 +208,17 @@ class Learner:
         metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
         return metrics
 
-    def _updates(self, batch: Batch, step: int, meter: Meter) -> dict[str, float]:
+    def _updates(
+        self,
+        batch: Batch,
+        objective: Objective,
+        step: int,
+        meter: Meter,
+        observe: Observer | None,
+    ) -> tuple[dict[str, float], Batch]:
+        """Make the updates; return metrics, and the batch with `old_logprobs`."""
         args = self.args
+        observed: dict[str, float] = {}
         norms: list[float] = []
         skipped = 0
         drifted = False
@@ -230,9 +228,12 @@ class Learner:
             if drifted and not is_extra:
                 continue
             seen = Meter()
-            self.accumulate(minibatch, seen)
-            if number == 0:  # before any weight changes: do sampler and policy agree?
-                agreement = self.agreement.settle(batch.blank_row())
+            logprobs = self.accumulate(minibatch, objective, seen)
+            if number == 0:
+                if batch.old_logprobs is None:  # the only update has computed them
+                    batch = minibatch.with_columns(old_logprobs=logprobs)
+                if observe is not None:
+                    observed = observe(batch)
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
@@ -261,13 +262,14 @@ class Learner:
                     number,
                     norm,
                 )
-        return {
+        metrics = {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
-            **agreement,
+            **observed,
         }
+        return metrics, batch
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
@@ -307,8 +309,6 @@ class Learner:
         rows, whose ratios moved most: in small runs it is 1.1 to 3.2 times the KL on completions
         that are drawn anew.
         """
-        if batch.old_logprobs is None:  # the only update has computed them
-            batch = batch.with_columns(old_logprobs=self.first_logprobs)
         if not self.args.follows_old_kl:
             prompts = min(16, self.args.prompts_per_step)
             samples = self.args.num_generations
@@ -336,116 +336,38 @@ class Learner:
         # The factor of Spinning Up and Stable-Baselines3.
         return means["approx_kl"] > 1.5 * self.args.target_kl
 
-    def accumulate(self, minibatch: Batch, meter: Meter) -> None:
-        """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
-        args = self.args
-        all_sum = self.runtime.all_reduce_sum
+    def accumulate(self, minibatch: Batch, objective: Objective, meter: Meter) -> Tensor:
+        """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch; return
+        the policy's log-probabilities (B,T) before it.
+        """
+        size = minibatch.completion_ids.shape
+        minibatch = objective.with_rows(minibatch, self.state.step, self.updates_begun)
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
-        count = all_sum(weight_count(minibatch.action_mask, args.aggregation))
+        counts = objective.counts(minibatch)
+        columns = Columns()
         micro_batches = list(self.micro_batches(minibatch))
         # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
         share = 1 / (self.runtime.world * len(micro_batches))
-        nll_counts = {name: all_sum(mask.sum()) for name, _, mask in self.nll_terms(minibatch)}
-        if self.texts:
-            self._accumulate_texts(meter)
-        records_old = minibatch.old_logprobs is None and not self.updates_begun
-        if records_old:
-            self.first_logprobs = torch.zeros_like(minibatch.sampler_logprobs)  # (B,T)
         for i, (rows, batch) in enumerate(micro_batches):
             with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
-                scored = batch
-                if args.tool_output_nll_coef:  # for this term alone; the loss masks tool output
-                    scored = batch.with_columns(action_mask=batch.completion_mask)
-                new: PolicyOutput = self.backend(scored)
-                if self.agreement.waits:
-                    self.agreement.add(batch, new.logprobs)
+                new: PolicyOutput = self.backend(objective.scored(batch))
+                logprobs = torch.where(batch.action_mask, new.logprobs.detach(), 0.0)
+                _collect(columns, minibatch, rows, {"logprobs": logprobs})
                 if batch.old_logprobs is None:
-                    batch = batch.with_columns(old_logprobs=new.logprobs.detach())
-                if records_old and rows is not None:
-                    place = to_device(rows, self.first_logprobs.device)
-                    width = new.logprobs.shape[1]
-                    self.first_logprobs[place, :width] = new.logprobs.detach()
-                per_token, metrics = self.loss(new, batch)
-                weights = token_weights(
-                    batch.action_mask,
-                    args.aggregation,
-                    args.max_completion_length,
-                    count,
-                    per_token.dtype,
-                )
-                loss = (per_token * weights).sum()
-                for name, coef, mask in self.nll_terms(batch):
-                    term = nll(new.logprobs, mask, nll_counts[name])
-                    loss = loss + coef * term
-                    meter.add(name, term, share)
+                    batch = batch.with_columns(old_logprobs=logprobs)
+                loss = objective(new, batch, counts, meter)
                 failpoint("backward")
                 self.backend.backward(_spoil(loss))
             meter.add("loss", loss, share)
-            metrics = {"entropy": new.entropy.detach()} | metrics
-            for name, numbers in metrics.items():
-                meter.add_masked(name, numbers, batch.action_mask)
-
-    def _accumulate_texts(self, meter: Meter) -> None:
-        """Add the gradient of -log p(texts) times `ptx_coef`, for rows drawn for this update."""
-        args = self.args
-        runtime = self.runtime
-        key = (args.seed, self.state.step, self.updates_begun)
-        drawn = permutation(len(self.texts), *key)[: args.ptx_batch_size]
-        texts = [self.texts[i] for i in drawn[runtime.rank :: runtime.world]]
-        batch = Batch.from_tokens(
-            prompts=[ids[:1] for ids in texts],
-            completions=[ids[1:] for ids in texts],
-            logprobs=[[0.0] * (len(ids) - 1) for ids in texts],
-            truncated=[False] * len(texts),
-            groups=range(len(texts)),
-            pad_token_id=0,
-            device=runtime.device,
-        )
-        count = runtime.all_reduce_sum(batch.action_mask.sum())
-        parts = list(self.micro_batches(batch))
-        for _, part in parts:
-            with self.backend.micro_batch(last=False):  # the completions follow
-                new: PolicyOutput = self.backend(part)
-                term = nll(new.logprobs, part.action_mask, count)
-                loss = args.ptx_coef * term
-                if new.values is not None:  # gives each of the critic's parameters a gradient
-                    loss = loss + 0 * new.values.sum()
-                self.backend.backward(_spoil(loss))
-            meter.add("ptx_nll", term, 1 / (runtime.world * len(parts)))
-            meter.add("loss", loss, 0.0)  # the shares of the completions already add up to 1
-
-    def nll_terms(self, batch: Batch) -> Iterator[tuple[str, float, Tensor]]:
-        """Yield name, coefficient and tokens (B,T) of each -log p in the loss."""
-        args = self.args
-        actions = batch.action_mask
-        if batch.positive is not None:
-            correct = actions & batch.positive[:, None]
-            yield "positive_nll", args.positive_nll_coef, correct
-        if args.tool_output_nll_coef:  # of rows that are trained on; nothing predicts a root
-            answers = batch.completion_mask & ~actions & (batch.all_offsets() > 0)
-            answers &= actions.any(1, keepdim=True)
-            yield (
-                "tool_output_nll",
-                args.tool_output_nll_coef,
-                answers,
-            )
+            meter.add_masked("entropy", new.entropy, batch.action_mask)
+        return columns["logprobs"][: size[0], : size[1]]
 
     @torch.no_grad()
-    def _map_micro_batches(self, batch: Batch, score: Callable[[Batch], Outputs]) -> Columns:
-        """Apply `score` to every micro-batch and merge the results; None is left out."""
+    def _map_micro_batches(self, batch: Batch, compute: Callable[[Batch], Outputs]) -> Columns:
+        """Apply `compute` to every micro-batch and merge the results; None is left out."""
         columns = Columns()
-        for indices, part in self.micro_batches(batch):
-            rows = None if indices is None else to_device(indices, batch.groups.device)
-            for name, column in score(part).items():
-                if column is None:
-                    continue
-                if name not in columns:
-                    shape = batch.completion_ids.shape[: column.ndim]
-                    columns[name] = column.new_zeros(*shape, *column.shape[2:])
-                if rows is not None:
-                    # The rows of a micro-batch may all be shorter than the longest.
-                    place = rows if column.ndim == 1 else (rows, slice(column.shape[1]))
-                    columns[name][place] = column
+        for rows, part in self.micro_batches(batch):
+            _collect(columns, batch, rows, compute(part))
         return columns
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
@@ -467,6 +389,21 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
+
+
+def _collect(columns: Columns, batch: Batch, rows: Tensor | None, outputs: Outputs) -> None:
+    """Put the outputs of a micro-batch, of these rows of the batch, into columns."""
+    for name, column in outputs.items():
+        if column is None:
+            continue
+        if name not in columns:
+            shape = batch.completion_ids.shape[: column.ndim]
+            columns[name] = column.new_zeros(*shape, *column.shape[2:])
+        if rows is not None:
+            # The rows of a micro-batch may all be shorter than the longest.
+            chosen = to_device(rows, column.device)
+            place = chosen if column.ndim == 1 else (chosen, slice(column.shape[1]))
+            columns[name][place] = column
 
 
 def _spoil(loss: Tensor) -> Tensor:

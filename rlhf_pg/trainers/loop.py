@@ -7,34 +7,28 @@ import math
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
+from rlhf_pg.checkpoint import Checkpointer, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import PolicyGradientConfig, dump
-from rlhf_pg.data import Batch, Prompts, vocabulary_fingerprint
+from rlhf_pg.data import Batch, vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.report.run_files import Start, versions
-from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import with_engine
-from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
-from rlhf_pg.runtime.trackers import Trackers
-from rlhf_pg.trainers.ahead import Ahead
-from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.runtime import Terminated, broadcasts_failure
+from rlhf_pg.trainers.parts import Parts
 from rlhf_pg.trainers.recorder import Recorder
-from rlhf_pg.trainers.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -70,32 +64,52 @@ class Callback:
         """Called after the last step, when `final/` has been written."""
 
 
-class TrainingLoop(ABC):
-    """Runs the steps of a run, and what happens between them; `build` sets the attributes."""
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse what is no callback (ValueError)."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
+                "instantiate a class; write a transformers callback's on_step_end and on_log as "
+                "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
+            )
+
+
+class TrainingLoop(Parts, ABC):
+    """Runs the steps of a run, and what happens between them. It has the parts as attributes, which
+    never change.
+    """
 
     config_type: ClassVar[type[PolicyGradientConfig]]
-    args: PolicyGradientConfig
-    runtime: Runtime
-    state: TrainState
-    total_steps: int
-    train_prompts: Prompts
-    rewards: Rewards
-    learner: Learner
-    sampler: Sampler
-    ahead: Ahead | None  # with `rollout_ahead`
-    engine_name: str  # the rollout engine
-    why_engine: str  # the reason why it was chosen
-    make_engine: Callable[[str], RolloutEngine]
-    checkpointer: Checkpointer
-    recorder: Recorder
-    described: Sequence[str]  # a line for each reward
-    recorded: Mapping[str, Any]  # keys to add to config.yaml: data, rewards
-    trackers: Trackers
-    termination: Termination
-    callbacks: list[Callback]
-    history: list[dict[str, Any]]  # the lines of metrics.jsonl of this process's steps
-    journal: Journal | None = None  # while the run trains
-    observers: Sequence[Callable[[Batch], None]] = ()  # called with a batch that was trained on
+
+    def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
+        super().__init__(**vars(parts))
+        self.callbacks = list(callbacks)
+        self.history: list[dict[str, Any]] = []  # lines of metrics.jsonl of this process's steps
+        self.journal: Journal | None = None  # while the run trains
+        # Called with a batch that was trained on.
+        self.observers: Sequence[Callable[[Batch], None]] = ()
+        self.engine_name, self.why_engine = self.chosen_engine  # until a run is resumed
+        self.checkpointer = Checkpointer(
+            directory=Path(self.args.output_dir) / "checkpoints",
+            parts=self.learner.parts,
+            tokenizer=self.processing_class,
+            backend=self.learner.backend,
+            scheduler=self.learner.scheduler,
+            state=self.state,
+            config=self.saved_config(),
+            fingerprints=lambda: self.learner.fingerprints | self.fingerprints,
+            running=self.running,
+            limit=self.args.save_total_limit,
+            found=self.open_keys,
+            ahead=self.ahead,
+        )
+        self.recorder = Recorder(
+            self.runtime,
+            self.processing_class,
+            self.shaping.names,
+            parameters=lambda: self.checkpointer.parameters,
+        )
 
     @abstractmethod
     def step(self) -> dict[str, Any]:
@@ -184,12 +198,7 @@ class TrainingLoop(ABC):
 
     def add_callback(self, callback: Callback) -> None:
         """Add a callback, as the argument `callbacks` does."""
-        if not isinstance(callback, Callback):
-            raise ValueError(
-                f"callbacks must be objects of rlhf_pg.Callback, got {show(callback)}: "
-                "instantiate a class; write a transformers callback's on_step_end and on_log as "
-                "on_step(trainer, metrics), and should_training_stop as trainer.stop()"
-            )
+        check_callbacks([callback])
         self.callbacks.append(callback)
 
     def _take_step(self, journal: Journal) -> None:
@@ -387,7 +396,7 @@ class TrainingLoop(ABC):
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints of the tokenizer and data, which a resumed run must be given again."""
         return {
-            "tokenizer": vocabulary_fingerprint(self.sampler.tokenizer),
+            "tokenizer": vocabulary_fingerprint(self.sampler.player.tokenizer),
             "train_dataset": self.train_prompts.fingerprint,
         }
 
@@ -396,14 +405,6 @@ class TrainingLoop(ABC):
         """Keys set to "auto"; a resumed run takes the values found before."""
         keys = ("micro_batch_tokens", "rollout_engine")
         return {key for key in keys if getattr(self.args, key) == "auto"}
-
-    def progress(self, step: int | None = None, prompt_index: int = 0) -> TrainerState:
-        """Return the progress of the run, now or at a step, for reward functions that take it."""
-        if step is None:
-            step = self.state.step
-            prompt_index = self.state.prompt_index
-        epoch = prompt_index / len(self.train_prompts)
-        return TrainerState(epoch=epoch, global_step=step, max_steps=self.total_steps)
 
     def began(self) -> Start:
         """Describe the environment and the weights that the run begins from; collective."""

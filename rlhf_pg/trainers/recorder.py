@@ -8,9 +8,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.batch import Batch, sample_numbers
-from rlhf_pg.report.run_files import StepRecord, StepTokens, line_of
+from rlhf_pg.data.row_files import StepTokens, records_of
+from rlhf_pg.report.run_files import StepRecord, line_of
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import Runtime
 
@@ -119,70 +120,13 @@ class Recorder:
         with_texts: bool = False,
     ) -> StepTokens | None:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
-        mask = batch.completion_mask
-        device = batch.groups.device
-        columns = [
-            batch.completion_ids,
-            batch.action_mask,
-            batch.all_offsets(),
-        ]
-        for number in numbers.values():
-            columns.append(number.detach().masked_fill(~batch.action_mask, math.nan))
-        columns += batch.scores.unbind(2)
-        flat = torch.stack([column.double()[mask] for column in columns], dim=1)
-        tokens = self.runtime.gather(flat)[0].cpu().numpy()
-        prompt_ids = self.runtime.gather(batch.prompt_ids[batch.prompt_mask])[0].cpu().numpy()
-        facts = [
-            batch.groups,
-            torch.tensor(batch.dataset_rows, dtype=torch.int64, device=device),
-            torch.full_like(batch.groups, self.runtime.rank),
-            batch.truncated.long(),
-            batch.prompt_mask.sum(1),
-            mask.sum(1),
-        ]
-        rows = self.runtime.gather(torch.stack(facts, dim=1))[0].cpu().numpy()
-        if not self.runtime.is_main:
+        runtime = self.runtime
+        records, blank = records_of(batch, numbers, batch.dataset_rows, runtime.rank)
+        everyone = runtime.gather_objects(records)
+        if not runtime.is_main:
             return None
-        order = rows[:, 0].argsort(kind="stable")
-        parts = np.split(tokens, rows[:, 5].cumsum())
-        parts = [parts[i] for i in order]
-        tokens = np.concatenate([tokens[:0], *parts])
-        prompts = np.split(prompt_ids, rows[:, 4].cumsum())
-        rows = rows[order]
-        runs: list[Any] = []  # each prompt once per run of equal ones
-        prompt_lengths = []
-        before = None
-        for i in order:
-            if before is None or not np.array_equal(prompts[i], before):
-                before = prompts[i]
-                prompt_lengths.append(len(before))
-                runs.append(before)
-            else:
-                prompt_lengths.append(-1)
-        scores = tokens[:, 3 + len(numbers) :]
-        score_at = (~np.isnan(scores)).any(1).nonzero()[0]
-        texts = None
-        if with_texts:
-            texts = []
-            for part in parts:
-                texts += token_texts(self.tokenizer, part[:, 0].astype(int).tolist())
-        return StepTokens(
-            prompt_index=rows[:, 0],
-            sample=np.array(sample_numbers(rows[:, 0].tolist()), np.int32),
-            row=rows[:, 1],
-            rank=rows[:, 2].astype(np.int32),
-            truncated=rows[:, 3].astype(np.bool_),
-            prompt_lengths=np.array(prompt_lengths, np.int32),
-            prompt_ids=np.concatenate([prompt_ids[:0], *runs]).astype(np.int32),
-            lengths=rows[:, 5].astype(np.int32),
-            ids=tokens[:, 0].astype(np.int32),
-            action=tokens[:, 1].astype(np.bool_),
-            score_at=score_at,
-            scores=scores[score_at],
-            numbers={name: tokens[:, 3 + i] for i, name in enumerate(numbers)},
-            offsets=tokens[:, 2].astype(np.int32) if (tokens[:, 2] != 1).any() else None,
-            texts=texts,
-        )
+        texts_of = partial(token_texts, self.tokenizer) if with_texts else None
+        return StepTokens.of([x for records in everyone for x in records], blank, texts_of)
 
 
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:

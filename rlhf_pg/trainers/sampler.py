@@ -4,6 +4,7 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -12,18 +13,18 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
 from rlhf_pg.advantages import group_stats, total_scores
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
-from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import text_of_completion, whole_turn
+from rlhf_pg.data.batch import columns_of, numbers_of
+from rlhf_pg.data.rows import Row
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
@@ -31,14 +32,13 @@ from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.scoring import PendingCalls, RewardResult, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
-    Completion,
-    EpisodeRunner,
     RolloutEngine,
     RolloutError,
     SamplingParams,
     ToolEnvironment,
 )
 from rlhf_pg.rollout.engine import Copied
+from rlhf_pg.rollout.players import Player
 from rlhf_pg.runtime import FullWeights, Runtime
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,8 @@ class Sampler:
     runtime: Runtime
     args: PolicyGradientConfig
     policy: FullWeights | None  # the engine samples with these weights; None: with a copy
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: Sequence[int]  # tokens that end a completion
+    player: Player
     progress: Callable[[], TrainerState]  # for reward functions that take it
-    episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
     results: list[RewardResult] = field(default_factory=list)  # since the last `settle`
     # Reward calls under way, by group, and the batch of all these groups.
     pending: dict[int, PendingCalls] = field(default_factory=dict)
@@ -69,8 +67,9 @@ class Sampler:
 
     # -------------------------------------------------------------------------- the batch of a step
 
-    def next_batch(self, first: int, meter: Meter) -> Batch:
-        """Sample and score groups of `prompts_per_step` prompts, from the index `first` on.
+    def next_batch(self, first: int, meter: Meter, copied: Copied | None = None) -> Batch:
+        """Sample and score groups of `prompts_per_step` prompts, from the index `first` on, by the
+        policy or by weights `copied` from it.
 
         Raises:
             RolloutError, ValueError: on all processes, the engine or a reward function failed, or
@@ -78,7 +77,7 @@ class Sampler:
         """
         args = self.args
         self.results = []
-        with self.sampling():
+        with self.sampling(copied):
             if args.dynamic_sampling_rounds:
                 batch = self._with_spread(first, meter)
             else:
@@ -88,7 +87,7 @@ class Sampler:
             if args.estimator_traits.needs == "greedy":
                 batch = self._with_greedy(batch, meter)
         metrics, logged = self.settle([episode.error for episode in batch.episodes])
-        metrics |= batch.metrics | self.episode_metrics([batch])
+        metrics |= batch.metrics | self.player.metrics(batch.rows, self.runtime)
         return batch.with_columns(metrics=metrics, logged_metrics=logged)
 
     def _sample_and_score(self, indices: range, meter: Meter) -> Batch:
@@ -104,7 +103,13 @@ class Sampler:
         args = self.args
         mine = self.share(indices)
         rows = self.order.rows(mine)
-        return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
+        return self.sample(
+            self.prompts,
+            rows,
+            mine,
+            args.num_generations,
+            args.temperature,
+        )
 
     def share(self, indices: Sequence[int]) -> list[int]:
         """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
@@ -127,14 +132,13 @@ class Sampler:
         n: int,
         temperature: float,
     ) -> Batch:
-        """Sample `n` completions, or play `n` episodes, of each of the dataset rows.
+        """Sample `n` completions, or play `n` episodes, of each of the dataset rows; inside
+        `sampling`.
 
-        Asynchronous rewards of a prompt begin as soon as all its completions are sampled. The
-        prompt index of a row seeds the noise and names the group.
+        Rewards that run beside the trainer begin for a prompt as soon as all its rows are there.
+        The prompt index of a row seeds the noise and names the group.
         """
         args = self.args
-        runner = self.episode_runner
-        device = self.runtime.device
         params = SamplingParams(
             temperature=temperature,
             top_k=args.top_k,
@@ -143,53 +147,38 @@ class Sampler:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        tokens = [prompts.tokens[row] for row in rows]
-        give_up(self.pending.values())  # of completions that were never scored
+        drawn = prompts.take(rows, prompt_indices)
+        groups: dict[int, list[Row]] = {}
+        give_up(self.pending.values())  # of rows that were never scored
         self.pending = {}
-        self.pending_batch = None
-        with self.sampling(), self.runtime.raise_together(RolloutError):
-            if runner is not None:
-                examples = [prompts.rows[row] for row in rows]
-                episodes = runner.play(
-                    self.engine,
-                    examples,
-                    tokens,
-                    prompt_indices,
-                    n,
-                    params,
-                    args.seed,
-                )
-                return self._batch(prompts, rows, prompt_indices, episodes, device)
-            groups: list[dict[int, Completion]] = [{} for _ in rows]
+        with self.runtime.raise_together(RolloutError):
             try:
-                with closing(
-                    self.engine.stream(tokens, n, params, args.seed, prompt_indices)
-                ) as stream:
-                    for place, completion in stream:
-                        i = place // n
-                        groups[i][place % n] = completion
-                        if self.rewards.run_beside and len(groups[i]) == n:
-                            index = prompt_indices[i]
-                            completions = [groups[i][k] for k in range(n)]
-                            # On the CPU, so that sampling the others does not wait for the GPU.
-                            group = self._batch(
-                                prompts,
-                                [rows[i]],
-                                [index],
-                                completions,
-                                torch.device("cpu"),
-                            )
-                            self.pending[index] = self.rewards.begin(self._inputs(group))
+                with closing(self.player.play(self.engine, drawn, n, params, args.seed)) as played:
+                    for place, group in played:
+                        groups[place] = group
+                        judged = [row for row in group if row.is_judged]
+                        if self.rewards.run_beside and judged:
+                            index = prompt_indices[place]
+                            self.pending[index] = self.rewards.begin(self._inputs(judged))
             except BaseException:
                 give_up(self.pending.values())
                 raise
-            turns = [group[k] for group in groups for k in range(n)]
-            self.pending_batch = self._batch(prompts, rows, prompt_indices, turns, device)
-            return self.pending_batch
+        batch = Batch.of(
+            [row for place in range(len(drawn)) for row in groups[place]],
+            self.runtime.device,
+            torch.promote_types(getattr(torch, args.dtype), torch.float32),
+        )
+        lines = None
+        if args.agent_credit == "branch":  # also where no row of this process has lines
+            lines = torch.zeros_like(batch.completion_ids) if batch.lines is None else batch.lines
+        self.pending_batch = batch.with_columns(lines=lines)
+        return self.pending_batch
 
     @contextmanager
     def sampling(self, copied: Copied | None = None) -> Iterator[None]:
-        """Give the engine the (gathered) weights for all calls of `sample`, or those `copied`."""
+        """Give the engine the (gathered) weights for all calls of `sample`, or those `copied`; the
+        one place where weights are handed over. Collective.
+        """
         with ExitStack() as weights:
             # No process samples before all are here: one may update the server for all.
             with self.runtime.raise_together(RolloutError):
@@ -197,57 +186,6 @@ class Sampler:
                 weights.enter_context(self.engine.weights_synced(copied))
             self.engine.agree(self.runtime.gather_objects)
             yield
-
-    def _batch(
-        self,
-        prompts: Prompts,
-        rows: Sequence[int],
-        prompt_indices: Sequence[int],
-        samples: Sequence[Any],  # completions of one turn, or episodes
-        device: torch.device,
-    ) -> Batch:
-        """Return completions, the same number for each row, as a batch."""
-        n = len(samples) // max(1, len(rows))
-        repeated = [row for row in rows for _ in range(n)]
-        tokens = [prompts.tokens[row] for row in repeated]
-        columns = prompts.rows[repeated]
-        opened = columns.pop("prompt", [])
-        has_episodes = self.episode_runner is not None
-        texts = []
-        fields = {}
-        if has_episodes:
-            fields["actions"] = [episode.trained for episode in samples]
-            fields["truncated"] = [episode.truncated for episode in samples]
-            fields["offsets"] = [x.offsets or [1] * len(x.tokens) for x in samples]
-            tokens = [episode.prompt_ids for episode in samples]
-            opened = [episode.prompt for episode in samples]
-        else:
-            fields["truncated"] = [turn.finish_reason == "length" for turn in samples]
-        for prompt, sample in zip(opened, samples, strict=True):
-            if has_episodes and not isinstance(prompt, str):
-                texts.append(whole_turn(prompt, sample.messages))
-            else:
-                texts.append(self.prompt_and_completion(prompt, sample.tokens))
-        batch = Batch.from_tokens(
-            prompts=tokens,
-            completions=[sample.tokens for sample in samples],
-            logprobs=[sample.logprobs for sample in samples],
-            groups=[index for index in prompt_indices for _ in range(n)],
-            pad_token_id=self.tokenizer.pad_token_id,
-            dtype=torch.promote_types(getattr(torch, self.args.dtype), torch.float32),
-            device=device,
-            **fields,
-        )
-        if self.args.agent_credit == "branch":
-            lines = pad_rows([sample.lines for sample in samples], 0)[0]
-            batch = batch.with_columns(lines=lines.to(device))
-        return batch.with_columns(
-            prompts=[prompt for prompt, _ in texts],
-            completions=[completion for _, completion in texts],
-            columns=columns,
-            dataset_rows=repeated,
-            episodes=samples if has_episodes else (),
-        )
 
     # -------------------------------------------------------------------------------------- rewards
 
@@ -260,15 +198,15 @@ class Sampler:
         """
         with self.runtime.raise_together(ValueError):
             paid = None
-            if self.rewards.has_environment and self.episode_runner is not None:
-                paid = self.episode_runner.rewards(batch.episodes)
+            if self.rewards.has_environment:
+                paid = numbers_of(batch.rows, "rewards", math.nan, torch.float64)
             begun = {}
             if batch is self.pending_batch:
                 begun = self.pending
                 self.pending = {}
                 self.pending_batch = None
             result = self.rewards.score(
-                self._inputs(batch),
+                self._inputs(batch.rows),
                 batch.action_mask,
                 paid,
                 batch.groups.tolist(),
@@ -284,32 +222,32 @@ class Sampler:
             mask = batch.action_mask & known[:, None]
             batch = batch.with_columns(action_mask=mask)
         scores = self.shaping.add_penalties(scores.to(batch.sampler_logprobs), batch)
-        return batch.with_columns(scores=scores, logged=result.extra)
+        rows = []
+        for i, row in enumerate(batch.rows):
+            logged = {name: column[i] for name, column in result.extra.items()}
+            rows.append(replace(row, logged=logged))
+        return batch.with_columns(scores=scores, rows=rows)
 
-    def _inputs(self, batch: Batch) -> RewardInputs:
-        ids = batch.token_lists()
-        played = (episode.environment for episode in batch.episodes)
-        environments = [getattr(one, "trl_instance", one) for one in played]
-        if all(one is None or type(one) is ToolEnvironment for one in environments):
+    def _inputs(self, rows: Sequence[Row]) -> RewardInputs:
+        """Return what reward functions are told about some rows."""
+        stops = self.player.stop_token_ids
+        environments = []
+        for row in rows:
+            if row.episode is not None:
+                played = row.episode.environment
+                environments.append(getattr(played, "trl_instance", played))
+        if all(x is None or type(x) is ToolEnvironment for x in environments):
             environments = []
         return RewardInputs(
-            batch.prompts,
-            batch.completions,
-            ids,
-            batch.columns,
-            ended=[bool(row) and row[-1] in self.stop_token_ids for row in ids],
-            truncated=batch.truncated.tolist(),
+            [row.prompt for row in rows],
+            [row.completion for row in rows],
+            [list(row.ids) for row in rows],
+            columns_of([row.columns for row in rows]),
+            ended=[bool(row.ids) and row.ids[-1] in stops for row in rows],
+            truncated=[row.truncated for row in rows],
             environments=environments or None,
             state=self.progress(),
         )
-
-    def prompt_and_completion(self, prompt: Any, ids: Sequence[int]) -> tuple[Any, Any]:
-        """Return a prompt and its single-turn completion, both as text or both as messages."""
-        skips = self.args.skip_special_tokens
-        text = text_of_completion(ids, self.tokenizer, skips, self.stop_token_ids)
-        if isinstance(prompt, str):
-            return prompt, text
-        return whole_turn(prompt, [{"role": "assistant", "content": text}])
 
     def settle(
         self, errors: Sequence[str | None] = ()
@@ -368,13 +306,6 @@ class Sampler:
                         raise ValueError(f"every {what} of the batch failed, the first: {first}")
         return means["calls"], means["logged"]
 
-    def episode_metrics(self, parts: Sequence[Batch]) -> dict[str, float]:
-        """Compute metrics of episodes over all processes; empty without environment or tools."""
-        if self.episode_runner is None:
-            return {}
-        episodes = [episode for part in parts for episode in part.episodes]
-        return self.episode_runner.metrics(episodes, self.runtime)
-
     # ----------------------------------------------------------- dynamic sampling, greedy baseline
 
     def _with_spread(self, first: int, meter: Meter) -> Batch:
@@ -402,7 +333,7 @@ class Sampler:
         chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])
         places = {index: first + i for i, index in enumerate(chosen)}
         sampled = sum(int(runtime.all_reduce_sum(part.num_tokens)) for part in parts)
-        together = Batch.concat(parts, self.tokenizer.pad_token_id)
+        together = Batch.concat(parts)
         own = together.groups.tolist()
         rows = [i for i, group in enumerate(own) if group in places]
         groups = together.groups.new_tensor([places[own[i]] for i in rows])
@@ -442,7 +373,9 @@ class Sampler:
 
 
 def gathered_for(
-    engine: RolloutEngine, policy: FullWeights | None, device: torch.device
+    engine: RolloutEngine,
+    policy: FullWeights | None,
+    device: torch.device,
 ) -> AbstractContextManager[None]:
     """Gather what an engine reads of sharded weights; collective."""
     if policy is None or engine.gathers == "none":

@@ -6,44 +6,54 @@ completion width, K sources of reward; a row is one completion.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from os import PathLike
-from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg import models
 from rlhf_pg.advantages import AdvantageInputs, discounted_returns
-from rlhf_pg.boundary.quoted import about
+from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
-from rlhf_pg.data import Batch, Prompts
+from rlhf_pg.data import Batch
 from rlhf_pg.data.inputs import make_sets
-from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
 from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy, ratio_terms
 from rlhf_pg.masking import whiten
-from rlhf_pg.models import Critic, PolicyOutput
-from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
+from rlhf_pg.models import PolicyOutput
+from rlhf_pg.report.metrics import KEYS, Meter, step_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
-from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, EpisodeRunner, Tool
-from rlhf_pg.running_stats import MovingAverage
+from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool
+from rlhf_pg.run.objective import (
+    Objective,
+    Term,
+    draw_texts,
+    entropy,
+    likelihood,
+    other_tokens,
+    text_tokens,
+)
 from rlhf_pg.runtime import broadcasts_failure
-from rlhf_pg.trainers.build import build
-from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
-from rlhf_pg.trainers.loop import Callback, TrainingLoop
+from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.optimizer import Optimizers
+from rlhf_pg.trainers.parts import Inputs, make_parts
 from rlhf_pg.trainers.sampler import merge_logged
 from rlhf_pg.trainers.teacher import privileged_batch
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN = "is no argument of a trainer"
+REPLACED = {  # methods that subclasses once overrode, and those in their place
+    "estimate": "credit",
+    "score": "infer",
+    "loss": "the terms of `terms`",
+    "regularizer": "the terms of `terms`",
+}
 
 
 class PolicyGradientTrainer(TrainingLoop):
@@ -84,37 +94,22 @@ class PolicyGradientTrainer(TrainingLoop):
             `endpoint.api_key` for `endpoint.model`, as it would ask OpenAI, and returns a reward, a
             list with one for each answer, or None if reward functions judge. Or a command
             (docs/agents.md).
+        value_model: see `PPOTrainer`.
 
     Raises:
         ValueError: an input is wrong; the message names it. Nothing has been computed yet.
     """
 
     trains: ClassVar[bool] = True  # False for an evaluation
-    value_model: Any = None  # an argument of PPOTrainer
-    shaping: Shaping
-    model: PreTrainedModel
-    processing_class: PreTrainedTokenizerBase
-    dtype: torch.dtype
-    peft_config: Any
-    episode_runner: EpisodeRunner | None
-    environments: EnvironmentSource | None
-    eval_sets: dict[str, Prompts]
-    estimator: Callable[[AdvantageInputs], Tensor]
-    policy_loss: partial[Loss]
-    controllers: Controllers
-    moving_average: MovingAverage | None
-    running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
-    critic: Critic | None
-    has_agent: bool  # whose histories may be shorter than its row
-    privileged_prompt: Callable[..., Any] | None
-    teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
 
-    def __new__(cls, *_: Any, **arguments: Any) -> Self:
-        foreign = [name for name in arguments if name in FOREIGN_ARGUMENTS]
-        if foreign:
-            hints = [f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in foreign]
-            raise TypeError(f"{cls.__name__}: {'; '.join(hints)}")
-        return super().__new__(cls)
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse methods that a step does not call any more (TypeError)."""
+        super().__init_subclass__(**options)
+        for name in REPLACED.keys() & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__}.{name} would not be called: since November 2026 a step calls "
+                f"{REPLACED[name]} (CONTRIBUTING.md, A new algorithm)"
+            )
 
     @broadcasts_failure
     def __init__(
@@ -134,8 +129,43 @@ class PolicyGradientTrainer(TrainingLoop):
         environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
         privileged_prompt: Callable[..., Any] | None = None,
         agent_program: Callable[..., Any] | str | None = None,
+        value_model: Any = None,
+        **others: Any,
     ) -> None:
-        build(self, SimpleNamespace(**locals()))  # the arguments, and nothing else, are local
+        if value_model is not None and not self.config_type.has_critic:
+            raise TypeError(f"{type(self).__name__}: value_model is an argument of PPOTrainer")
+        if others:
+            hints = [f"{name!r} {FOREIGN_ARGUMENTS.get(name, UNKNOWN)}" for name in others]
+            raise TypeError(f"{type(self).__name__}: {'; '.join(hints)}")
+        if args is None:
+            args = self.config_type()
+        if not isinstance(args, self.config_type):
+            got = quote(f"{type(args).__module__}.{type(args).__name__}")
+            raise ValueError(f"args must be rlhf_pg's {self.config_type.__name__}, got {got}")
+        check_callbacks(callbacks or ())
+        inputs = Inputs(
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            peft_config=peft_config,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            privileged_prompt=privileged_prompt,
+            agent_program=agent_program,
+            value_model=value_model,
+        )
+        super().__init__(make_parts(args, inputs, self.trains), callbacks or ())
+        self.objective = Objective(
+            self.terms(),
+            aggregation=self.args.aggregation,
+            max_completion_length=self.args.max_completion_length,
+            all_sum=self.runtime.all_reduce_sum,
+        )
 
     # ------------------------------------------------------------------------------ the one step
 
@@ -152,15 +182,15 @@ class PolicyGradientTrainer(TrainingLoop):
     def learn(self, batch: Batch, meter: Meter) -> dict[str, Any]:
         """Take the second half of a step, on scored completions."""
         with meter.time("score"):
-            batch = self.score(batch)  # log-probabilities and values (B,T)
-            batch, metrics = self.estimate(batch, meter)  # self.advantages  <- the algorithm
+            batch = self.infer(batch)  # log-probabilities and values (B,T)
+            batch = self.credit(batch, meter)  # rewards and advantages (B,T)  <- the algorithm
         with meter.time("update"):
-            metrics |= self.update(self.drop_truncated(batch), meter)  # self.loss  <- the algorithm
+            metrics = self.update(self.drop_truncated(batch), meter)  # self.terms  <- the algorithm
         for observe in self.observers:  # the record of the step
             observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
-    def score(self, batch: Batch) -> Batch:
+    def infer(self, batch: Batch) -> Batch:
         """Add the models' log-probabilities and values of completions, (B,T); collective."""
         teacher_batch = None
         if self.learner.teacher is not None:
@@ -175,138 +205,141 @@ class PolicyGradientTrainer(TrainingLoop):
                     tools,
                     self.teacher_prompt_limit,
                 )
-        return self.learner.score(batch, teacher_batch)
+        batch = self.learner.infer(batch, teacher_batch)
+        self.agreement.begin(batch)
+        return batch
 
-    def estimate(self, batch: Batch, meter: Meter) -> tuple[Batch, dict[str, float]]:
-        """Turn scores into per-token rewards, and these into advantages; return the batch with
-        these columns, and metrics over all ranks. Collective.
+    # --------------------------------------------------- credit: from scores to advantages
+
+    def credit(self, batch: Batch, meter: Meter) -> Batch:
+        """Turn scores into rewards per token, and these into advantages and the critic's targets;
+        collective.
         """
-        runtime = self.runtime
         args = self.args
-        shaping = self.shaping
-        scores = batch.scores
         mask = batch.action_mask
-
-        # Shape the scores and place each at the end of its step, after updating the statistics.
-        shaping.observe(scores, lambda x: runtime.gather(x)[0])
-        shaped = shaping(scores, batch)
-        step_scores, step_mask = shaping.steps(shaped)
-
-        # A KL in the reward is paid at every token: r_t = s_t - beta KL_t.
-        minus_kl = torch.zeros_like(batch.sampler_logprobs)
-        if batch.ref_logprobs is not None and args.kl_placement == "reward":
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)
-            meter.add_masked("kl", kl, mask)
-            minus_kl = -self.controllers["beta"] * kl
+        self.shaping.observe(batch.scores, self.gather)
+        shaped = self.shaping(batch.scores, batch)  # (B,T,K)
+        step_scores, _ = self.shaping.steps(shaped)
+        minus_kl = self.kl_reward(batch, meter)
         rewards = minus_kl + step_scores
-
-        # A teacher in the reward pays every token coef (log q - log p): in the rewards that a
-        # critic values, or else beside the baselines, which compare whole completions.
-        teacher_rewards = None
-        if batch.teacher_logprobs is not None and args.teacher_placement == "reward":
-            log_ratio = batch.teacher_logprobs.clamp(min=IMPOSSIBLE) - batch.old_logprobs
-            log_ratio = torch.where(mask & ~log_ratio.isnan(), log_ratio, 0.0)
-            meter.add_masked("teacher/divergence", -log_ratio, mask)
-            teacher_rewards = args.teacher_coef * log_ratio
-            if self.critic is not None:
-                rewards = rewards + teacher_rewards
-                teacher_rewards = None
+        teacher_rewards = self.teacher_reward(batch, meter)
+        if teacher_rewards is not None and self.critic is not None:
+            rewards = rewards + teacher_rewards
+            teacher_rewards = None
         if args.whiten_rewards:  # divide by their standard deviation over the step
-            stats = runtime.mean_and_var(rewards, mask)
+            stats = self.runtime.mean_and_var(rewards, mask)
             rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
+        batch = batch.with_columns(rewards=rewards)
 
-        # Baselines compare the completions of all ranks, or their lines (`agent_credit`).
-        groups, rows = runtime.gather(batch.groups)
-        greedy_scores = None
-        if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
-            paid = sum_step_scores(shaping(batch.greedy.scores, batch.greedy))
-            _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
-            greedy_scores = nn.functional.pad(paid[place], (0, 1))
-        values, bootstrap_value = self.values_of(batch)
-        average = self.moving_average
-
-        def inputs_of(line: Tensor | None = None) -> AdvantageInputs:
-            """Return the inputs for all action tokens, or for those of a line (B,T)."""
-            actions = mask
-            steps = step_mask
-            parts = shaped
-            end = bootstrap_value
-            if line is not None:
-                actions = mask & line
-                steps = step_mask & line
-                parts = shaped.where(line[:, :, None], torch.nan)
-            if line is not None and end is not None:  # it is for the line of the last action
-                last = (batch.action_ends[:, None] - 1).clamp(min=0)
-                end = end * actions.gather(1, last).squeeze(1)
-            # A row without policy tokens has neither a score nor a KL.
-            kl_of_row = (minus_kl * actions).sum(1).masked_fill(~actions.any(1), torch.nan)
-            everyone = torch.cat([sum_step_scores(parts), kl_of_row[:, None]], dim=1)
-            return AdvantageInputs(
-                rewards=rewards,
-                mask=actions,
-                scores=runtime.gather(everyone)[0],
-                groups=groups,
-                rows=rows,
-                action_tokens=runtime.gather(actions.sum(1))[0],
-                weights=nn.functional.pad(shaping.weights, (0, 1), value=1.0),
-                step_scores=step_scores,
-                step_mask=steps,
-                values=values,
-                bootstrap_value=end,
-                greedy_scores=greedy_scores,
-                moving_average=average.value if average else 0.0,
-            )
-
-        inputs = inputs_of()
-        raw = runtime.gather(sum_step_scores(scores))[0]
-        trained = inputs.scores
+        inputs = self.advantage_inputs(batch, shaped, minus_kl)
         parts = [inputs]
-        if batch.lines is not None:
-            own = int(batch.lines.max()) + 1 if len(batch.lines) else 0  # a process may have no row
-            count = max(runtime.gather_objects(own))
-            parts = [inputs_of(batch.lines == line) for line in range(count)]
+        if batch.lines is not None:  # each line of an agent is compared with itself
+            highest = int(batch.lines.max()) if len(batch.lines) else -1
+            numbers = range(max(self.runtime.gather_objects(highest)) + 1)
+            lines = [batch.lines == number for number in numbers]
+            parts = [self.advantage_inputs(batch, shaped, minus_kl, line) for line in lines]
         advantages = torch.zeros_like(rewards)
         for part in parts:
             advantages = advantages + self.advantages(part)  # (B,T)  <- the algorithm
-            if teacher_rewards is not None:
+            if teacher_rewards is not None:  # beside the baselines, which compare completions
                 to_go = discounted_returns(teacher_rewards, part.mask, args.teacher_gamma)
                 advantages = advantages + to_go
         returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
         if args.normalize_advantages:
-            stats = runtime.mean_and_var(advantages, mask)
+            stats = self.runtime.mean_and_var(advantages, mask)
             advantages = whiten(advantages, mask, stats=stats)
         if batch.entropies is not None:
-            everyone, _ = runtime.gather(batch.entropies[self.drop_truncated(batch).action_mask])
+            trained = self.drop_truncated(batch).action_mask
+            everyone = self.gather(batch.entropies[trained])
             kept = high_entropy(batch.entropies, everyone, args.top_entropy_quantile)
             advantages = torch.where(kept, advantages, 0.0)
-        positive = None
-        if args.positive_nll_coef:
-            positive = sum_step_scores(shaping.weigh(scores)).nansum(1)
-            positive = positive > args.positive_nll_threshold
-
-        metrics |= reward_metrics(raw, trained[:, :-1], shaping.names, groups)
-        metrics |= length_metrics(runtime.gather(batch.lengths())[0])
-        if greedy_scores is not None:
-            metrics["rewards/greedy"] = runtime.gather(greedy_scores.nansum(1))[0].mean().item()
-        if average is not None:
-            there = ~trained.isnan().all(1)
-            metrics["return"] = trained.nansum(1)[there].mean().item()
-            metrics["moving_average"] = average.value
-        if args.kl_controller != "fixed":  # follows the mean of the summed k1 of completions
-            sums = (batch.old_logprobs - batch.ref_logprobs).double().sum(1)  # 0 in masked slots
-            both = torch.stack([sums.sum(), mask.any(1).sum().to(sums)])
-            total, count = runtime.all_reduce_sum(both)
-            metrics["kl/completion"] = float(total / count)
-        batch = batch.with_columns(
-            rewards=rewards,
+        if inputs.greedy_scores is not None:
+            paid = self.gather(inputs.greedy_scores.nansum(1))
+            metrics["rewards/greedy"] = paid.mean().item()
+        if self.moving_average is not None:
+            applies = ~inputs.scores.isnan().all(1)
+            metrics["return"] = inputs.scores.nansum(1)[applies].mean().item()
+            metrics["moving_average"] = self.moving_average.value
+        return batch.with_columns(
+            totals=inputs.scores[inputs.rows],
             advantages=advantages,
             returns=returns,
-            positive=positive,
             # None for a single update, whose own forward pass gives them: the ratio is exactly 1.
             # They are kept where the KL after it is measured against them.
             old_logprobs=batch.old_logprobs if args.compares_with_old else None,
+            metrics=batch.metrics | metrics,
         )
-        return batch, metrics
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks."""
+        return self.runtime.gather(x)[0]
+
+    def kl_reward(self, batch: Batch, meter: Meter) -> Tensor:
+        """Return what a KL in the reward pays every token: -beta KL_t, (B,T)."""
+        args = self.args
+        mask = batch.action_mask
+        if args.kl_controller != "fixed":  # follows the mean of the summed k1 of completions
+            sums = (batch.old_logprobs - batch.ref_logprobs).double().sum(1)  # 0 in masked slots
+            meter.add("kl/completion", sums.sum(), mask.any(1).sum())
+        if batch.ref_logprobs is None or args.kl_placement != "reward":
+            return torch.zeros_like(batch.sampler_logprobs)
+        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, args.kl_estimator)
+        meter.add_masked("kl", kl, mask)
+        return -self.controllers["beta"] * kl
+
+    def teacher_reward(self, batch: Batch, meter: Meter) -> Tensor | None:
+        """Return what a teacher in the reward pays every token: coef (log q - log p), (B,T)."""
+        if batch.teacher_logprobs is None or self.args.teacher_placement != "reward":
+            return None
+        log_ratio = batch.teacher_logprobs.clamp(min=IMPOSSIBLE) - batch.old_logprobs
+        log_ratio = torch.where(batch.action_mask & ~log_ratio.isnan(), log_ratio, 0.0)
+        meter.add_masked("teacher/divergence", -log_ratio, batch.action_mask)
+        return self.args.teacher_coef * log_ratio
+
+    def advantage_inputs(
+        self,
+        batch: Batch,
+        shaped: Tensor,
+        minus_kl: Tensor,
+        line: Tensor | None = None,
+    ) -> AdvantageInputs:
+        """Gather what baselines compare, the scores of all ranks, for all action tokens or for
+        those of a line (B,T); collective.
+        """
+        actions = batch.action_mask
+        step_scores, steps = self.shaping.steps(shaped)
+        values, end = self.values_of(batch)
+        if line is not None:
+            actions = actions & line
+            steps = steps & line
+            shaped = shaped.where(line[:, :, None], torch.nan)
+            if end is not None:  # it is for the line of the last action
+                last = (batch.action_ends[:, None] - 1).clamp(min=0)
+                end = end * actions.gather(1, last).squeeze(1)
+        # A row without policy tokens has neither a score nor a KL.
+        kl_of_row = (minus_kl * actions).sum(1).masked_fill(~actions.any(1), torch.nan)
+        totals = torch.cat([sum_step_scores(shaped), kl_of_row[:, None]], dim=1)
+        groups, rows = self.runtime.gather(batch.groups)
+        greedy_scores = None
+        if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
+            paid = sum_step_scores(self.shaping(batch.greedy.scores, batch.greedy))
+            _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
+            greedy_scores = nn.functional.pad(paid[place], (0, 1))
+        return AdvantageInputs(
+            rewards=batch.rewards,
+            mask=actions,
+            scores=self.gather(totals),
+            groups=groups,
+            rows=rows,
+            action_tokens=self.gather(actions.sum(1)),
+            weights=nn.functional.pad(self.shaping.weights, (0, 1), value=1.0),
+            step_scores=step_scores,
+            step_mask=steps,
+            values=values,
+            bootstrap_value=end,
+            greedy_scores=greedy_scores,
+            moving_average=self.moving_average.value if self.moving_average else 0.0,
+        )
 
     def drop_truncated(self, batch: Batch) -> Batch:
         """Leave truncated completions out of the losses (`mask_truncated_completions`), but not out
@@ -323,13 +356,20 @@ class PolicyGradientTrainer(TrainingLoop):
         or are about to, so that a checkpoint saved when the step fails says that it has them.
         `Learner.update` makes the agreement check; an override goes without.
         """
-        return self.learner.update(batch, self.state.step, meter)
+        return self.learner.update(
+            batch,
+            self.objective,
+            self.state.step,
+            meter,
+            self.agreement.check,
+        )
 
     def finish_step(self, batch: Batch, metrics: dict[str, Any], meter: Meter) -> dict[str, Any]:
         """Count the step, update the controllers, and reduce the metrics over all processes."""
         args = self.args
         state = self.state
         policy_frozen = self.learner.trains_critic_alone(state.step)
+        metrics |= step_metrics(batch, self.shaping.names, self.gather)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
         state.step += 1
         state.prompt_index += batch.num_prompts
@@ -358,17 +398,47 @@ class PolicyGradientTrainer(TrainingLoop):
         self.learner.updates_begun = 0
         return line
 
-    # ---------------------------- what makes it an algorithm: these, `estimate` and `update` above
+    # ------------------------ what makes it an algorithm: these, `credit` and `update` above
 
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Estimate advantages (B,T) of this rank's rows by `args.advantage_estimator`."""
         return self.estimator(inputs)
 
-    def loss(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute the loss per token (B,T), and metrics (B,T) to average for the log."""
-        surrogate, metrics = self.surrogate(new, batch)
-        regularizer, more = self.regularizer(new, batch)
-        return surrogate + regularizer, metrics | more
+    def terms(self) -> list[Term]:
+        """Return the terms of the objective. A subclass adds some, or replaces one by a later one
+        of the same name:
+
+            def terms(self) -> list[Term]:
+                return [*super().terms(), Term(name="policy", loss=self.my_loss)]
+        """
+        args = self.args
+        coefs = self.controllers
+        terms = [Term(name="policy", loss=self.surrogate)]
+        if args.entropy_coef or args.entropy_target is not None:
+            bonus = Term(name="entropy", loss=entropy, coef=lambda: -coefs["entropy_coef"])
+            terms.append(bonus)
+        if args.teacher_model_name_or_path and args.teacher_placement == "loss":
+            terms.append(Term(name="teacher", loss=self.teacher_loss, coef=args.teacher_coef))
+        if args.beta > 0 and args.kl_placement == "loss":
+            terms.append(Term(name="kl", loss=self.kl_loss, coef=lambda: coefs["beta"]))
+        if args.positive_nll_coef:
+            terms.append(likelihood("positive_nll", self.correct_tokens, args.positive_nll_coef))
+        if args.tool_output_nll_coef:
+            coef = args.tool_output_nll_coef
+            echo = likelihood("tool_output_nll", other_tokens, coef, beyond_actions=True)
+            terms.append(echo)
+        if args.ptx_coef:
+            rows = draw_texts(self.texts, args.ptx_batch_size, args.seed, self.runtime)
+            options = {"rows": rows, "beyond_actions": True}
+            terms.append(likelihood("ptx_nll", text_tokens, args.ptx_coef, **options))
+        return terms
+
+    def correct_tokens(self, batch: Batch) -> Tensor:
+        """Return the tokens of completions whose functions pay more than
+        `positive_nll_threshold`.
+        """
+        paid = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1)
+        return batch.action_mask & (paid > self.args.positive_nll_threshold)[:, None]
 
     def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
@@ -397,26 +467,24 @@ class PolicyGradientTrainer(TrainingLoop):
             metrics |= measured
         return per_token, metrics | {"policy_loss": per_token.detach()}
 
-    def regularizer(self, new: PolicyOutput, batch: Batch) -> Loss:
-        """Compute beta KL_t + teacher_coef D_t - entropy_coef H_t, (B,T), of those in the loss."""
-        per_token = -self.controllers["entropy_coef"] * new.entropy
-        metrics = {}
-        if batch.teacher_logprobs is not None and self.args.teacher_placement == "loss":
-            taught = batch.action_mask & ~batch.teacher_logprobs.isnan()
-            divergence = new.divergence
-            if divergence is None:  # from the sampled token
-                divergence = kl_loss(
-                    new.logprobs,
-                    batch.old_logprobs,
-                    batch.teacher_logprobs,
-                    taught,
-                    "k3_ratio",
-                )
-            divergence = torch.where(taught, divergence, 0.0)
-            per_token = per_token + self.args.teacher_coef * divergence
-            metrics["teacher/divergence"] = divergence.detach()
-        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
-            return per_token, metrics
+    def teacher_loss(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Return the divergence from the teacher, D_t; 0 in rows without one."""
+        assert batch.teacher_logprobs is not None
+        taught = batch.action_mask & ~batch.teacher_logprobs.isnan()
+        divergence = new.divergence
+        if divergence is None:  # from the sampled token
+            divergence = kl_loss(
+                new.logprobs,
+                batch.old_logprobs,
+                batch.teacher_logprobs,
+                taught,
+                "k3_ratio",
+            )
+        divergence = torch.where(taught, divergence, 0.0)
+        return divergence, {"teacher/divergence": divergence}
+
+    def kl_loss(self, new: PolicyOutput, batch: Batch) -> Loss:
+        """Return KL_t from the reference."""
         kl = kl_loss(
             new.logprobs,
             batch.old_logprobs,
@@ -424,13 +492,9 @@ class PolicyGradientTrainer(TrainingLoop):
             batch.action_mask,
             self.args.kl_estimator,
         )
-        return per_token + self.controllers["beta"] * kl, metrics | {"kl": kl.detach()}
+        return kl, {"kl": kl}
 
     # ----------------------------------------------------------------------- for a critic, as PPO's
-
-    def new_critic(self) -> Critic | None:
-        """Make the critic of an algorithm that has one."""
-        return None
 
     def values_of(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Return values (B,T) and the value after the last action token (B,), in reward units."""
@@ -442,33 +506,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """Return the critic's targets (B,T), in its units, from raw advantages, and metrics."""
         return None, {}
 
-    # ---------------------------------------------------------------------- prompts, and evaluation
-
-    def prompts_of(self, dataset: Any, name: str) -> Prompts:
-        """Return the prompts of a dataset; ValueError, with `name` and the row, if one is unfit."""
-        tools: Tools = self.episode_runner.tools if self.episode_runner else ()
-        if self.has_agent:  # whose program says which tools it has
-            tools = no_tools
-        with about(name):
-            return load_prompts(
-                dataset,
-                self.processing_class,
-                max_prompt_length=self.args.max_prompt_length,
-                long_prompts=self.args.long_prompts,
-                tools=tools,
-                max_completion_length=self.args.max_completion_length,
-                positions=None if self.has_agent else models.max_positions(self.model),
-                micro_batch_tokens=self.args.micro_batch_tokens,
-            )
-
-    def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
-        """Return the prompts of every evaluation set, by its name."""
-        sets = dict(datasets)
-        source = self.environments
-        rows = self.args.prompts_per_step
-        if source is not None:
-            sets = {name: source.add_prompts(data, rows) for name, data in sets.items()}
-        return {n: self.prompts_of(own, f"eval_dataset {n}".rstrip()) for n, own in sets.items()}
+    # ----------------------------------------------------------------------------------- evaluation
 
     @broadcasts_failure
     def evaluate(
@@ -506,7 +544,7 @@ class PolicyGradientTrainer(TrainingLoop):
             )
         sets = self.eval_sets
         if eval_dataset is not None:
-            sets = self.eval_prompts(make_sets(eval_dataset, self.args))
+            sets = self.prompt_loader.load_sets(make_sets(eval_dataset, self.args))
         if not sets:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperatures = {"": self.args.temperature if temperature is None else temperature}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.batch import Batch
+from rlhf_pg.data import Batch, Row
 from rlhf_pg.models import Policy, chunk_size_for
 from rlhf_pg.models.attention import measurable_experts
 from rlhf_pg.models.lm_head import Measured
@@ -267,16 +267,13 @@ def probe(
     device: torch.device | str = "cpu",
 ) -> Batch:
     """Make groups of `rows` rows each, with prompts and completions of the given lengths."""
-    count = groups * rows
-    return Batch.from_tokens(
-        prompts=[[0] * prompt] * count,
-        completions=[[0] * completion] * count,
-        logprobs=[[0.0] * completion] * count,
-        truncated=[False] * count,
-        groups=[group for group in range(groups) for _ in range(rows)],
-        pad_token_id=0,
-        device=device,
-    )
+    ids = [0] * completion
+    logprobs = [0.0] * completion
+    made = []
+    for group in range(groups):
+        row = Row(prompt_ids=[0] * prompt, ids=ids, logprobs=logprobs, group=group)
+        made += [row] * rows
+    return Batch.of(made, device)
 
 
 def blueprint(module: nn.Module, device: torch.device | str, kind: str | None = None) -> nn.Module:

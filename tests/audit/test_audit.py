@@ -65,8 +65,8 @@ def enumerated(trainer, later: bool) -> torch.Tensor:
     batches = []
     for said, _ in steps:
         trainer.sampler.engine.says = said
-        batch = trainer.score(trainer.sampler.next_batch(0, Meter()))
-        batches.append(trainer.drop_truncated(trainer.estimate(batch, Meter())[0]))
+        batch = trainer.infer(trainer.sampler.next_batch(0, Meter()))
+        batches.append(trainer.drop_truncated(trainer.credit(batch, Meter())))
     if later:
         parameters = list(trainer.model.parameters())
         moved = parameters_to_vector(parameters) + 0.03 * enumeration.exact_gradient(trainer)
@@ -74,7 +74,7 @@ def enumerated(trainer, later: bool) -> torch.Tensor:
     total = 0.0
     for batch, (_, chance) in zip(batches, steps, strict=True):
         trainer.learner.module.zero_grad()
-        trainer.learner.accumulate(batch, Meter())
+        trainer.learner.accumulate(batch, trainer.objective, Meter())
         total -= 2 * chance * torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
     return total
 

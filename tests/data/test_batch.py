@@ -6,19 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rlhf_pg.data.batch import Batch, sample_numbers, to_device
+from rlhf_pg.data import Batch, Row
+from rlhf_pg.data.batch import sample_numbers, to_device
+from tests.rows import batch_of, tensors
 
-PAD = 9
+PAD = 0
 
 
 def rollout(prompts=((1,), (2, 3, 4), (5, 6)), completions=((7, 8), (1,), (2, 3, 4)), **options):
-    return Batch.from_tokens(
-        prompts=prompts,
-        completions=completions,
+    return batch_of(
+        prompts,
+        completions,
         logprobs=[[-0.25 * (i + 1)] * len(row) for i, row in enumerate(completions)],
         truncated=[i % 2 == 1 for i in range(len(prompts))],
         groups=[10 + i for i in range(len(prompts))],
-        pad_token_id=PAD,
         **options,
     )
 
@@ -27,10 +28,6 @@ def experience(**numbers):
     base = rollout()
     advantages = torch.arange(9.0).view(3, 3)
     return base.with_columns(**{"advantages": advantages, **numbers})
-
-
-def tensors(batch):
-    return dict(batch._tensors())
 
 
 def test_prompts_are_padded_left_and_completions_right():
@@ -68,35 +65,31 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
 
 
 @pytest.mark.parametrize(
-    "numbers",
+    ("name", "numbers"),
     [
-        ([[-0.5], [-0.6, -0.7]],),
-        ([[-0.5, -0.6], [-0.7]], [[True], [True] * 2]),
-        ([[-0.5, -0.6], [-0.7]], None, [[1], [1, 1]]),
+        ("logprobs", [-0.5]),
+        ("actions", [True] * 3),
+        ("offsets", [1]),
+        ("lines", []),
+        ("rewards", []),
     ],
 )
-def test_numbers_of_other_tokens_raise(numbers):
-    """Together they are as many as the tokens."""
-    tokens = [[1], [1]], [[2, 3], [4]]
-    with pytest.raises(ValueError, match="per token"):
-        Batch.from_tokens(*tokens, numbers[0], [False] * 2, [0, 0], PAD, *numbers[1:])
+def test_numbers_of_other_tokens_raise(name, numbers):
+    with pytest.raises(ValueError, match=f"{name} per token"):
+        Row(**{"prompt_ids": [1], "ids": [2, 3], "logprobs": [-0.5, -0.6], name: numbers})
 
 
 def test_rows_of_another_mask_are_counted_anew():
-    numbers = [[-0.5, -0.6]]
-    batch = Batch.from_tokens([[1]], [[2, 3]], numbers, [False], [0], PAD).with_counts()
+    batch = batch_of([[1]], [[2, 3]]).with_counts()
     other = batch.with_columns(action_mask=torch.tensor([[True, False]]))
     assert other.action_slots().tolist() == other.with_counts().action_slots().tolist() == [0]
 
 
 def test_action_mask_has_holes_at_environment_tokens():
-    r = Batch.from_tokens(
+    r = batch_of(
         [[1], [1]],
         [[2, 3, 4], [5, PAD]],
-        [[-0.5, 0.0, -1.5], [-2.5, -3.5]],
-        [False] * 2,
-        [0, 0],
-        PAD,
+        logprobs=[[-0.5, 0.0, -1.5], [-2.5, -3.5]],
         actions=[[True, False, True], [False, True]],
     )
     assert r.completion_mask.int().tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -137,20 +130,19 @@ ROWS = st.lists(
 
 
 def of_rows(rows):
-    return Batch.from_tokens(
-        prompts=[prompt for prompt, *_ in rows],
-        completions=[[token for token, _ in said] for _, said, *_ in rows],
+    return batch_of(
+        [prompt for prompt, *_ in rows],
+        [[token for token, _ in said] for _, said, *_ in rows],
         logprobs=[[logprob for _, logprob in said] for _, said, *_ in rows],
         truncated=[truncated for *_, truncated, _ in rows],
         groups=[group for *_, group in rows],
-        pad_token_id=PAD,
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(ROWS, min_size=1, max_size=3))
 def test_concat_equals_record_of_all_rows(parts):
-    together = Batch.concat([of_rows(rows) for rows in parts], PAD)
+    together = Batch.concat([of_rows(rows) for rows in parts])
     at_once = tensors(of_rows([row for rows in parts for row in rows]))
     assert together.host_rows is None
     for name in at_once:
@@ -161,12 +153,24 @@ def test_concat_equals_record_of_all_rows(parts):
 
 def test_concat_pads_experience_tensors():
     short = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
-    e = Batch.concat([short, experience(values=torch.ones(3, 3))], PAD)
+    e = Batch.concat([short, experience(values=torch.ones(3, 3))])
     assert short.advantages.tolist() == [[3, 4], [0, 1]]
     assert e.values.tolist() == [[23, 24, 0], [20, 21, 0], *[[1, 1, 1]] * 3]
     assert e.prompt_mask.int().tolist()[:2] == [[1, 1, 1], [0, 0, 1]]
     assert e.completion_ids.tolist()[:2] == [[1, PAD, PAD], [7, 8, PAD]]
     assert e.old_logprobs is None
+
+
+def test_concat_fills_tensors_that_a_part_lacks():
+    """As a text of PPO-ptx lacks what was measured of completions."""
+    scores = torch.ones(3, 3, 2)
+    scored = experience(scores=scores, totals=torch.ones(3, 2), end_values=torch.ones(3))
+    e = Batch.concat([scored, rollout()])
+    assert e.advantages[3:].tolist() == [[0, 0, 0]] * 3
+    assert e.scores[3:].isnan().all()
+    assert e.totals[3:].isnan().all()
+    assert e.end_values.tolist() == [1, 1, 1, 0, 0, 0]
+    assert e.blank_row().totals.shape == (1, 2)
 
 
 def test_offsets_are_padded_as_sequences():
@@ -175,7 +179,7 @@ def test_offsets_are_padded_as_sequences():
     short, plain = tree.select(torch.tensor([1, 0])), rollout(offsets=((1, 1), (1,), (1, 1, 1)))
     assert plain.parent_offsets is None
     for parts in ([short, plain], [plain, short]):
-        together, offsets = Batch.concat(parts, PAD), [[4, 1, 1], [1, 2, 1]]
+        together, offsets = Batch.concat(parts), [[4, 1, 1], [1, 2, 1]]
         own = slice(2) if parts[0] is short else slice(3, 5)
         assert together.parent_offsets[own].tolist() == offsets
         assert int((together.parent_offsets != 1).sum()) == 2
@@ -231,7 +235,7 @@ def test_counted_rows_match_masks():
     picked = torch.tensor([2, 0])
     one, other = r.select(picked), plain.select(picked)
     assert one.host_rows == (r.host_rows[2], r.host_rows[0])
-    for name, value in other._tensors():
+    for name, value in tensors(other).items():
         assert getattr(one, name).equal(value), name
     assert one.longest == other.longest == 3
 
@@ -251,26 +255,28 @@ def test_rows_of_a_group_are_numbered_in_their_order():
 
 
 def test_column_that_a_part_lacks_is_none_in_its_rows():
-    def part(count, **columns):
-        return of_rows([([1], [(2, 0.0)], False, i) for i in range(count)]).with_columns(
-            columns=columns
-        )
+    def part(*columns):
+        rows = [Row(prompt_ids=[1], ids=[2], logprobs=[0.0], columns=x) for x in columns]
+        return Batch.of(rows)
 
-    parts = [part(2, a=[1, 2]), part(1, b=[3]), part(0)]
-    assert Batch.concat(parts, PAD).columns == {"a": [1, 2, None], "b": [None, None, 3]}
+    parts = [part({"a": 1}, {"a": 2}), part({"b": 3}), part()]
+    assert Batch.concat(parts).columns == {"a": [1, 2, None], "b": [None, None, 3]}
 
 
 def test_pick_keeps_texts_columns_and_scores_of_rows():
-    batch = rollout().with_columns(
-        prompts=["a", "b", "c"], columns={"x": [1, 2, 3]}, scores=torch.arange(18.0).view(3, 3, 2)
-    )
+    batch = rollout().with_columns(scores=torch.arange(18.0).view(3, 3, 2))
+    texts = [
+        dataclasses.replace(row, prompt=prompt, columns={"x": x})
+        for row, prompt, x in zip(batch.rows, "abc", (1, 2, 3), strict=True)
+    ]
+    batch = batch.with_columns(rows=texts)
     picked = batch.pick([2, 1], groups=torch.tensor([0, 1]))
     assert picked.prompts == ["c", "b"]
     assert picked.columns == {"x": [3, 2]}
     assert picked.groups.tolist() == [0, 1]
     assert picked.completion_ids.tolist() == [[2, 3, 4], [1, PAD, PAD]]
     assert picked.scores.equal(batch.scores[[2, 1]])
-    assert picked.completions == ()
+    assert picked.episodes == []
 
 
 def test_trees_are_measured_on_the_host():
@@ -280,6 +286,6 @@ def test_trees_are_measured_on_the_host():
     assert [row.jumps for row in tree.host_rows] == jumps
     assert [row.longest for row in tree.host_rows] == [2, 3, 4]
     assert [row.paths for row in tree.host_rows] == [2, 2, 2]
-    mixed = Batch.concat([tree.select(torch.tensor([2])), rollout()], PAD).with_counts()
+    mixed = Batch.concat([tree.select(torch.tensor([2])), rollout()]).with_counts()
     assert [row.longest for row in mixed.host_rows] == [4, 3, 4, 5]
     assert [row.paths for row in mixed.host_rows] == [2, 1, 1, 1]

@@ -18,8 +18,8 @@ from rlhf_pg.config.files import locate_reward
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.data.inputs import make_sets, settle_data
 from rlhf_pg.rewards.named import name_of, settle_rewards
-from rlhf_pg.trainers.build import refuse_given_twice
 from rlhf_pg.trainers.evaluation import Evaluation
+from rlhf_pg.trainers.parts import Inputs
 from tests.untimed import untimed
 
 REWARDS = """
@@ -205,8 +205,10 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
 
 
 def test_arguments_that_say_nothing_are_not_given():
-    given = {"a": None, "b": object(), "c": [], "d": {"e": 1}, "f": (None, None), "g": "path"}
-    assert refuse_given_twice(GRPOConfig(), given) == ("b", "d", "g")
+    inputs = Inputs(tools=[], environment_factory=object, peft_config={"r": 1}, value_model=None)
+    assert inputs.optimizers == (None, None)
+    assert inputs.given_in_python(GRPOConfig(), True) == ("environment_factory", "peft_config")
+    assert inputs.given_in_python(GRPOConfig(), False) == ("environment_factory",)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rlhf_pg.data.batch import RowLengths, split_packed, split_padded
+from rlhf_pg.data.micro_batches import RowLengths, split_packed, split_padded
 
 # Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
 ROWS = [

@@ -7,6 +7,7 @@ import torch
 
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy
+from tests.rows import batch_of
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
@@ -15,13 +16,10 @@ LENGTHS = [3, 9, 1, 6, 2, 5, 8, 7, 4, 9, 9, 3]
 
 def rollout(device: str, branches: bool) -> Batch:
     """Three completions of each prompt; the third token of each may follow the first."""
-    return Batch.from_tokens(
+    return batch_of(
         [prompt for prompt in PROMPTS for _ in range(3)],
         [[5 + i % 7] * n for i, n in enumerate(LENGTHS)],
-        [[0.0] * n for n in LENGTHS],
-        [False] * 12,
-        [i for i in range(4) for _ in range(3)],
-        pad_token_id=0,
+        groups=[i for i in range(4) for _ in range(3)],
         offsets=[[1, 1, 2, *[1] * 6][:n] for n in LENGTHS] if branches else None,
         device=device,
     )

@@ -28,7 +28,7 @@ def waits(tokens: int, path: Path) -> tuple[int, int, int]:
         samples = made.sampler.roll_out(range(8))
         scores = made.sampler.add_rewards(samples)
         before = ext.syncs()
-        experience, _ = made.estimate(made.learner.score(scores), Meter())
+        experience = made.credit(made.learner.infer(scores), Meter())
         scored = ext.syncs()
         made.update(experience, Meter())
         updated = ext.syncs()
@@ -51,7 +51,7 @@ def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
     """Activations and gradients are gone when the next rollout asks how much room there is."""
     made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
     samples = made.sampler.roll_out(range(4))
-    experience, _ = made.estimate(made.learner.score(made.sampler.add_rewards(samples)), Meter())
+    experience = made.credit(made.learner.infer(made.sampler.add_rewards(samples)), Meter())
     made.update(experience, Meter())
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())
@@ -62,7 +62,7 @@ def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor
     """Bytes that a micro-batch holds between its passes, those of a layer's input, gradients."""
     made = trainer(Run(options={**keys, "micro_batch_tokens": 200}), path)
     samples = made.sampler.roll_out(range(4))
-    experience, _ = made.estimate(made.learner.score(made.sampler.add_rewards(samples)), Meter())
+    experience = made.credit(made.learner.infer(made.sampler.add_rewards(samples)), Meter())
     _, batch = next(iter(made.learner.micro_batches(experience)))
     policy, config = made.learner.policy.train(), made.model.config
     policy(batch).logprobs.sum().backward()  # by now all is there that stays

@@ -199,9 +199,8 @@ def run_updates(out: Path, resume: str | None = None) -> None:
 
 def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
-    with trainer.sampler.sampling():
-        batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    experience, _ = trainer.estimate(trainer.score(batch), Meter())
+    batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
+    experience = trainer.credit(trainer.infer(batch), Meter())
     learner, rank = trainer.learner, trainer.runtime.rank
     sampled = [
         [group, *ids] for group, ids in zip(batch.groups.tolist(), batch.token_lists(), strict=True)
@@ -212,7 +211,7 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     for split, tokens in SPLITS.items():
         exchanges.clear()
         learner.token_budget = tokens
-        learner.accumulate(trainer.drop_truncated(experience), Meter())
+        learner.accumulate(trainer.drop_truncated(experience), trainer.objective, Meter())
         gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
         learner.backend.zero_grad_of(learner.module)
         learner.backend.step()

@@ -2,6 +2,7 @@
 `tests/distributed/test_failing_updates.py`.)"""
 
 import math
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,17 +19,17 @@ class Break(Callback):
     """Breaks the loss of the steps in `steps`, counted from 1; keeps what every step left."""
 
     def __init__(self, trainer, steps, shift="nan") -> None:
-        self.loss, self.steps, self.shift = trainer.learner.loss, steps, SHIFTS[shift]
+        self.whole, self.steps, self.shift = trainer.objective, steps, SHIFTS[shift]
         self.left = []
         self.prepare(trainer, trainer.state.step + 1)
         trainer.callbacks.append(self)
 
     def prepare(self, trainer, step) -> None:
-        def broken(new, batch):
-            per_token, metrics = self.loss(new, batch)
-            return self.shift(per_token), metrics
-
-        trainer.learner.loss = broken if step in self.steps else self.loss
+        trainer.objective = self.whole
+        if step in self.steps:
+            trainer.objective = Mock(
+                wraps=self.whole, side_effect=lambda *inputs: self.shift(self.whole(*inputs))
+            )
 
     def on_step(self, trainer, metrics) -> None:
         state = [(key, value.clone()) for _, key, value in trainer.learner.backend.state()]
@@ -62,14 +63,13 @@ def test_nonfinite_update_is_skipped_without_trace(make, tmp_path, shift) -> Non
 
 def test_only_nonfinite_update_is_skipped(make, tmp_path) -> None:
     trainer = make(max_steps=1, num_mini_batches=4)
-    loss, calls = trainer.learner.loss, []
+    objective, calls = trainer.objective, []
 
-    def broken(new, batch):
+    def broken(*inputs):
         calls.append(1)
-        per_token, metrics = loss(new, batch)
-        return per_token * (math.nan if len(calls) == 2 else 1.0), metrics
+        return objective(*inputs) * (math.nan if len(calls) == 2 else 1.0)
 
-    trainer.learner.loss = broken
+    trainer.objective = Mock(wraps=objective, side_effect=broken)
     trainer.train()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
     assert (line["num_updates"], line["skipped_updates"]) == (3, 1)
@@ -100,7 +100,7 @@ def test_skipped_passes_over_one_batch_count_as_one_step(make, tmp_path) -> None
         moments.append(dict(vars(bad.value_moments)))
         return estimator(signals) * (math.nan if bad.state.step == 1 else 1.0)
 
-    bad.estimator = broken
+    vars(bad)["estimator"] = broken
     bad.train()
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert [line["skipped_updates"] for line in lines] == [0, 4, 0]

@@ -13,6 +13,7 @@ from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironm
 from tests.rewards.calling import Rewards
 from tests.rollout.multi_turn.scripted import letters
 from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
+from tests.rows import episodes_of
 from tests.trainers.conftest import digits, make  # noqa: F401
 
 TOKENIZER = letters()
@@ -66,7 +67,7 @@ def play(factory, engine=None, prompt="q?", **options):
     )
     engine = engine or sayer("a<eos>", "b<eos>")
     params = SamplingParams(max_tokens=9)
-    [episode] = runner.play(engine, [{"prompt": prompt}], [ids("q?")], [0], 1, params, 0)
+    [episode] = episodes_of(runner, engine, [{"prompt": prompt}], [ids("q?")], [0], 1, params)
     return episode
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, prefix_tree
 from rlhf_pg.models.attention import AttentionOptions, attention_support, replace_attention
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
@@ -15,6 +14,7 @@ from rlhf_pg.models.prefix_tree import PrefixTree
 from rlhf_pg.models.recurrent import mix_in_one_call, mixers
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
+from tests.rows import batch_of as rows_to_batch
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 PROMPTS = [[5, 9, 2, 31], [17], [8, 3, 30, 12, 25, 6, 39]]
@@ -27,13 +27,10 @@ COMPLETIONS = [
 
 def batch_of(prompts=PROMPTS, completions=COMPLETIONS):
     groups = [(i, c) for i, rows in enumerate(completions) for c in rows]
-    return Batch.from_tokens(
-        prompts=[prompts[i] for i, _ in groups],
-        completions=[c for _, c in groups],
-        logprobs=[[0.0] * len(c) for _, c in groups],
-        truncated=[False] * len(groups),
+    return rows_to_batch(
+        [prompts[i] for i, _ in groups],
+        [c for _, c in groups],
         groups=[i for i, _ in groups],
-        pad_token_id=0,
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.data.batch import Batch
 from rlhf_pg.models import Policy, checkpoint_activations, disable_dropout
+from tests.rows import batch_of
 from tests.tiny import ARCHS, tiny_model
 
 EOS = 2
@@ -23,13 +23,11 @@ EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
 
 def rollout(prompts=PROMPTS, completions=COMPLETIONS, left=0, right=0, pad=0):
     """Rows padded further on either side, with ids of no meaning in every padded slot."""
-    batch = Batch.from_tokens(
-        prompts=prompts,
-        completions=completions,
-        logprobs=[[0.0] * len(row) for row in completions],
-        truncated=[False] * len(prompts),
-        groups=list(range(len(prompts))),
-        pad_token_id=pad,
+    batch = batch_of(prompts, completions)
+    batch = replace(
+        batch,
+        prompt_ids=batch.prompt_ids.masked_fill(~batch.prompt_mask, pad),
+        completion_ids=batch.completion_ids.masked_fill(~batch.completion_mask, pad),
     )
     prompt_mask = nn.functional.pad(batch.prompt_mask, (left, 0))
     mask = nn.functional.pad(batch.completion_mask, (0, right))

@@ -11,6 +11,7 @@ from rlhf_pg.models import ActorCritic, Critic, Policy, prefix_tree
 from rlhf_pg.models.critic import ValueHead
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from tests.models.test_policy import Bigram, table
+from tests.rows import batch_of as rows_to_batch
 from tests.tiny import stir, tiny_model
 
 
@@ -73,13 +74,10 @@ def named(rows: list[Row]) -> list[Row]:
 
 
 def batch_of(rows: list[Row]) -> Batch:
-    return Batch.from_tokens(
-        prompts=[row.prompt for row in rows],
-        completions=[row.tokens for row in rows],
-        logprobs=[[0.0] * len(row.tokens) for row in rows],
-        truncated=[False] * len(rows),
+    return rows_to_batch(
+        [row.prompt for row in rows],
+        [row.tokens for row in rows],
         groups=[row.group for row in rows],
-        pad_token_id=0,
         actions=[[name is not None for name in row.names] for row in rows],
         offsets=[row.offsets for row in rows],
     )

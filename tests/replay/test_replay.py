@@ -120,19 +120,19 @@ def test_steps_are_as_they_were(make, name: str) -> None:
 
 def test_trees_are_as_they_were(make, monkeypatch) -> None:
     """The second token of each completion follows the prompt, as the first one does."""
-    sample = Sampler._batch
+    sample = Sampler.sample
 
-    def branching(*inputs: Any) -> Batch:
-        batch = sample(*inputs)
+    def branching(*inputs: Any, **options: Any) -> Batch:
+        batch = sample(*inputs, **options)
         offsets = torch.ones_like(batch.completion_ids)
         offsets[:, 1:2] = 2
         lines = torch.ones_like(offsets).cumsum(1) % 2  # two endpoints take turns
         return batch.with_columns(parent_offsets=offsets, lines=lines)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Sampler, "_batch", branching)
+        patched.setattr(Sampler, "sample", branching)
         first = make(GRPOTrainer, **EVERY)
-        first.learner.agreement.refuses = False
+        first.agreement.refuses = False
         first.train()
     assert Replay(make(GRPOTrainer, **EVERY)).make(2).differs == []
 
@@ -157,7 +157,7 @@ def test_what_would_be_asked_is_named(make, name: str, asked: str) -> None:
 
 def test_step_that_earlier_weights_sampled_is_not_sampled_again(make) -> None:
     again, _ = trained(make, "grpo", max_steps=1)
-    again.ahead = object()
+    vars(again)["ahead"] = object()
     with pytest.raises(ValueError, match="rollout_ahead"):
         Replay(again).make(1, resample=True)
 

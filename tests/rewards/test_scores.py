@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from rlhf_pg import GRPOConfig
-from rlhf_pg.data.batch import Batch
 from rlhf_pg.rewards.scores import at_end, last_true, overlong, replace_sources, sum_step_scores
 from rlhf_pg.rewards.shaping import Shaping
+from tests.rows import batch_of
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
@@ -93,15 +93,7 @@ def test_overlong_penalty_of_tree_is_on_its_longest_path():
     args = GRPOConfig(overlong_buffer=4, max_completion_length=8)
     branches = [[4, 1, 1], [7, 1, 1], [10, 1, 1]]
     offsets = [1, 1, 1, 1, 1, *itertools.chain(*branches)]
-    batch = Batch.from_tokens(
-        prompts=[[1]],
-        completions=[[7] * len(offsets)],
-        logprobs=[[0.0] * len(offsets)],
-        truncated=[False],
-        groups=[0],
-        pad_token_id=0,
-        offsets=[offsets],
-    )
+    batch = batch_of([[1]], [[7] * len(offsets)], offsets=[offsets])
     shaping = Shaping(args, SimpleNamespace(names=[], weights=torch.ones(0)))
     scores = torch.zeros(1, len(offsets), 0)
     assert shaping.add_penalties(scores, batch).nansum() == -1 / 4  # a path has 5 tokens

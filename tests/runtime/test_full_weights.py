@@ -48,12 +48,8 @@ def test_helper_rank_keeps_no_weights() -> None:
         assert all(p.is_meta for p in whole.module.parameters())
 
 
-def test_outermost_use_frees_weights() -> None:
+def test_error_frees_weights() -> None:
     whole = FullWeights(tiny_model("gpt2"), splits=True)
-    with whole.gathered(CPU):
-        with whole.gathered(CPU):
-            pass
-        assert not any(p.is_meta for p in whole.module.parameters())
     with pytest.raises(KeyError), whole.gathered(CPU):
         raise KeyError
     assert all(p.is_meta for p in whole.module.parameters())

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from torch import Tensor
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.metrics import Meter, step_metrics
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.agreement import Agreement
@@ -31,7 +32,20 @@ def estimated(
     if says is not None:
         trainer.sampler.engine.says = says
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
-    return trainer.estimate(trainer.score(batch), Meter())
+    return credited(trainer, trainer.infer(batch))
+
+
+def credited(trainer: PolicyGradientTrainer, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """A batch with its advantages, and the metrics of that."""
+    meter = Meter()
+    batch = trainer.credit(batch, meter)
+    metrics = batch.metrics | step_metrics(batch, trainer.shaping.names, trainer.gather)
+    return batch, metrics | (meter.means(meter.sums()) if meter._sums else {})
+
+
+def objective_of(trainer: PolicyGradientTrainer, new: Any, batch: Batch) -> Tensor:
+    """The objective of an update with this batch alone."""
+    return trainer.objective(new, batch, trainer.objective.counts(batch), Meter())
 
 
 @pytest.fixture

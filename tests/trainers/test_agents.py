@@ -19,6 +19,7 @@ from rlhf_pg.data import Batch
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 from tests.enumeration import EOS, A, B, make_trainer
+from tests.rows import batch_of
 
 DELAYS = random.SystemRandom()  # a trainer seeds the others
 TOKENS = (EOS, A, B)
@@ -34,20 +35,16 @@ def chances(model: Any, context: list[int]) -> Tensor:
 def cut_episodes(prompt: list[int], sources: int, lines: bool) -> Batch:
     """Every episode of two calls: a token after the prompt, then one after that token alone."""
     pairs = list(product(TOKENS, TOKENS))
-    batch = Batch.from_tokens(
-        prompts=[prompt] * 9,
-        completions=[[first, first, second] for first, second in pairs],
-        logprobs=[[0.0] * 3] * 9,
-        truncated=[False] * 9,
-        groups=range(9),
-        pad_token_id=EOS,
+    batch = batch_of(
+        [prompt] * 9,
+        [[first, first, second] for first, second in pairs],
         actions=[[True, False, True]] * 9,
         offsets=[[1, 0, 1]] * 9,
         dtype=torch.float64,
     )
     scores = torch.full((9, 3, sources), torch.nan, dtype=torch.float64)
     scores[:, 0, 0], scores[:, 2, 0] = FIRST.repeat_interleave(3), PAID.flatten()
-    batch = batch.with_columns(scores=scores, columns={})
+    batch = batch.with_columns(scores=scores)
     return batch.with_columns(lines=torch.tensor([[0, 0, 1]] * 9)) if lines else batch
 
 
@@ -58,12 +55,12 @@ def expected_gradient(trainer: Any, batch: Batch, values: Any = None) -> Tensor:
         seconds = [chances(trainer.model, [token]) for token in TOKENS]
     total, learner = torch.zeros((), dtype=torch.float64), trainer.learner
     for i, (one, two) in enumerate(product(TOKENS, TOKENS)):
-        row = learner.score(batch.select(torch.tensor([i])))
+        row = learner.infer(batch.select(torch.tensor([i])))
         if values is not None:
             row = row.with_columns(values=values[i : i + 1])
-        row = trainer.estimate(row, Meter())[0]
+        row = trainer.credit(row, Meter())
         learner.module.zero_grad()
-        learner.accumulate(row, Meter())
+        learner.accumulate(row, trainer.objective, Meter())
         gradient = parameters_to_vector([p.grad for p in trainer.model.parameters()])
         total = total - (first[one] + seconds[one][two]).exp() * gradient
     return total

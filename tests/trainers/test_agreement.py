@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.data.batch import Batch
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.runtime.processes import SHARED
 from rlhf_pg.trainers import Callback
 from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
+from tests.rows import batch_of
 from tests.trainers.conftest import of_task
 
 LORA = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2}
@@ -221,10 +221,10 @@ def test_model_that_padding_changes_is_refused(make) -> None:
 
 
 def rows_of(sampler, policy):
-    """A record of one row, and the policy's log-probabilities of it."""
+    """A batch of one row, with the policy's log-probabilities of it."""
     tokens = list(range(1, len(sampler) + 1))
-    batch = Batch.from_tokens([[1]], [tokens], [sampler], [False], [0], 0)
-    return batch, torch.tensor([policy])
+    batch = batch_of([[1]], [tokens], logprobs=[sampler])
+    return batch.with_columns(old_logprobs=torch.tensor([policy]))
 
 
 @pytest.fixture
@@ -235,16 +235,13 @@ def agreement():
         gather=lambda x: (x, slice(0, len(x))),
         raise_together=lambda kind: nullcontext(),
     )
-    policy = SimpleNamespace(window=0.0, model=torch.nn.Identity())
+    policy = SimpleNamespace(window=0.0, model=torch.nn.Identity(), drops=False)
     return Agreement(torch.float32, runtime, policy, lambda batch: batch.sampler_logprobs)
 
 
 def test_metrics_match_hand_computed_means(agreement) -> None:
-    batch, policy = rows_of([-1.0, -2.0], [-1.5, -1.0])
     agreement.refuses = False
-    agreement.begin()
-    agreement.add(batch, policy)
-    metrics = agreement.settle(batch)
+    metrics = agreement.check(rows_of([-1.0, -2.0], [-1.5, -1.0]))
     d = torch.tensor([0.5, -1.0], dtype=torch.float64)
     assert metrics["agreement/kl"] == pytest.approx(((-d).exp() - 1 + d).mean().item(), rel=1e-7)
     assert metrics["agreement/max"] == 1.0
@@ -258,11 +255,9 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
     found = None
     for step in range(1000):
         off = 8 * limits.mean * (1 + 10 * torch.randn(100, generator=generator))
-        batch, policy = rows_of([-1.0] * 100, (-1.0 - off).tolist())
-        agreement.begin()
-        agreement.add(batch, policy)
+        batch = rows_of([-1.0] * 100, (-1.0 - off).tolist())
         try:
-            agreement.settle(batch)
+            agreement.check(batch)
         except DisagreementError as error:
             found = step, str(error)
             break
@@ -277,30 +272,22 @@ def test_float32_softmax_over_large_vocabulary_raises_no_alarm(agreement) -> Non
     assert (exact - rounded).mean().abs() > 5e-6
     agreement.compared_row = True
     for _ in range(20):
-        batch, policy = rows_of(exact.tolist(), rounded.tolist())
-        agreement.begin()
-        agreement.add(batch, policy)
-        agreement.settle(batch)
+        agreement.check(rows_of(exact.tolist(), rounded.tolist()))
 
 
 def test_jump_beyond_recent_steps_is_found(agreement) -> None:
     agreement.compared_row = True
     agreement.limits = LIMITS[torch.bfloat16]
     for d in (0.002, 0.01, 0.02, 0.2):
-        batch, policy = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + d] * 500)
-        agreement.begin()
-        agreement.add(batch, policy)
+        batch = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + d] * 500)
         if d < 0.2:
-            agreement.settle(batch)
+            agreement.check(batch)
     with pytest.raises(DisagreementError, match="agreement/kl"):
-        agreement.settle(batch)
+        agreement.check(batch)
 
 
 def test_nan_raises_no_alarm_and_is_forgotten(agreement) -> None:
     agreement.compared_row = True
     for value in (float("nan"), -1.0):
-        batch, policy = rows_of([-1.0, -2.0], [value, -2.0])
-        agreement.begin()
-        agreement.add(batch, policy)
-        metrics = agreement.settle(batch)
+        metrics = agreement.check(rows_of([-1.0, -2.0], [value, -2.0]))
     assert metrics["agreement/kl"] == 0

@@ -1,15 +1,22 @@
 """Batches sampled ahead by older weights: which ones, by rule alone, and what a stop leaves."""
 
+import dataclasses
 import hashlib
+import json
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from rlhf_pg import GRPOTrainer
+from rlhf_pg import GRPOTrainer, ReinforceTrainer
+from rlhf_pg.data import Batch
 from rlhf_pg.report.metrics import Meter
+from tests.rows import tensors
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
 
@@ -39,7 +46,7 @@ def test_batch_is_sampled_by_the_weights_of_its_rule(make, depth: int) -> None:
         step, now = trainer.state.step, weights[-1]
         for n, old in ((max(0, step - depth), 0), (step, 1)):
             trainer.model.load_state_dict(weights[n], strict=False)
-            scored = trainer.learner.score(batch).old_logprobs
+            scored = trainer.learner.infer(batch).old_logprobs
             if scored is None:
                 scored = trainer.learner.backend(batch).logprobs
             gap = (scored - batch.sampler_logprobs).abs()[batch.action_mask].max()
@@ -99,3 +106,53 @@ def test_neither_workers_nor_delays_change_a_bit(make, tmp_path: Path) -> None:
         trainer.train()
         runs.append((digest(trainer), untimed(directory)))
     assert runs[0] == runs[1] == runs[2]
+
+
+def of_first_release(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a checkpoint of 0.1.0's first weeks held: padded tensors, and lists for JSON."""
+    columns = tensors(batch)
+    names = ("prompts", "completions", "dataset_rows", "logged")
+    totals = ("num_prompts", "other_tokens", "metrics", "logged_metrics")
+    lists = {name: getattr(batch, name) for name in (*names, *totals)} | {"episodes": []}
+    if batch.greedy is not None:
+        of_greedy, lists["greedy"] = of_first_release(batch.greedy)
+        columns |= {f"greedy.{name}": column for name, column in of_greedy.items()}
+    return columns, lists
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_batches_of_earlier_checkpoints_are_read(make, tmp_path: Path) -> None:
+    """As those of new ones, with the greedy completions and what rewards logged."""
+
+    def logs(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("text", completions)
+        return digits(completions)
+
+    greedy = {"advantage_estimator": "returns_minus_greedy", "reward_funcs": logs}
+    trainer = make(ReinforceTrainer, **AHEAD | greedy)
+    expected = trainer.ahead.next(0, 0, 4, Meter())
+    assert expected.greedy is not None
+    places = [tmp_path / "new", tmp_path / "old"]
+    for place in places:
+        place.mkdir()
+    trainer.ahead.drain()
+    trainer.ahead.save(places[0], 0, 0)
+    facts = json.loads((places[0] / "ahead-rank0.json").read_text())
+    columns = {}
+    for i, (fact, job) in enumerate(zip(facts, trainer.ahead.queue, strict=True)):
+        own, fact["batch"] = of_first_release(job.done.result()[0])
+        columns |= {f"{i}.{name}": column.contiguous() for name, column in own.items()}
+    save_file(columns, places[1] / "ahead-rank0.safetensors")
+    (places[1] / "ahead-rank0.json").write_text(json.dumps(facts))
+    for place in places:
+        trainer.ahead.restore(place)
+        batch = trainer.ahead.queue[0].done.result()[0]
+        for now, before in ((batch, expected), (batch.greedy, expected.greedy)):
+            for name, value in tensors(before).items():
+                found = getattr(now, name)
+                assert found.dtype == value.dtype
+                assert torch.equal(found.nan_to_num(7.0), value.nan_to_num(7.0)), name
+            for row, other in zip(now.rows, before.rows, strict=True):
+                assert row == dataclasses.replace(other, actions=[True] * len(other.ids))
+        assert batch.logged == expected.logged
+        assert batch.num_prompts == expected.num_prompts

@@ -53,7 +53,7 @@ def test_end_of_a_learnt_turn_ends_completions(tmp_path, capsys, caplog, adapter
         "<tool>"
     )
     trainer = grpo(model, tmp_path / "before", [{"prompt": CHAT}])
-    assert end not in trainer.sampler.stop_token_ids
+    assert end not in trainer.sampler.player.stop_token_ids
     assert "set eos_token to '<tool>'" in caplog.text
     rows = [{"messages": [*CHAT, {"role": "assistant", "content": str(n)}]} for n in range(4)]
     args = SFTConfig(output_dir=str(tmp_path / "sft"), max_steps=1, use_peft=adapter)
@@ -63,7 +63,7 @@ def test_end_of_a_learnt_turn_ends_completions(tmp_path, capsys, caplog, adapter
     assert end in GenerationConfig.from_pretrained(final).eos_token_id
     caplog.clear()
     trainer = grpo(str(final), tmp_path / "after", [{"prompt": CHAT}])
-    assert end in trainer.sampler.stop_token_ids
+    assert end in trainer.sampler.player.stop_token_ids
     assert "eos_token" not in caplog.text
 
 
@@ -71,7 +71,7 @@ def test_eos_token_is_obeyed_and_saved(tmp_path, caplog) -> None:
     model = base_model(tmp_path / "base")
     trainer = grpo(model, tmp_path / "run", [{"prompt": CHAT}], eos_token="<tool>")
     end = trainer.processing_class.convert_tokens_to_ids("<tool>")
-    assert end in trainer.sampler.stop_token_ids
+    assert end in trainer.sampler.player.stop_token_ids
     assert "eos_token" not in caplog.text
     trainer.train()
     assert end in GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
@@ -83,9 +83,9 @@ def test_rewards_see_special_tokens_on_request(tmp_path) -> None:
     model = base_model(tmp_path / "base")
     trainer = grpo(model, tmp_path / "run", [{"prompt": CHAT}], skip_special_tokens=False)
     ids = trainer.processing_class("<user>7<eos>", add_special_tokens=False)["input_ids"]
-    assert trainer.sampler.prompt_and_completion("?", ids) == ("?", "<user>7")
+    assert trainer.sampler.player.texts("?", ids) == ("?", "<user>7")
     plain = grpo(model, tmp_path / "plain", [{"prompt": CHAT}])
-    assert plain.sampler.prompt_and_completion("?", ids) == ("?", "7")
+    assert plain.sampler.player.texts("?", ids) == ("?", "7")
 
 
 def test_tools_of_rows_reach_the_template(tmp_path) -> None:

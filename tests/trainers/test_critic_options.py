@@ -213,7 +213,7 @@ def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
     learner, policy = trainer.learner, list(trainer.model.parameters())
     experience, _ = estimated(trainer)
-    learner.accumulate(experience, Meter())
+    learner.accumulate(experience, trainer.objective, Meter())
     grads = [p.grad.double() for p in trainer.critic.parameters()]
     norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
     assert any(p.grad.any() for p in policy)
@@ -221,10 +221,10 @@ def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     # Of the two updates the first is the one with the critic as it is now.
     norms, apply_gradient = [], learner.backend.step
     learner.backend.step = lambda: norms.append(apply_gradient()) or norms[-1]
-    learner.update(experience, 0, Meter())
+    learner.update(experience, trainer.objective, 0, Meter())
     assert norms[0] == pytest.approx(norm)
     assert not any(p in learner.optimizer.state for p in policy)
-    learner.update(experience, 1, Meter())
+    learner.update(experience, trainer.objective, 1, Meter())
     assert {int(learner.optimizer.state[p]["step"]) for p in policy} == {2}
 
 

@@ -12,6 +12,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import FullWeights
+from tests.rows import tensors
 
 # By draw, prompts in their order; the scores of an easy prompt are all 1.
 EASY = [True, False, True, False, False, True, False, True, True, False, False, True]
@@ -67,7 +68,7 @@ def test_dynamic_sampling_keeps_groups_with_spread(
     assert batch.token_lists() == [alone.token_lists()[i] for i in places]
     assert batch.completions == [alone.completions[i] for i in places]
     expected = alone.select(torch.tensor(places))
-    for name, value in expected._tensors():
+    for name, value in tensors(expected).items():
         if name != "groups":
             torch.testing.assert_close(getattr(batch, name), value)
     assert batch.scores.shape[1] == batch.completion_ids.shape[1]

@@ -109,7 +109,7 @@ def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
 
 
 def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
-    build, order = sys.modules["rlhf_pg.trainers.build"], []
+    build, order = sys.modules["rlhf_pg.trainers.parts"], []
     for module, name in ((factory, "choose_engine"), (build, "Learner")):
         made = getattr(module, name)
         monkeypatch.setattr(

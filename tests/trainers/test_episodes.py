@@ -17,6 +17,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import Request
+from rlhf_pg.run.objective import other_tokens
 from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
@@ -122,7 +123,7 @@ def gradient_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]) -> Tensor:
     """Of the policy, by the trainer's own steps."""
     experience, _ = experience_of(trainer, rows)
     trainer.learner.module.zero_grad()
-    trainer.learner.accumulate(experience, Meter())
+    trainer.learner.accumulate(experience, trainer.objective, Meter())
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.model.parameters()]
     return torch.cat([grad.flatten() for grad in grads]).clone()
 
@@ -187,7 +188,7 @@ def test_truncated_episode_bootstraps_from_last_action(tmp_path: Path) -> None:
     trainer.sampler.engine = says(rows)
     rollout = trainer.sampler.roll_out(range(1))
     assert rollout.truncated.tolist() == [True]
-    scored = trainer.learner.score(rollout)
+    scored = trainer.learner.infer(rollout)
     ids = torch.tensor([[*PROMPTS["a"], *rows[0].tokens]])
     hidden = trainer.critic.model(ids).last_hidden_state
     end = trainer.critic.head(hidden)[0, -1]
@@ -232,7 +233,7 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
         batch = trainer.drop_truncated(experience_of(trainer, rows)[0])
         trainer.learner.module.zero_grad()
         meters.append(Meter())
-        trainer.learner.accumulate(batch, meters[-1])
+        trainer.learner.accumulate(batch, trainer.objective, meters[-1])
         grads.append(enumeration.flat_gradient(trainer))
     seen = torch.cat([log_probs(trainer.model, rows[i])[[place]] for i, place in ((0, 1), (2, 2))])
     added, expected = grads[1] - grads[0], enumeration.gradient(trainer.model, -seen.mean())
@@ -244,7 +245,7 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
     assert means == pytest.approx(without, nan_ok=True)
     offsets = torch.ones_like(batch.completion_ids)
     offsets[0, 1] = 0  # nothing predicts the first token of a context
-    ((_, _, answers),) = trainer.learner.nll_terms(batch.with_columns(parent_offsets=offsets))
+    answers = other_tokens(batch.with_columns(parent_offsets=offsets))
     assert answers.nonzero().tolist() == [[2, 2]]
 
 

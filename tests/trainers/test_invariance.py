@@ -19,6 +19,7 @@ from tests.enumeration import (
     make_trainer,
 )
 from tests.models.architectures import build
+from tests.rows import tensors
 from tests.tiny import stir
 from tests.trainers.conftest import estimated
 
@@ -46,7 +47,7 @@ def experience_of(trainer: PolicyGradientTrainer) -> Batch:
 
 def accumulated(trainer: PolicyGradientTrainer, experience: Batch) -> Tensor:
     trainer.learner.module.zero_grad()
-    trainer.learner.accumulate(experience, Meter())
+    trainer.learner.accumulate(experience, trainer.objective, Meter())
     return flat_gradient(trainer)
 
 
@@ -170,7 +171,7 @@ def test_padding_leaves_gradient_unchanged(trainer_type, tmp_path) -> None:
     trainer = trainer_for(trainer_type, tmp_path)
     experience = experience_of(trainer)
     padded = {}
-    for name, value in experience._tensors():
+    for name, value in tensors(experience).items():
         if value.ndim == 1:
             padded[name] = value
             continue

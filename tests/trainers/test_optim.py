@@ -108,8 +108,8 @@ def test_qlora_gradient_matches_dequantized_weights(make, model_path) -> None:
         parameter.data = source.clone()
     batch = quantized.sampler.add_rewards(quantized.sampler.roll_out(range(4)))
     for trainer in (quantized, twin):
-        experience, _ = trainer.estimate(trainer.learner.score(batch), Meter())
-        trainer.learner.accumulate(experience, Meter())
+        experience = trainer.credit(trainer.learner.infer(batch), Meter())
+        trainer.learner.accumulate(experience, trainer.objective, Meter())
     for p, q in zip(quantized.model.parameters(), twin.model.parameters(), strict=True):
         if p.requires_grad:
             assert p.grad.norm() > 0

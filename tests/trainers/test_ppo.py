@@ -31,7 +31,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.conftest import estimated
+from tests.trainers.conftest import estimated, objective_of
 
 TWO = ("ab", "bba")
 PLAIN = {"normalize_advantages": False, "num_iterations": 1, "lam": 1.0}
@@ -175,11 +175,13 @@ def test_critic_starts_at_zero(make, critic) -> None:
 def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
     experience, _ = estimated(trainer)
-    trainer.learner.accumulate(experience, Meter())
+    trainer.learner.accumulate(experience, trainer.objective, Meter())
     squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
     trainer.learner.optimizer.zero_grad()
-    assert trainer.learner.update(experience, 0, Meter())["grad_norm"] == pytest.approx(norm)
+    assert trainer.learner.update(experience, trainer.objective, 0, Meter())[
+        "grad_norm"
+    ] == pytest.approx(norm)
 
 
 def test_explained_variance_by_hand(tmp_path) -> None:
@@ -272,13 +274,14 @@ def weights(trainer: PPOTrainer) -> Tensor:
 def test_loss_is_sum_of_policy_value_and_entropy_terms(tmp_path) -> None:
     """Policy, value and entropy against plain tensor arithmetic, off the old policy."""
     options = {"prompts": TWO, "num_generations": 2, "vf_coef": 0.3, "entropy_coef": 0.2}
+    options["aggregation"] = "token_mean"
     trainer = ppo(tmp_path, num_iterations=2, cliprange_value=0.05, **options)
     batch = experience_of(trainer, [COMPLETIONS[i] for i in (0, 3, 2, 5)])
     with torch.no_grad():
         for parameter in trainer.learner.module.parameters():
             parameter.mul_(1.3)
     new = trainer.learner.module(batch)
-    per_token, _ = trainer.loss(new, batch)
+    total = 0.0
     for i, t in batch.action_mask.nonzero().tolist():
         ratio = (new.logprobs - batch.old_logprobs)[i, t].exp().item()
         advantage, target = batch.advantages[i, t].item(), batch.returns[i, t].item()
@@ -286,8 +289,9 @@ def test_loss_is_sum_of_policy_value_and_entropy_terms(tmp_path) -> None:
         old, value = batch.values[i, t].item(), new.values[i, t].item()
         held = old + min(max(value - old, -0.05), 0.05)
         squares = max((value - target) ** 2, (held - target) ** 2)
-        expected = policy + 0.3 * squares / 2 - 0.2 * new.entropy[i, t].item()
-        assert per_token[i, t].item() == pytest.approx(expected)
+        total += policy + 0.3 * squares / 2 - 0.2 * new.entropy[i, t].item()
+    expected = total / batch.action_mask.sum().item()
+    assert objective_of(trainer, new, batch).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_error_while_others_are_sampled_closes_the_session(make, monkeypatch):
     with pytest.raises(KeyError) as held:
         trainer.sampler.next_batch(0, Meter())
     assert torch.is_grad_enabled()
-    assert trainer.sampler.engine._users == 0
+    assert not trainer.sampler.engine.is_synced
     assert held.value
 
 

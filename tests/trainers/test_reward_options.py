@@ -17,7 +17,6 @@ from rlhf_pg import (
     ReinforceTrainer,
 )
 from rlhf_pg.advantages import AdvantageInputs
-from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards.functions import Source
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -32,7 +31,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.conftest import estimated
+from tests.trainers.conftest import credited, estimated
 
 NAN = math.nan
 # What each completion is paid, token by token: lists and floats mixed, and gaps. A step's score
@@ -87,12 +86,12 @@ def look(
         seen.append(signals)
         return torch.zeros_like(signals.rewards)
 
-    trainer.estimator = spy
+    vars(trainer)["estimator"] = spy
     batch = trainer.sampler.add_rewards(
         trainer.sampler.roll_out(range(trainer.args.prompts_per_step))
     )
     given = batch.scores.clone()
-    _, metrics = trainer.estimate(trainer.learner.score(batch), Meter())
+    _, metrics = credited(trainer, trainer.learner.infer(batch))
     assert batch.scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
     return seen[0], metrics
 
@@ -148,7 +147,7 @@ def test_kl_reward_adds_no_step_score(tmp_path) -> None:
     assert signals.step_mask.tolist() == [[False, True], [False, True]]
 
 
-@pytest.mark.proves("rlhf_pg.trainers.PolicyGradientTrainer.estimate")
+@pytest.mark.proves("rlhf_pg.trainers.PolicyGradientTrainer.credit")
 def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     """With a discount it also shows by how many tokens a reward is away."""
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)

@@ -27,6 +27,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
+from tests.rows import tensors
 from tests.trainers.conftest import estimated
 
 TWO = ("ab", "bba")
@@ -97,7 +98,7 @@ def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_p
         made[masked] = trainer.drop_truncated(experience), metrics
     (everything, metrics), (experience, masked_metrics) = made[False], made[True]
     assert masked_metrics == metrics
-    for name, value in everything._tensors():
+    for name, value in tensors(everything).items():
         if name != "action_mask":
             own = getattr(experience, name)
             torch.testing.assert_close(own, value, rtol=0, atol=0, equal_nan=True)

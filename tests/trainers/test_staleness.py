@@ -65,14 +65,14 @@ def measure(directory: Any, staleness: int, name: str) -> tuple[float, float]:
     for said in COMPLETIONS:
         trainer.sampler.engine.says = [said]
         batch = trainer.sampler.next_batch(0, Meter())
-        rows.append(trainer.estimate(trainer.score(batch), Meter())[0])
+        rows.append(trainer.credit(trainer.infer(batch), Meter()))
     if second:
         ascend(trainer)
     truth = enumeration.exact_gradient(trainer)
     found, formula, squares = torch.zeros_like(truth), torch.zeros_like(truth), 0.0
     for said, row in zip(COMPLETIONS, rows, strict=True):
         trainer.learner.module.zero_grad()
-        trainer.learner.accumulate(row, Meter())
+        trainer.learner.accumulate(row, trainer.objective, Meter())
         own, chance = (
             -MAX_LENGTH * enumeration.flat_gradient(trainer),
             float(sampler[said].sum().exp()),

@@ -268,7 +268,7 @@ def test_privileged_prompt_of_trees_raises(tmp_path: Path) -> None:
     gradient_of(trainer, [COMPLETIONS[1], COMPLETIONS[5]])
     batch = trainer.sampler.next_batch(trainer.state.prompt_index, Meter())
     with pytest.raises(ValueError, match="privileged_prompt"):
-        trainer.score(batch.with_columns(parent_offsets=2 * torch.ones_like(batch.completion_ids)))
+        trainer.infer(batch.with_columns(parent_offsets=2 * torch.ones_like(batch.completion_ids)))
 
 
 def test_adapter_of_the_same_model_shares_its_weights(

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
+from rlhf_pg.data.rows import Row
 from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
 from rlhf_pg.rollout.agents.history import History, TokenTree, common
 from rlhf_pg.rollout.engine import Session
@@ -47,8 +48,8 @@ class AgentRunner(EpisodeRunner):
         episodes: Sequence[Episode],
         max_tokens: int,
         seed: int,
-    ) -> None:
-        """Run the program of every episode, and answer its calls.
+    ) -> Iterator[Episode]:
+        """Run the program of every episode, answer its calls, and yield those that have ended.
 
         The noise of a token depends only on (seed, prompt index, sample, number of the call in its
         episode, position in the answer).
@@ -87,6 +88,7 @@ class AgentRunner(EpisodeRunner):
                     episode, agent = running.pop(arrived)
                     server.close(agent)
                     self._finish(episode, agent, arrived)
+                    yield episode
                 elif arrived is None:
                     for request, _, completion in session.step():
                         with suppress(InvalidStateError):  # the agent does not wait any more
@@ -155,15 +157,16 @@ class AgentRunner(EpisodeRunner):
             same = common(first.chat, last.chat)
             episode.messages = [*last.chat[same:], last.message]
 
-    def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
+    def metrics(self, rows: Sequence[Row], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
+        episodes = [row.episode for row in rows]
         counts = [
             sum(episode.encoded_again for episode in episodes),
             sum(episode.overlaps for episode in episodes),
         ]
         sums = torch.tensor(counts, dtype=torch.float64, device=runtime.device)
         again, overlaps = runtime.all_reduce_sum(sums).tolist()
-        return super().metrics(episodes, runtime) | {
+        return super().metrics(rows, runtime) | {
             "episodes/tokens_encoded_again": again,
             "episodes/overlapping": overlaps,
         }

@@ -4,20 +4,18 @@ import copy
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.boundary.user_code import call_beside, foreign
-from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.data.chat import encode, encode_answer, text_of_completion
-from rlhf_pg.data.prompts import Tools, tools_of_row
+from rlhf_pg.data.chat import encode, encode_answer, text_of_completion, whole_turn
+from rlhf_pg.data.prompts import Prompt, Tools, tools_of_row
+from rlhf_pg.data.rows import Row
 from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
@@ -29,6 +27,7 @@ from rlhf_pg.rollout.multi_turn.environment import (
     check_reward,
 )
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
+from rlhf_pg.rollout.players import Group, Player
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -58,13 +57,6 @@ class Episode:
     encoded_again: int = 0  # tokens of the policy
     overlaps: bool = False  # it made calls side by side at one endpoint
 
-    @property
-    def trained(self) -> list[bool]:
-        """Mask of the tokens that losses and statistics use: empty if the episode failed."""
-        if self.error is None:
-            return self.actions
-        return [False] * len(self.actions)
-
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append a turn of the policy, or (without log-probabilities) an answer to it."""
         self.tokens += tokens
@@ -74,50 +66,50 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpisodeRunner:
-    """Plays episodes with the settings of a run."""
+class EpisodeRunner(Player):
+    """Plays an episode for each row."""
 
     environment_factory: EnvironmentFactory  # makes the environment of one episode
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: Sequence[int]  # each of them ends a turn
     max_turns: int | None = None  # None: as many as the tokens allow
     timeout: float | None = 60.0  # seconds for a `reset` or `step`; None: no limit
     tools: Tools = ()  # schemas for the chat template, or a function from a row to schemas
     longest_prompt: int | None = None  # in tokens
-    skip_special_tokens: bool = True  # in the text that rewards see
 
     def play(
         self,
         engine: RolloutEngine,
-        examples: Sequence[Mapping[str, Any]],
-        tokens: Sequence[Sequence[int]],
-        prompt_indices: Sequence[int],
+        prompts: Sequence[Prompt],
         n: int,
         params: SamplingParams,
         seed: int,
-    ) -> list[Episode]:
-        """Play `n` episodes of every example, in the order example * n + sample.
-
-        Args:
-            examples: dataset rows, with their `prompt`; `tokens` are those of the prompts.
-            prompt_indices: the noise of a token depends only on (seed, prompt index, sample,
-                position after the prompt).
-            params: `max_tokens` limits all turns and answers of an episode together.
+    ) -> Generator[Group]:
+        """Play `n` episodes of every prompt; `params.max_tokens` limits all turns and answers of an
+        episode together.
         """
-        episodes = [
-            Episode(
-                example=example,
-                prompt_index=index,
-                sample=sample,
-                prompt=example["prompt"],
-                prompt_ids=ids,
-            )
-            for example, ids, index in zip(examples, tokens, prompt_indices, strict=True)
-            for sample in range(n)
-        ]
+        groups = {
+            prompt.index: [
+                Episode(
+                    example=prompt.example,
+                    prompt_index=prompt.index,
+                    sample=sample,
+                    prompt=prompt.example["prompt"],
+                    prompt_ids=prompt.ids,
+                )
+                for sample in range(n)
+            ]
+            for prompt in prompts
+        }
+        places = {prompt.index: place for place, prompt in enumerate(prompts)}
+        playing = dict.fromkeys(groups, n)
+        episodes = [episode for group in groups.values() for episode in group]
         try:
-            with engine.weights_synced(), engine.session(params, seed) as session:
-                self._run(session, episodes, params.max_tokens, seed)
+            with engine.session(params, seed) as session:
+                for ended in self._run(session, episodes, params.max_tokens, seed):
+                    index = ended.prompt_index
+                    playing[index] -= 1
+                    if not playing[index]:
+                        place = places[index]
+                        yield place, [self._row(prompts[place], x) for x in groups[index]]
         finally:
             for episode in episodes:
                 if isinstance(episode.environment, SettlingEnvironment):
@@ -126,7 +118,34 @@ class EpisodeRunner:
         if errors:
             message = "%d of %d episodes failed; the first: %s"
             logger.warning(message, len(errors), len(episodes), errors[0])
-        return episodes
+
+    def _row(self, prompt: Prompt, episode: Episode) -> Row:
+        """Return the row of an episode; one that failed is neither trained on nor paid."""
+        actions = episode.actions
+        rewards = episode.rewards
+        if episode.error is not None:
+            actions = [False] * len(episode.tokens)
+            rewards = [math.nan] * len(episode.tokens)
+        if isinstance(episode.prompt, str):
+            opened, answer = self.texts(episode.prompt, episode.tokens)
+        else:
+            opened, answer = whole_turn(episode.prompt, episode.messages)
+        return Row(
+            prompt_ids=episode.prompt_ids,
+            ids=episode.tokens,
+            logprobs=episode.logprobs,
+            actions=actions,
+            offsets=episode.offsets or None,
+            lines=episode.lines or None,
+            rewards=rewards,
+            truncated=episode.truncated,
+            group=prompt.index,
+            dataset_row=prompt.dataset_row,
+            prompt=opened,
+            completion=answer,
+            columns=prompt.columns,
+            episode=episode,
+        )
 
     def _run(
         self,
@@ -134,8 +153,11 @@ class EpisodeRunner:
         episodes: Sequence[Episode],
         max_tokens: int,
         seed: int,
-    ) -> None:
-        """Begin all episodes, then continue each as soon as its call or completion is done."""
+    ) -> Iterator[Episode]:
+        """Begin all episodes, continue each as soon as its call or completion is done, and yield
+        those that have ended.
+        """
+        over: list[Episode] = []
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
 
         def send(key: tuple[int, int], value: Any) -> Any:
@@ -147,6 +169,7 @@ class EpisodeRunner:
                 pass
             except Exception as error:  # the environment may return anything
                 episode.error = tell(error)
+            over.append(episode)
             return None
 
         def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:
@@ -164,6 +187,7 @@ class EpisodeRunner:
             except ValueError as error:
                 for episode in alike:
                     episode.error = f"ValueError: the episode {error}"
+                over.extend(alike)
 
         groups = defaultdict[Any, list[Episode]](list)  # by shared prompt
         resets = {key: send(key, None) for key in played}
@@ -174,7 +198,9 @@ class EpisodeRunner:
             sample(tokens, alike)
 
         calls = dict[Future[Any], tuple[int, int]]()  # calls of environments under way
-        while calls or not session.idle:
+        while over or calls or not session.idle:
+            yield from over
+            over.clear()
             arrived: list[tuple[tuple[int, int], Any]] = []
             if session.idle:
                 wait(calls, return_when=FIRST_COMPLETED)
@@ -250,16 +276,9 @@ class EpisodeRunner:
             if paid is not None:
                 episode.rewards[-1] = paid
 
-    def rewards(self, episodes: Sequence[Episode]) -> Tensor:
-        """Return the environments' rewards, (B,T) float64, at the last token of each turn.
-
-        They are NaN elsewhere, and for a whole episode that failed.
-        """
-        rows = [x.rewards if x.error is None else [math.nan] * len(x.tokens) for x in episodes]
-        return pad_rows(rows, math.nan, dtype=torch.float64)[0]
-
-    def metrics(self, episodes: Sequence[Episode], runtime: Runtime) -> dict[str, float]:
+    def metrics(self, rows: Sequence[Row], runtime: Runtime) -> dict[str, float]:
         """Compute metrics of the episodes of all processes; collective."""
+        episodes = [row.episode for row in rows]
         users = [e.environment for e in episodes if isinstance(e.environment, ToolEnvironment)]
         counts = [
             len(episodes),

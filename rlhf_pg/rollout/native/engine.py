@@ -77,7 +77,7 @@ class NativeEngine(RolloutEngine):
         model's positions allow.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
-        with self.weights_synced(), evaluating(self.weights), torch.no_grad():
+        with evaluating(self.weights), torch.no_grad():
             session = _NativeSession(self, params, seed, stopping)
             try:
                 yield session

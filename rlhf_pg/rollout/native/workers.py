@@ -12,7 +12,7 @@ import pickle
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -209,8 +209,7 @@ def sample_alone(
     engine = engine_with(pickled, weights)
     completions = []
     try:
-        # They are merged already.
-        with engine.weights_synced(nullcontext), engine.session(params, seed) as session:
+        with engine.session(params, seed) as session:
             session.add(request)
             while not session.idle:
                 for _, number, completion in session.step():

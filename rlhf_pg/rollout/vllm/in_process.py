@@ -127,6 +127,7 @@ class VllmEngine(RolloutEngine):
 
     def session(self, params: SamplingParams, seed: int) -> closing["_InProcessSession"]:
         """Open a session on vLLM, which raises RolloutError if vLLM aborts a request."""
+        self.check_synced()
         return closing(_InProcessSession(self, params, seed))
 
     @contextmanager

@@ -114,6 +114,7 @@ class VllmServerEngine(RolloutEngine):
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
         """Open a session, which raises RolloutError when no server is left."""
+        self.check_synced()
         return closing(_ServerSession(self, params, seed))
 
     @property
@@ -137,12 +138,11 @@ class VllmServerEngine(RolloutEngine):
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Leave out, in all processes, servers that have failed in one; collective."""
-        if self._users == 1:
-            everyone = gather([server.lost for server in self.servers])
-            for server, *lost in zip(self.servers, *everyone, strict=True):
-                server.lost = any(lost)
-            if not self.alive:
-                raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
+        everyone = gather([server.lost for server in self.servers])
+        for server, *lost in zip(self.servers, *everyone, strict=True):
+            server.lost = any(lost)
+        if not self.alive:
+            raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
 
     def _load_weights(self) -> AbstractContextManager[None]:
         return self.copy_weights()()

@@ -11,6 +11,7 @@ from rlhf_pg.models import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.tasks.tiny import character_tokenizer
+from tests.rows import batch_of, tensors
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
@@ -19,13 +20,12 @@ SAMPLING = SamplingParams(max_tokens=12)
 def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Batch:
     """Four completions of each prompt."""
     sampled = engine.generate(PROMPTS, 4, params, seed=0)
-    return Batch.from_tokens(
-        prompts=[prompt for prompt in PROMPTS for _ in range(4)],
-        completions=[c.tokens for c in sampled],
+    return batch_of(
+        [prompt for prompt in PROMPTS for _ in range(4)],
+        [c.tokens for c in sampled],
         logprobs=[c.logprobs for c in sampled],
         truncated=[c.finish_reason == "length" for c in sampled],
         groups=[i for i in range(len(PROMPTS)) for _ in range(4)],
-        pad_token_id=0,
     )
 
 
@@ -38,18 +38,15 @@ def random_rollout(families: list[tuple[int, list[int]]]) -> Batch:
 
     prompts = [tokens(prompt) for prompt, _ in families]
     rows = [(i, width) for i, (_, widths) in enumerate(families) for width in widths]
-    return Batch.from_tokens(
-        prompts=[prompts[i] for i, _ in rows],
-        completions=[tokens(width) for _, width in rows],
-        logprobs=[[0.0] * width for _, width in rows],
-        truncated=[False] * len(rows),
+    return batch_of(
+        [prompts[i] for i, _ in rows],
+        [tokens(width) for _, width in rows],
         groups=[i for i, _ in rows],
-        pad_token_id=0,
     )
 
 
 def on(rollout: Batch, device: str) -> Batch:
-    return Batch(**{name: value.to(device) for name, value in rollout._tensors()})
+    return Batch(**{name: value.to(device) for name, value in tensors(rollout).items()})
 
 
 @torch.no_grad()

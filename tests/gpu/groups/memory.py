@@ -17,6 +17,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.gpu.check import Check, Result
 from tests.gpu.groups.common import lengths, save_wide_model
+from tests.rows import tensors
 
 ON_CPU = "nothing to check on a CPU"
 # Two prompts, with eight completions each that fill several micro-batches.
@@ -58,7 +59,7 @@ def kept(model: str, directory: str, device: str) -> Result:
     with uncollected():
         before = allocated(device)
         samples = trainer.sampler.roll_out(range(2))
-        own = sum(x.nbytes for _, x in samples._tensors())
+        own = sum(x.nbytes for x in tensors(samples).values())
         more = (allocated(device) - before - own) / 2**20
     return of_gpu(device, f"{more:.1f} MiB are kept", abs(more) <= 16, more)
 
@@ -66,8 +67,8 @@ def kept(model: str, directory: str, device: str) -> Result:
 def after_rollout(model: str, directory: str, device: str) -> Result:
     trainer = wide_trainer(model, directory, device)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
+    experience = trainer.credit(
+        trainer.learner.infer(trainer.sampler.add_rewards(samples)), Meter()
     )
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
@@ -99,8 +100,8 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
     predicted = predict_memory(meta, SHARDINGS[0], 1, float(total), "cuda")
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.sampler.roll_out(range(2))
-    experience, _ = trainer.estimate(
-        trainer.learner.score(trainer.sampler.add_rewards(samples)), Meter()
+    experience = trainer.credit(
+        trainer.learner.infer(trainer.sampler.add_rewards(samples)), Meter()
     )
     del samples
     trainer.update(experience, Meter())  # the first makes the optimizer's state

@@ -21,6 +21,7 @@ from rlhf_pg.rollout.agents.endpoint import Endpoint, Refused, noise
 from rlhf_pg.rollout.agents.runner import AgentRunner, program_of
 from tests.rollout.agents.test_history import tokenizer_with
 from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.rows import episodes_of, played
 
 TOKENIZER = tokenizer_with("qwen2_5")
 EOS = TOKENIZER.eos_token_id
@@ -37,7 +38,14 @@ def says(text: str, whole: bool = True) -> Any:
     return lambda request, sample: [*ids_of(text), *[EOS] * whole]
 
 
-def play(program: Any, script: Any = None, n: int = 1, rows: int = 1, **options: Any) -> list[Any]:
+def play(
+    program: Any,
+    script: Any = None,
+    n: int = 1,
+    rows: int = 1,
+    of: Any = episodes_of,
+    **options: Any,
+) -> list[Any]:
     limits = {"max_tokens": options.pop("max_tokens", 400)}
     runner = AgentRunner(
         program=program,
@@ -48,7 +56,7 @@ def play(program: Any, script: Any = None, n: int = 1, rows: int = 1, **options:
     engine = ScriptedEngine(script or says("ok"), EOS)
     examples = [{"prompt": "x", "number": i, "chat": list(ASK)} for i in range(rows)]
     params = SamplingParams(**limits)
-    return runner.play(engine, examples, [[1]] * rows, range(rows), n, params, seed=0)
+    return of(runner, engine, examples, [[1]] * rows, range(rows), n, params)
 
 
 @cache
@@ -508,12 +516,13 @@ def test_an_episode_fails_alone() -> None:
             time.sleep(3)
         return 1.0 if kind == 0 else "nothing"
 
-    good, *failed = play(program, rows=6, timeout=2.0)
+    made = play(program, rows=6, timeout=2.0, of=played)
+    good, *failed = (row.episode for row in made)
     assert good.error is None
     words = ["asked nothing", "bye", "2 rewards for 1", "2 s", "nothing"]
     for episode, word in zip(failed, words, strict=True):
         assert word in episode.error
-        assert not any(episode.trained)
+    assert [row.is_judged for row in made] == [True, *[False] * 5]
     with pytest.raises(openai.AuthenticationError):
         ask(late[0])
 

@@ -12,6 +12,7 @@ import torch
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams
 from tests.rollout.multi_turn import scripted
 from tests.rollout.multi_turn.scripted import ScriptedSession, letters
+from tests.rows import episodes_of, played
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -54,6 +55,7 @@ def play(
     max_tokens=40,
     tokenizer=TOKENIZER,
     draws=(7,),
+    of=episodes_of,
     **options,
 ):
     made = iter(environments)
@@ -65,7 +67,7 @@ def play(
     examples = [{"prompt": prompt, "answer": "a"} for _ in draws]
     tokens = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [5] for _ in draws]
     params = SamplingParams(max_tokens=max_tokens)
-    return runner.play(engine, examples, tokens, list(draws), n, params, seed=0)
+    return of(runner, engine, examples, tokens, list(draws), n, params)
 
 
 def test_episode_row_has_turns_answers_and_turn_rewards():
@@ -73,7 +75,7 @@ def test_episode_row_has_turns_answers_and_turn_rewards():
     [episode] = play(sayer("ab<eos>", "c<eos>", "de<eos>"), environment)
     assert text(episode.tokens) == "ab<eos>up!c<eos>node<eos>"
     own = [1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
-    assert episode.actions == episode.trained == [bool(x) for x in own]
+    assert episode.actions == [bool(x) for x in own]
     assert episode.logprobs == [-i / 10 if chosen else 0.0 for i, chosen in enumerate(own)]
     paid = {i: reward for i, reward in enumerate(episode.rewards) if not math.isnan(reward)}
     assert paid == {2: 0.5, 12: 2.0}  # the last tokens of the first and of the third turn
@@ -223,13 +225,16 @@ class AsyncListed(Listed):
 def test_failing_environment_ends_only_its_episode(kind, answer, error):
     failing = kind(answer, ("", 1.0, True))
     sound = kind(("up", 0.0, False), ("", 1.0, True))
-    broken, whole = play(sayer("ab<eos>", "c<eos>"), failing, sound, n=2, timeout=20)
+    says = sayer("ab<eos>", "c<eos>")
+    rows = play(says, failing, sound, n=2, timeout=20, of=played)
+    assert rows[0].actions == [False] * 3
+    assert all(map(math.isnan, rows[0].rewards))
+    broken, whole = (row.episode for row in rows)
     assert whole.error is None
     assert whole.turns == 2
     assert error in broken.error
     assert text(broken.tokens) == "ab<eos>"
     assert broken.actions == [True] * 3
-    assert broken.trained == [False] * 3
 
 
 def test_failed_reset_keeps_dataset_prompt():
@@ -280,7 +285,8 @@ def test_failing_factory_is_episode_error():
         environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS]
     )
     params = SamplingParams(max_tokens=4)
-    episodes = runner.play(sayer("a<eos>"), [{"prompt": "q?"}], [ids("q?")], [0], 2, params, 0)
+    examples = [{"prompt": "q?"}]
+    episodes = episodes_of(runner, sayer("a<eos>"), examples, [ids("q?")], [0], 2, params)
     assert [episode.error for episode in episodes] == ["ZeroDivisionError: division by zero"] * 2
 
 

@@ -9,6 +9,7 @@ from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
 from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
 from tests.rollout.multi_turn.scripted import sayer
+from tests.rows import episodes_of
 
 TOKENIZER = tool_tokenizer(CHARACTERS, [])
 EOS = TOKENIZER.eos_token_id
@@ -97,7 +98,7 @@ def play(runner, *turns, rows=({},), n=1, max_tokens=400):
     tokens = [TOKENIZER("(q)>")["input_ids"]] * len(rows)
     params = SamplingParams(max_tokens=max_tokens)
     engine = sayer(TOKENIZER, *(turn + TOKENIZER.eos_token for turn in turns))
-    return runner.play(engine, examples, tokens, range(len(rows)), n, params, 0)
+    return episodes_of(runner, engine, examples, tokens, range(len(rows)), n, params)
 
 
 def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:
@@ -179,7 +180,7 @@ def test_failed_reset_ends_its_episode(reset, error) -> None:
     faulty = type("Faulty", (Counter,), {"reset": reset})
     (episode,) = play(runner_of(faulty, timeout=0.2), "done")
     assert episode.error == error
-    assert not any(episode.trained)
+    assert not episode.tokens
 
 
 def test_plain_factory_makes_ours_and_other_things_are_refused() -> None:

@@ -370,10 +370,20 @@ def test_abandoned_request_is_cancelled(fake, tmp_path):
             heard.set()
 
     fake.answers[COMPLETIONS] = lambda body: wait_for_the_end
-    with engine.session(PARAMS, seed=0) as session:
+    with engine.weights_synced(), engine.session(PARAMS, seed=0) as session:
         session.add(Request(tokens=[5], prompt_index=0))
         session.step()
     assert heard.wait(10)
+
+
+def test_session_without_the_weights_is_refused(fake, tmp_path):
+    """Else the server would sample from those of an earlier step, and nobody would know."""
+    engine = engine_of(fake, tmp_path)
+    with pytest.raises(RuntimeError, match="weights_synced"):
+        engine.session(PARAMS, seed=0)
+    again = pytest.raises(RuntimeError, match="already")
+    with engine.weights_synced(), again, engine.weights_synced():
+        pass
 
 
 @pytest.mark.fault(57, "one error")

@@ -1,0 +1,533 @@
+"""The parts of a trainer, made in the order in which they need each other."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+
+from rlhf_pg import models
+from rlhf_pg.advantages import ADVANTAGES, AdvantageInputs
+from rlhf_pg.boundary import user_modules
+from rlhf_pg.boundary.launcher import check_precision
+from rlhf_pg.boundary.quoted import about, quote
+from rlhf_pg.checkpoint import TrainState
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.config.fields import bind
+from rlhf_pg.config.files import absolute, names_function
+from rlhf_pg.data import Prompts, PromptSampler
+from rlhf_pg.data.inputs import load_texts, settle_data, with_date
+from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
+from rlhf_pg.data.rendering import warn_of_turn_end
+from rlhf_pg.data.sources import PRIVILEGED
+from rlhf_pg.losses import POLICY_LOSSES, Loss
+from rlhf_pg.models import Critic, Models, Reference, adapter_of, assemble, policy_of, streaming
+from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
+from rlhf_pg.rewards.scoring import Rewards
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rollout import (
+    EnvironmentFactory,
+    EnvironmentSource,
+    EpisodeRunner,
+    RolloutEngine,
+    Tool,
+    factory,
+    source_of,
+)
+from rlhf_pg.rollout.players import CompletionPlayer, Player
+from rlhf_pg.running_stats import MovingAverage, RunningMoments
+from rlhf_pg.runtime import Runtime, Termination
+from rlhf_pg.runtime.trackers import Trackers
+from rlhf_pg.trainers.agreement import Agreement
+from rlhf_pg.trainers.ahead import Ahead
+from rlhf_pg.trainers.controllers import Controllers
+from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
+from rlhf_pg.trainers.sampler import Sampler
+from rlhf_pg.trainers.teacher import check_privileged, load_teacher
+from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The arguments of a trainer beside its config, which `PolicyGradientTrainer` documents."""
+
+    model: Any = None
+    reward_funcs: Any = ()
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: PreTrainedTokenizerBase | None = None
+    reward_processing_classes: Any = None
+    peft_config: Any = None
+    optimizers: Optimizers = (None, None)
+    quantization_config: Any = None
+    tools: Sequence[Tool] | None = None
+    environment_factory: EnvironmentFactory | EnvironmentSource | None = None
+    privileged_prompt: Callable[..., Any] | None = None
+    agent_program: Callable[..., Any] | str | None = None
+    value_model: Any = None
+
+    def given_in_python(self, args: PolicyGradientConfig, trains: bool) -> tuple[str, ...]:
+        """Return the names of arguments that no config key can replace; ValueError if one is
+        missing that the run of a recorded config had, and that is needed.
+        """
+        names = ["tools", "environment_factory", "agent_program", "quantization_config"]
+        if trains:
+            names += ["peft_config", "optimizers", "value_model", "privileged_prompt"]
+        in_python = []
+        for name in names:
+            value = getattr(self, name)
+            if any(value) if isinstance(value, list | tuple) else value is not None:
+                in_python.append(name)
+        needed = [name for name in args.given_in_python if name in names]
+        missing = [name for name in needed if name not in in_python]
+        if missing:
+            raise ValueError(
+                f"given_in_python: the run of this config was given {', '.join(missing)} in "
+                "Python: give the same to the trainer again, or take the names out of "
+                "given_in_python"
+            )
+        return tuple(in_python)
+
+
+@dataclass(frozen=True)
+class PromptLoader:
+    """Loads the prompts of a run's datasets."""
+
+    args: PolicyGradientConfig
+    tokenizer: PreTrainedTokenizerBase
+    tools: Tools
+    positions: int | None  # of the model
+    environments: EnvironmentSource | None
+
+    def load(self, dataset: Any, name: str) -> Prompts:
+        """Return the prompts of a dataset; ValueError, with `name` and the row, if one is unfit."""
+        args = self.args
+        with about(name):
+            return load_prompts(
+                dataset,
+                self.tokenizer,
+                max_prompt_length=args.max_prompt_length,
+                long_prompts=args.long_prompts,
+                tools=self.tools,
+                max_completion_length=args.max_completion_length,
+                positions=self.positions,
+                micro_batch_tokens=args.micro_batch_tokens,
+            )
+
+    def load_sets(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
+        """Return the prompts of every evaluation set, by its name."""
+        sets = {}
+        for name, dataset in datasets.items():
+            if self.environments is not None:
+                dataset = self.environments.add_prompts(dataset, self.args.prompts_per_step)
+            sets[name] = self.load(dataset, f"eval_dataset {name}".rstrip())
+        return sets
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, for reward functions that take it."""
+
+    state: TrainState
+    num_prompts: int  # of the dataset
+    total_steps: int
+
+    def now(self) -> TrainerState:
+        return self.at(self.state.step, self.state.prompt_index)
+
+    def at(self, step: int, prompt_index: int) -> TrainerState:
+        epoch = prompt_index / self.num_prompts
+        return TrainerState(epoch=epoch, global_step=step, max_steps=self.total_steps)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Parts:
+    """The parts of a trainer."""
+
+    args: PolicyGradientConfig
+    recorded: Mapping[str, Any]  # keys to add to config.yaml: data, rewards
+    described: Sequence[str]  # a line for each reward
+    runtime: Runtime
+    trackers: Trackers
+    termination: Termination
+    state: TrainState
+    rewards: Rewards
+    shaping: Shaping
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    peft_config: Any
+    episode_runner: EpisodeRunner | None
+    prompt_loader: PromptLoader
+    train_prompts: Prompts
+    eval_sets: dict[str, Prompts]
+    total_steps: int
+    estimator: Callable[[AdvantageInputs], Tensor]
+    policy_loss: partial[Loss]
+    controllers: Controllers
+    moving_average: MovingAverage | None
+    value_moments: RunningMoments | None  # of the returns, if they are normalised
+    running: dict[str, Any]  # running statistics and controllers that checkpoints hold, by name
+    critic: Critic | None
+    privileged_prompt: Callable[..., Any] | None
+    teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
+    texts: Sequence[Sequence[int]]  # of PPO-ptx
+    learner: Learner
+    agreement: Agreement
+    make_engine: Callable[[str], RolloutEngine]
+    chosen_engine: tuple[str, str]  # the rollout engine, and the reason why
+    sampler: Sampler
+    ahead: Ahead | None  # with `rollout_ahead`
+
+
+def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) -> Parts:
+    """Make the parts of a trainer, or of an evaluation, which does not train."""
+    # The run's inputs, from Python or the config, which never change from here on.
+    args = args.locate()
+    check_precision(args.dtype)
+    in_python = inputs.given_in_python(args, trains)
+    if not trains:
+        args = dataclasses.replace(args, given_in_python=in_python, report_to=(), save_merged=False)
+    tools, environment_factory = factory.load_tools(args, inputs.tools, inputs.environment_factory)
+    task, train_dataset, eval_datasets = settle_data(
+        args, inputs.train_dataset, inputs.eval_dataset, environment_factory, trains
+    )
+    functions, described, recorded = settle_rewards(
+        inputs.reward_funcs, args, None if task is None else task.reward
+    )
+    hidden = args.privileged_prompt or ""
+    privileged_prompt = inputs.privileged_prompt
+    if hidden and inputs.privileged_prompt is not None:
+        raise ValueError("privileged_prompt is given twice, as an argument and in args")
+    if trains and names_function(hidden):
+        privileged_prompt = user_modules.load(hidden)
+    named = ("trainer", "agent_program", "tools", "environment_factory")
+    code = [key for key in named if getattr(args, key)]
+    code += [key for key in ("advantage_estimator", "policy_loss") if ":" in getattr(args, key)]
+    if names_function(hidden):
+        code.append("privileged_prompt")
+    described += [f"{key}: runs {quote(_listed(getattr(args, key)))}" for key in code]
+    if args.agent_program is not None and inputs.agent_program is not None:
+        raise ValueError("agent_program is given twice, as an argument and in args")
+    agent_program = args.agent_program if inputs.agent_program is None else inputs.agent_program
+    if privileged_prompt is not None:
+        check_arguments([privileged_prompt], {"train_dataset": train_dataset}, "rewards")
+    alone = environment_factory is None and agent_program is None
+    if not functions and args.teacher_model_name_or_path and alone:
+        functions = [no_reward]
+    held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
+    check_arguments(functions, {"train_dataset": train_dataset, **held_out})
+    if not trains and inputs.eval_dataset is not None:
+        recorded |= args.without_names()
+    recorded |= {"given_in_python": in_python}
+    if trains and args.eval_steps and not eval_datasets:
+        raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
+    model = inputs.model or args.model_name_or_path
+    if task is not None:
+        tools = task.tools if tools is None else tools
+        environment_factory = environment_factory or task.environment_factory
+        if model is None and task.make_tokenizer is not None:
+            model = task.warm_started_model()
+    if model is None:
+        raise ValueError("no model: give model=... or the key model_name_or_path")
+    changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
+    if isinstance(model, str | PathLike):
+        changes["model_name_or_path"] = absolute(os.fspath(model), None)
+    runtime = Runtime(args.ddp_timeout)
+    args = dataclasses.replace(args, **changes)
+    args = args.on(runtime.device.type)
+    for warning in args.warnings if runtime.is_main else ():
+        logger.warning("%s", warning)
+
+    # Rewards.
+    environments = None
+    if environment_factory is not None:
+        environments = source_of(environment_factory)
+    pays = agent_program is not None or (environments is not None and environments.pays)
+    rewards = Rewards(
+        functions,
+        args.reward_weights,
+        inputs.reward_processing_classes,
+        runtime.device,
+        pays,
+        args.reward_model_sees_eos,
+        args.trust_remote_code,
+        args.reward_workers,
+        args.reward_timeout,
+        args.on_reward_error,
+        args.reward_error_value,
+    )
+    shaping = Shaping(args, rewards)
+
+    # The policy and its tokenizer.
+    set_seed(args.seed)
+    dtype = getattr(torch, args.dtype)
+    peft_config = adapter_of(args, inputs.peft_config) if trains else None
+    policy_model = policy_of(
+        model,
+        args,
+        runtime.loading_device,
+        peft_config,
+        inputs.quantization_config,
+        empty=runtime.splits and trains,
+    )
+    trained = sum(p.numel() for p in policy_model.parameters() if p.requires_grad)
+    if trains and runtime.is_main and args.learning_rate > 2e-5 and trained > 50e6:
+        logger.warning(
+            "learning_rate %g may wreck %.0fM trained parameters: 1e-6 is usual for all weights",
+            args.learning_rate,
+            trained / 1e6,
+        )
+    tokenizer = models.tokenizer_of(args, policy_model, inputs.processing_class)
+    args = with_date(args, tokenizer, runtime.today())
+    if args.eos_token is not None:
+        models.add_stop_tokens(policy_model, [tokenizer.eos_token_id])
+    episode_runner = factory.new_episode_runner(
+        args,
+        tools or (),
+        environments,
+        policy_model,
+        tokenizer,
+        agent_program,
+        bool(functions),
+    )
+
+    # Prompts.
+    has_agent = agent_program is not None
+    episode_tools: Tools = episode_runner.tools if episode_runner else ()
+    loader = PromptLoader(
+        args,
+        tokenizer,
+        no_tools if has_agent else episode_tools,  # an agent's program says which tools it has
+        None if has_agent else models.max_positions(policy_model),
+        environments,
+    )
+    if environments is not None:
+        has_data = train_dataset is not None
+        train_dataset = environments.add_prompts(train_dataset, args.prompts_per_step)
+        if not has_data and train_dataset is not None and args.max_steps < 0:
+            raise ValueError("without a train_dataset, set max_steps to the length of the run")
+    eval_sets = loader.load_sets(eval_datasets)
+    if trains:
+        prompts = loader.load(train_dataset, "train_dataset")
+    else:
+        prompts = next(iter(eval_sets.values()))
+    wanted = args.dataset_fingerprint
+    if trains and wanted not in (None, prompts.fingerprint):
+        raise ValueError(
+            f"the training data have the fingerprint {prompts.fingerprint}, not "
+            f"dataset_fingerprint {wanted}: data, tokenizer or prompt keys differ; leave it out to "
+            "train on these data"
+        )
+    state = TrainState()
+    total_steps = args.total_steps(len(prompts))
+    progress = Progress(state, len(prompts), total_steps)
+    longest_prompt = max(x.longest for x in (prompts, *eval_sets.values()))
+    longest_row = longest_prompt + args.max_completion_length
+
+    # The method: functions that the config names, and state that changes during the run.
+    estimator = bind(ADVANTAGES[args.advantage_estimator], args)
+    policy_loss = bind(POLICY_LOSSES[args.policy_loss], args)
+    controllers = Controllers(args)
+    averages = args.advantage_estimator == "returns_minus_moving_average"
+    moving_average = MovingAverage() if averages else None
+    running = controllers.controllers | shaping.moments
+    if moving_average is not None:
+        running["moving_average"] = moving_average
+    critic = None
+    value_moments = None
+    if trains and isinstance(args, PPOConfig):
+        critic = new_critic(args, inputs.value_model, policy_model, tokenizer, peft_config)
+        if args.normalize_values:
+            value_moments = RunningMoments()
+            running["value_moments"] = value_moments
+
+    # The learner: policy, critic and reference, optimizer, and how many tokens fit.
+    # The engine is chosen before sharding renames the model's class.
+    chosen = factory.choose_engine(args, policy_model, runtime)
+    limits = [models.max_positions(policy_model)]
+    if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
+        limits.append(int(args.micro_batch_tokens))
+    limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
+    if has_agent and limit is not None:
+        longest_row = limit
+    longest = max(longest_row, limit or 0) if environments else longest_row
+    for module in filter(None, (policy_model, critic)):
+        models.settle_positions(module, longest)  # the same for rows of all lengths
+    if not trains:
+        tokens = most(runtime.device.type, longest_row)
+    elif args.micro_batch_tokens == "auto":
+        tokens = most(runtime.device.type, prompts.longest + args.max_completion_length)
+    else:
+        tokens = int(args.micro_batch_tokens)
+    logits = chunk_size(runtime) // (3 if args.compares_distributions else 1)  # p's, q's, gradient
+    policy, module = assemble(policy_model, args, critic, tokens, logits)
+    module.eval()
+    if not any(p.is_meta for p in module.parameters()):  # else they come when it is sharded
+        module.to(runtime.loading_device)
+    reference = teacher = optimizer = scheduler = teacher_prompt_limit = None
+    if trains:
+        teacher = load_teacher(args, policy, tokenizer, runtime.loading_device, tokens)
+        if teacher is not None:
+            has_function = privileged_prompt is not None
+            has_prompts = not has_function and PRIVILEGED in prompts.rows.column_names
+            if (environments or agent_program) and (has_prompts or (hidden and not has_function)):
+                raise ValueError("privileged_prompt must be a function for an environment")
+            teacher_prompt_limit = check_privileged(
+                teacher, args, prompts, tokenizer, episode_tools, has_function
+            )
+        sampling = factory.with_engine(args, chosen[0])
+        tokens = find_budget(sampling, module, runtime, prompts.longest, teacher)
+        reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
+        optimizer, scheduler = optimizer_and_schedule(
+            policy, critic, args, total_steps, inputs.optimizers
+        )
+    learner = Learner(
+        Models(policy, critic, reference, module, teacher),
+        optimizer,
+        scheduler,
+        runtime,
+        args,
+        tokens,
+        state,
+    )
+    agreement = Agreement(
+        dtype,
+        runtime,
+        policy,
+        learner.log_probs,
+        refuses=args.truncated_sampling == "refuse"
+        and args.sampler_correction in ("auto", "none")
+        and not args.rollout_ahead,
+    )
+
+    # The sampler and its engine; a prompt from an environment must leave room for a completion.
+    stops = models.stop_token_ids(policy_model, tokenizer)
+    player: Player = CompletionPlayer(
+        tokenizer=tokenizer,
+        stop_token_ids=stops,
+        skip_special_tokens=args.skip_special_tokens,
+    )
+    if episode_runner is not None:
+        least = 1 if has_agent else args.max_completion_length
+        room = None if limit is None else limit - least
+        player = dataclasses.replace(episode_runner, longest_prompt=room)
+    if trains and runtime.is_main and not isinstance(prompts.rows[0]["prompt"], str):
+        warn_of_turn_end(tokenizer, stops)
+    full_policy = learner.full_policy
+    weights = full_policy.module
+    save = None
+    if hasattr(weights, "stored") and peft_config is None:  # no process has it whole
+
+        def save(place: Path | None) -> None:
+            streaming.save(place, weights, *full_policy.tensors("", weights))
+
+    rest = weights, stops, tokenizer, runtime.is_main, longest_row, save
+
+    def make_engine(name: str) -> RolloutEngine:
+        return factory.new_engine(factory.with_engine(args, name), *rest)
+
+    engine, engine_name, why_engine = factory.start_engine(args, *chosen, runtime, make_engine)
+    sampler = Sampler(
+        engine=engine,
+        prompts=prompts,
+        order=PromptSampler(len(prompts), args.seed, args.shuffle_dataset),
+        rewards=rewards,
+        shaping=shaping,
+        runtime=runtime,
+        args=args,
+        policy=learner.full_policy,
+        player=player,
+        progress=progress.now,
+    )
+    ahead = None
+    if trains and args.rollout_ahead:
+        ahead = Ahead(sampler, args.rollout_ahead, runtime, progress.at)
+
+    return Parts(
+        args=args,
+        recorded=recorded,
+        described=described,
+        runtime=runtime,
+        trackers=Trackers(args.report_to, runtime),
+        termination=Termination(runtime),
+        state=state,
+        rewards=rewards,
+        shaping=shaping,
+        model=policy_model,
+        processing_class=tokenizer,
+        dtype=dtype,
+        peft_config=peft_config,
+        episode_runner=episode_runner,
+        prompt_loader=loader,
+        train_prompts=prompts,
+        eval_sets=eval_sets,
+        total_steps=total_steps,
+        estimator=estimator,
+        policy_loss=policy_loss,
+        controllers=controllers,
+        moving_average=moving_average,
+        value_moments=value_moments,
+        running=running,
+        critic=critic,
+        privileged_prompt=privileged_prompt,
+        teacher_prompt_limit=teacher_prompt_limit,
+        texts=load_texts(args, tokenizer) if trains and args.ptx_coef else (),
+        learner=learner,
+        agreement=agreement,
+        make_engine=make_engine,
+        chosen_engine=(engine_name, why_engine),
+        sampler=sampler,
+        ahead=ahead,
+    )
+
+
+def new_critic(
+    args: PPOConfig,
+    value_model: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    peft_config: Any,
+) -> Critic:
+    """Make the critic that the config and `value_model` ask for."""
+    is_shared = args.critic == "shared"
+    if value_model is None:
+        value_model = args.value_model_name_or_path
+    if value_model is not None and is_shared:
+        raise ValueError("value_model is for a separate critic: leave it out with a shared one")
+    if value_model is not None and args.critic_seed is not None:
+        raise ValueError("value_init random takes the policy's architecture: leave value_model out")
+    critic = models.new_critic(
+        model,
+        tokenizer,
+        getattr(torch, args.dtype),
+        is_shared,
+        value_model,
+        peft_config,
+        args.critic_seed,
+        args.trust_remote_code,
+        models.init_options(args),
+    )
+    if args.normalize_values and (critic.head is None or critic.head.weight.any()):
+        raise ValueError(
+            "normalize_values needs a critic whose head starts at 0, and value_model brings "
+            "values in its own units: leave one of them out"
+        )
+    return critic
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return ", ".join(value)
