@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from rlhf_pg.data import Prompt
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams
 from tests.rollout.multi_turn import scripted
 from tests.rollout.multi_turn.scripted import ScriptedSession, letters
@@ -278,6 +279,28 @@ def test_error_of_engine_in_later_turn_is_not_of_the_environment(monkeypatch):
     monkeypatch.setattr(ScriptedSession, "add", add_first)
     with pytest.raises(RuntimeError, match="the engine is dead"):
         play(sayer("a<eos>"), Listed(("up", 0.0, False)))
+
+
+def test_group_that_has_ended_does_not_wait_for_the_others():
+    """So that its rewards may begin."""
+    goes_on = threading.Event()
+
+    class Slow(Listed):
+        def step(self, completion):
+            assert goes_on.wait(20)
+            return super().step(completion)
+
+    made = iter([Slow(("", 1.0, True)), Listed(("", 1.0, True))])
+    runner = EpisodeRunner(
+        environment_factory=lambda: next(made), tokenizer=TOKENIZER, stop_token_ids=[EOS]
+    )
+    prompts = [
+        Prompt(index=i, dataset_row=i, example={"prompt": "q?"}, ids=ids("q?")) for i in range(2)
+    ]
+    groups = runner.play(sayer("a<eos>", "b<eos>"), prompts, 1, SamplingParams(max_tokens=4), 0)
+    assert next(groups)[0] == 1
+    goes_on.set()
+    assert [place for place, _ in groups] == [0]
 
 
 def test_failing_factory_is_episode_error():
