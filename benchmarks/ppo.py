@@ -91,7 +91,7 @@ def measure_time(repeats: int = 9) -> None:
     def learn(name: str) -> None:
         it = trainers[name]
         experience = it.credit(it.learner.infer(it.sampler.add_rewards(samples)), Meter())
-        it.learner.update(experience, it.objective, 0, Meter())
+        it.learner.update(experience, it.objective, Meter())
 
     def forward() -> None:
         with torch.no_grad():
@@ -126,10 +126,10 @@ def peak(algorithm: str, checkpointing: bool) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size = {"hidden": 1024, "layers": 8, "vocabulary": 16384}
     it = trainer(algorithm, size, use_peft=True, gradient_checkpointing=checkpointing)
-    for step in range(2):
+    for _ in range(2):
         samples = it.sampler.roll_out(range(ROWS // 4))
         experience = it.credit(it.learner.infer(it.sampler.add_rewards(samples)), Meter())
-        it.learner.update(experience, it.objective, step, Meter())
+        it.learner.update(experience, it.objective, Meter())
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 

@@ -1,8 +1,8 @@
 """The advantage estimators that a config selects: functions of `AdvantageInputs`.
 
-To add one, write the function, and give it a line in `ADVANTAGES` and one in `ESTIMATORS` of
-`rlhf_pg.config.method`, with what it needs. Its keyword-only parameters are config keys of the same
-name.
+One of your own is `advantage_estimator: my_file.py:f`. To add one here, write the function, and
+give it a line in `ADVANTAGES` and one in `ESTIMATORS` of `rlhf_pg.config.method`, with what it
+needs. Its keyword-only parameters are config keys of the same name.
 
 `estimate_x` applies `x` of `per_group` or `per_token`, which documents the formula. "Unbiased"
 refers to the policy gradient, with gamma 1 and with the rewards that are given.

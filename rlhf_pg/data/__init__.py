@@ -1,10 +1,29 @@
 """Prompts and chats as token ids, and the batch that goes from the rollout to the update."""
 
-from rlhf_pg.data.batch import Batch as Batch
-from rlhf_pg.data.chat import vocabulary_fingerprint as vocabulary_fingerprint
-from rlhf_pg.data.prompts import (
-    Prompt as Prompt,
-    Prompts as Prompts,
-    PromptSampler as PromptSampler,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from rlhf_pg.data.rows import Row as Row
+
+if TYPE_CHECKING:
+    from rlhf_pg.data.batch import Batch as Batch
+    from rlhf_pg.data.chat import vocabulary_fingerprint as vocabulary_fingerprint
+    from rlhf_pg.data.prompts import (
+        Prompt as Prompt,
+        Prompts as Prompts,
+        PromptSampler as PromptSampler,
+    )
+else:
+    PLACES = {
+        "Batch": "batch",
+        "vocabulary_fingerprint": "chat",
+        "Prompt": "prompts",
+        "Prompts": "prompts",
+        "PromptSampler": "prompts",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import a name when it is first used: a report needs neither torch nor datasets."""
+        if name not in PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)

@@ -8,10 +8,8 @@ distinct tokens in order of creation, and `parent_offsets` says which token each
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count
 from typing import Any, Self
 
 import torch
@@ -28,7 +26,7 @@ def _column(axis: str, fill: float = 0, blank: float = 0, **default: Any) -> Any
     """Declare a tensor of a batch.
 
     Args:
-        axis: of its columns: "row" for (B,), "prompt" for (B,P), "token" for (B,T) or (B,T,...).
+        axis: "row" for (B,) or (B,...), "prompt" for (B,P), "token" for (B,T) or (B,T,...).
         fill: what stands in padding, and in rows of a batch that lacks the tensor.
         blank: what stands in a row that is computed for nothing but to keep processes in step.
     """
@@ -73,7 +71,7 @@ class Batch:
     scores: Any = _column("token", fill=math.nan, default=None)
 
     # Results of the models before the updates; None if the algorithm does not need them.
-    # (B,T) None: one update per rollout, the ratio is 1
+    # (B,T) None: one update per rollout, which computes them itself; the ratio is 1
     old_logprobs: Any = _column("token", default=None)
     entropies: Tensor | None = _column("token", default=None)  # (B,T) `top_entropy_quantile`
     ref_logprobs: Any = _column("token", default=None)  # (B,T)
@@ -91,7 +89,7 @@ class Batch:
     advantages: Any = _column("token", default=None)  # (B,T)
     returns: Any = _column("token", default=None)  # (B,T) targets of the critic, in its units
 
-    # Totals of the step over all processes; greedy completions.
+    # Of the step: greedy completions of this process, totals over all processes.
     greedy: Self | None = None  # one greedy completion per group, for a baseline
     num_prompts: int = 0  # prompts used
     other_tokens: int = 0  # tokens sampled but not trained on, prompts included
@@ -106,8 +104,11 @@ class Batch:
         rows: Sequence[Row],
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        sources: int | None = None,
     ) -> Self:
-        """Pad rows into a batch; `dtype` is that of log-probabilities."""
+        """Pad rows into a batch; `dtype` is that of log-probabilities, and of the scores of rows
+        that have them of this number of `sources`.
+        """
         prompts = [row.prompt_ids for row in rows]
         completions = [row.ids for row in rows]
         prompt_ids, prompt_mask = pad_rows(prompts, 0, left=True)
@@ -130,6 +131,11 @@ class Batch:
             columns["parent_offsets"] = offsets
         if any(row.lines is not None for row in rows):
             columns["lines"] = numbers_of(rows, "lines", 0)
+        if sources is not None:
+            scores = torch.full((*completion_ids.shape, sources), math.nan, dtype=dtype)
+            for i, row in enumerate(rows):
+                scores[i, : len(row.ids)] = torch.as_tensor(row.scores)
+            columns["scores"] = scores
         on_device: Fields = {}
         for name, column in columns.items():
             on_device[name] = column.to(device)
@@ -303,7 +309,11 @@ class Batch:
             if axis != "row":
                 values = _pad_columns(values, fill, left=axis == "prompt")
             joined[column.name] = torch.cat(values)
-        return cls(rows=[row for part in parts for row in part.rows], **joined)
+        rows: list[Row] = []
+        if all(len(part.rows) == part.num_rows for part in parts):
+            for part in parts:
+                rows += part.rows
+        return cls(rows=rows, **joined)
 
     def blank_row(self) -> Self:
         """Return one row without action tokens, for a forward pass that adds no loss."""
@@ -400,12 +410,6 @@ def _pad_columns(values: Sequence[Tensor], fill: float, left: bool) -> list[Tens
         sides = [0, 0] * (value.ndim - 2) + sides
         padded.append(nn.functional.pad(value, sides, value=fill))
     return padded
-
-
-def sample_numbers(groups: Sequence[int]) -> list[int]:
-    """Number the rows of each group from 0."""
-    counts: dict[int, Iterator[int]] = defaultdict(count)
-    return [next(counts[group]) for group in groups]
 
 
 def pad_rows(

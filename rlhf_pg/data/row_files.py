@@ -5,21 +5,24 @@ reward.
 """
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
-from torch import Tensor
 
 from rlhf_pg.boundary.output_files import write_file
-from rlhf_pg.data.batch import Batch, sample_numbers
-from rlhf_pg.data.rows import Row
+from rlhf_pg.data.rows import Row, sample_numbers
+
+if TYPE_CHECKING:  # torch takes seconds, and a report does without
+    from torch import Tensor
+
+    from rlhf_pg.data.batch import Batch
 
 Record = dict[str, Any]  # of a row: arrays of its tokens, and numbers
 # What reading a file of tokens that is none may raise.
@@ -136,13 +139,15 @@ class StepTokens:
     def rows(self, places: Sequence[int]) -> list[Row]:
         """Return some of the rows, without texts and columns."""
         prompts = self.prompts()
+        starts = self.starts
+        scores = self.dense_scores()
         logprobs = np.nan_to_num(self.numbers["sampler_logprob"])
         lines = None
         if "line" in self.numbers:
             lines = np.nan_to_num(self.numbers["line"]).astype(int)
         rows = []
         for i in places:
-            span = slice(self.starts[i], self.starts[i] + self.lengths[i])
+            span = slice(starts[i], starts[i] + self.lengths[i])
             row = Row(
                 prompt_ids=prompts[i],
                 ids=self.ids[span].tolist(),
@@ -150,31 +155,13 @@ class StepTokens:
                 actions=self.action[span].tolist(),
                 offsets=None if self.offsets is None else self.offsets[span].tolist(),
                 lines=None if lines is None else lines[span].tolist(),
+                scores=scores[span],
                 truncated=bool(self.truncated[i]),
                 group=int(self.prompt_index[i]),
                 dataset_row=int(self.row[i]),
             )
             rows.append(row)
         return rows
-
-    def batch(
-        self,
-        rows: Sequence[Row],
-        places: Sequence[int],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Batch:
-        """Return rows, with their texts by now, as a batch with scores."""
-        batch = Batch.of(rows, device, dtype)
-        if "line" in self.numbers and batch.lines is None:
-            batch = batch.with_columns(lines=torch.zeros_like(batch.completion_ids))
-        dense = torch.from_numpy(self.dense_scores())
-        scores = dense.new_full((*batch.completion_ids.shape, dense.shape[1]), torch.nan)
-        for i, place in enumerate(places):
-            start = int(self.starts[place])
-            length = int(self.lengths[place])
-            scores[i, :length] = dense[start : start + length]
-        return batch.with_columns(scores=scores.to(batch.sampler_logprobs))
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -272,8 +259,8 @@ class StepTokens:
 
 
 def records_of(
-    batch: Batch,
-    numbers: Mapping[str, Tensor],
+    batch: "Batch",
+    numbers: "Mapping[str, Tensor]",
     dataset_rows: Sequence[int],
     rank: int = 0,
 ) -> tuple[list[Record], Record]:
@@ -287,7 +274,7 @@ def records_of(
         "scores": batch.scores,
     }
     for name, number in numbers.items():
-        columns[name] = number.detach().masked_fill(~batch.action_mask, torch.nan)
+        columns[name] = number.detach().masked_fill(~batch.action_mask, math.nan)
     arrays = {name: column.double().cpu().numpy() for name, column in columns.items()}
     prompts = batch.prompt_ids.cpu().numpy()
     groups = batch.groups.tolist()

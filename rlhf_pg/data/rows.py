@@ -1,7 +1,9 @@
 """A row: a prompt and what followed it. Everything makes rows, and `Batch.of` pads them."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 
@@ -26,8 +28,10 @@ class Row:
     actions: Sequence[bool] | None = None  # which tokens the policy chose; None: all
     # The distance back to the token that each token follows, as `Batch.parent_offsets`; None: 1.
     offsets: Sequence[int] | None = None
-    lines: Sequence[int] | None = None  # which endpoint of an agent asked for each token
-    rewards: Sequence[float] | None = None  # the environment's, at the last token of a turn
+    lines: Sequence[int] | None = None  # which endpoint of an agent, its line, asked for each token
+    # The environment's, at the last token of a turn, and NaN elsewhere.
+    rewards: Sequence[float] | None = None
+    scores: Any = None  # (tokens, K) of a recorded row, as `Batch.scores`
     truncated: bool = False  # stopped by length, not by a stop token
     group: int = 0  # the prompt's index, shared by its rows
     dataset_row: int = -1
@@ -47,3 +51,9 @@ class Row:
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != len(self.ids):
                 raise ValueError(f"a row needs one of its {name} per token")
+
+
+def sample_numbers(groups: Sequence[int]) -> list[int]:
+    """Number the rows of each group from 0."""
+    counts: dict[int, Iterator[int]] = defaultdict(count)
+    return [next(counts[group]) for group in groups]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -25,10 +26,10 @@ from rlhf_pg.models.streaming import bytes_of, stored_value
 
 
 class PolicyOutput(NamedTuple):
-    """Scores of the action tokens, (B,T), in at least float32; 0 in masked slots."""
+    """Numbers of the action tokens, (B,T), in at least float32; 0 in masked slots."""
 
     logprobs: Tensor  # of the sampled tokens
-    entropy: Tensor  # of each token's distribution
+    entropy: Tensor  # of each token's distribution; detached but for `keep_entropy_gradient`
     values: Any = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
     divergence: Tensor | None = None  # (B,T) from the teacher, during updates
@@ -79,6 +80,12 @@ class Policy(nn.Module):
         if mode and not self.drops:
             train_as_evaluated(self.model)
         return self
+
+    def keep_entropy_gradient(self) -> None:
+        """Make the entropy part of the loss."""
+        self.entropy_gradient = True
+        if self.head is not None:
+            self.head = replace(self.head, entropy_gradient=True)
 
     def keep_dropout(self) -> None:
         """Train with dropout; unpacked if the attention has dropout, which ours cannot apply."""

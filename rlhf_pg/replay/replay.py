@@ -198,8 +198,7 @@ class Replay:
                 columns=prompt.columns,
             )
             rows.append(row)
-        dtype = torch.promote_types(trainer.dtype, torch.float32)
-        return record.batch(rows, places, runtime.device, dtype)
+        return trainer.sampler.batch_of(rows, record.scores.shape[1])
 
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest complete checkpoint up to this step, and its step."""

@@ -23,8 +23,9 @@ class Shaping:
     normalise  divide by the running std of the source's totals (normalize_rewards)
     weight     by reward_weights
     replace    all else by minus missing_eos_penalty (missing_eos_mode "replace")
-    KL         subtract at every token (kl_placement "reward")
-    whiten     the sum, over the tokens of the step (whiten_rewards)
+
+    The trainer's `credit` then subtracts a KL at every token (kl_placement "reward"), and whitens
+    the sum over the tokens of the step (whiten_rewards).
 
     Penalties are in final units: only scores of functions are clipped, squashed, normalised and
     weighted. Normalising does not subtract a mean, which would reward or punish additional steps
@@ -54,8 +55,8 @@ class Shaping:
         self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
 
     def bound(self, scores: Tensor) -> Tensor:
-        """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one is beyond it even
-        when it is clipped, or if its weight would take it there.
+        """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one, or one times
+        its weight, is beyond it after reward_clip_range.
         """
         weights = self._function_weights.abs().clamp(min=1)
         sizes = self._clip(scores).abs().clamp(min=1)

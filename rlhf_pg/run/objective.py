@@ -36,11 +36,12 @@ def action_tokens(batch: Batch) -> Tensor:
 class Term:
     """One summand of the objective.
 
-        Term(name="entropy", loss=entropy, coef=-0.01)
+        Term(name="entropy", loss=entropy, coef=-0.01, entropy_gradient=True)
 
     Attributes:
         loss: given the policy's output and the batch, returns the loss of every token, (B,T), and
-            numbers (B,T) whose means over the tokens are logged. Other slots are ignored.
+            numbers (B,T) by name, whose means over the tokens are logged; the names are the same
+            on all processes. In other slots the loss is finite.
         tokens: the tokens (B,T) that the term is over.
         coef: a number, or a function that returns the number of this moment.
         aggregation: `token_mean`, `sequence_mean` or `constant`; None: as the key `aggregation`.
@@ -48,6 +49,7 @@ class Term:
             this term. They have no action tokens, so that other terms leave them out.
         beyond_actions: True if the policy has not chosen all of its tokens; their log-probabilities
             are computed then.
+        entropy_gradient: True if the loss follows `new.entropy`, which has no gradient otherwise.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Term:
     aggregation: str | None = None
     rows: Callable[[int, int], Batch] | None = None
     beyond_actions: bool = False
+    entropy_gradient: bool = False
 
 
 class Objective:
@@ -82,6 +85,7 @@ class Objective:
         self.max_completion_length = max_completion_length
         self.all_sum = all_sum
         self.groups: dict[tuple[Tokens, str], list[Term]] = {}
+        self.logged_by = dict.fromkeys(("loss", "entropy"), "the learner")  # by metric
         for term in self.terms.values():
             key = term.tokens, term.aggregation or aggregation
             self.groups.setdefault(key, []).append(term)
@@ -98,7 +102,7 @@ class Objective:
             for tokens, aggregation in self.groups
         ]
 
-    def scored(self, batch: Batch) -> Batch:
+    def for_model(self, batch: Batch) -> Batch:
         """Return the batch with `action_mask` at every token whose log-probability is needed."""
         masks = [term.tokens(batch) for term in self.terms.values() if term.beyond_actions]
         if not masks:
@@ -122,6 +126,11 @@ class Objective:
                 coef = term.coef() if callable(term.coef) else term.coef
                 losses.append(coef * loss)
                 for name, numbers in metrics.items():
+                    if self.logged_by.setdefault(name, term.name) != term.name:
+                        raise ValueError(
+                            f"term {term.name!r} logs {name!r}, as {self.logged_by[name]} does: "
+                            "rename it"
+                        )
                     meter.add_masked(name, numbers, mask)
             per_token = sum(losses[1:], losses[0])
             weights = token_weights(
@@ -167,7 +176,7 @@ def text_tokens(batch: Batch) -> Tensor:
     return batch.completion_mask & (batch.groups < 0)[:, None]
 
 
-def other_tokens(batch: Batch) -> Tensor:
+def unchosen_tokens(batch: Batch) -> Tensor:
     """Return the tokens of trained rows that the policy did not choose: answers of tools, and
     messages to an agent. Nothing predicts the first token of a context.
     """

@@ -86,8 +86,8 @@ class Agreement:
     def check(self, batch: Batch) -> dict[str, float]:
         """Judge the step before its first update, and return its metrics; collective.
 
-        `batch` has the `old_logprobs` of that update, which are compared unless the step has some
-        from before. With dropout they are of another policy, and nothing is compared.
+        `batch` has the `old_logprobs` of that update. They are compared, or those that `begin` was
+        given, if it was. With dropout the update's are of another policy: nothing is compared.
 
         Raises:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.

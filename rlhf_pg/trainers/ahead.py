@@ -19,7 +19,6 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerState
@@ -250,9 +249,7 @@ class Ahead:
                 logged={name: column[i] for name, column in packed["logged"].items()},
             )
             rows.append(row)
-        args = self.sampler.args
-        dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-        batch = table.batch(rows, places, self.runtime.device, dtype)
+        batch = self.sampler.batch_of(rows, table.scores.shape[1])
         return batch.with_columns(greedy=greedy, **{name: packed[name] for name in TOTALS})
 
     def _share(self, parts: Sequence[Batch]) -> Batch:

@@ -1,8 +1,8 @@
 """The four algorithms: how scores become advantages, and the loss of a token.
 
-Each is a config and a step (`rlhf_pg.trainers.step`) with estimator and loss of its own choice; PPO
-adds a critic. y_t is a token of the completion y of the prompt x, pi the policy, pi_old the one
-that sampled, pi_ref the reference.
+Each is a step (`rlhf_pg.trainers.step`) with a config that chooses estimator, loss and aggregation
+(`rlhf_pg.config.algorithms`); PPO adds a critic. y_t is a token of the completion y of the prompt
+x, pi the policy, pi_old the one that sampled, pi_ref the reference.
 """
 
 import torch

@@ -25,7 +25,7 @@ def stripped_text(completion: Any) -> str:
     return last_text(completion).strip()
 
 
-def evaluate(
+def evaluate_set(
     sampler: Sampler,
     prompts: Prompts,
     temperature: float,

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Columns = dict[str, Tensor]  # columns of a batch, by name
 Outputs = dict[str, Tensor | None]  # columns of a micro-batch; None: not computed
-# Observes the first update of a step, whose batch has `old_logprobs`, before any weight changes.
-Observer = Callable[[Batch], dict[str, float]]
+# Is given the batch of a step with `old_logprobs` before any weight changes; returns metrics.
+Check = Callable[[Batch], dict[str, float]]
 
 
 class Learner:
@@ -171,6 +171,7 @@ class Learner:
             untaught = batch.action_mask & ~seen.action_mask
             logprobs = columns["teacher_logprobs"]
             columns["teacher_logprobs"] = logprobs.masked_fill(untaught, math.nan)
+            # The head that the divergence of the update needs, whole.
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
 
@@ -178,9 +179,8 @@ class Learner:
         self,
         batch: Batch,
         objective: Objective,
-        step: int,
         meter: Meter,
-        observe: Observer | None = None,
+        check: Check | None = None,
     ) -> dict[str, float]:
         """Make every optimizer update on the batch of a step; if one fails, gradients are cleared.
 
@@ -191,12 +191,13 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            metrics, batch = self._updates(batch, objective, step, meter, observe)
+            metrics, batch = self._updates(batch, objective, meter, check)
         except BaseException:
             self.backend.discard_update()
             raise
         finally:
             self.module.eval()
+        step = self.state.step
         before = self.state.skipped_in_a_row
         self.state.skipped_in_a_row = 0 if metrics["num_updates"] else before + 1
         if self.state.skipped_in_a_row > self.args.max_skipped_steps:
@@ -212,13 +213,13 @@ class Learner:
         self,
         batch: Batch,
         objective: Objective,
-        step: int,
         meter: Meter,
-        observe: Observer | None,
+        check: Check | None,
     ) -> tuple[dict[str, float], Batch]:
         """Make the updates; return metrics, and the batch with `old_logprobs`."""
         args = self.args
-        observed: dict[str, float] = {}
+        step = self.state.step
+        checked: dict[str, float] = {}
         norms: list[float] = []
         skipped = 0
         drifted = False
@@ -228,12 +229,12 @@ class Learner:
             if drifted and not is_extra:
                 continue
             seen = Meter()
-            logprobs = self.accumulate(minibatch, objective, seen)
+            logprobs = self.accumulate(minibatch, objective, seen, number)
             if number == 0:
                 if batch.old_logprobs is None:  # the only update has computed them
                     batch = minibatch.with_columns(old_logprobs=logprobs)
-                if observe is not None:
-                    observed = observe(batch)
+                if check is not None:
+                    checked = check(batch)
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
@@ -267,7 +268,7 @@ class Learner:
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
-            **observed,
+            **checked,
         }
         return metrics, batch
 
@@ -336,12 +337,18 @@ class Learner:
         # The factor of Spinning Up and Stable-Baselines3.
         return means["approx_kl"] > 1.5 * self.args.target_kl
 
-    def accumulate(self, minibatch: Batch, objective: Objective, meter: Meter) -> Tensor:
+    def accumulate(
+        self,
+        minibatch: Batch,
+        objective: Objective,
+        meter: Meter,
+        update: int = 0,
+    ) -> Tensor:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch; return
-        the policy's log-probabilities (B,T) before it.
+        the policy's log-probabilities (B,T) before it. `update` is its number in the step.
         """
         size = minibatch.completion_ids.shape
-        minibatch = objective.with_rows(minibatch, self.state.step, self.updates_begun)
+        minibatch = objective.with_rows(minibatch, self.state.step, update)
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         counts = objective.counts(minibatch)
         columns = Columns()
@@ -350,7 +357,7 @@ class Learner:
         share = 1 / (self.runtime.world * len(micro_batches))
         for i, (rows, batch) in enumerate(micro_batches):
             with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
-                new: PolicyOutput = self.backend(objective.scored(batch))
+                new: PolicyOutput = self.backend(objective.for_model(batch))
                 logprobs = torch.where(batch.action_mask, new.logprobs.detach(), 0.0)
                 _collect(columns, minibatch, rows, {"logprobs": logprobs})
                 if batch.old_logprobs is None:

@@ -77,7 +77,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 class TrainingLoop(Parts, ABC):
     """Runs the steps of a run, and what happens between them. It has the parts as attributes, which
-    never change.
+    are never replaced.
     """
 
     config_type: ClassVar[type[PolicyGradientConfig]]
@@ -143,10 +143,11 @@ class TrainingLoop(Parts, ABC):
             finally:
                 if self.ahead is not None:
                     self.ahead.drop()
-        losses = [line["loss"] for line in self.history if line["loss"] is not None]
-        last = self.history[-1:]
+        losses = [line["loss"] for line in self.history]
+        losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         mean = sum(losses) / len(losses) if losses else math.nan
-        return TrainOutput(self.state.step, mean, dict(*last))
+        last = self.history[-1] if self.history else {}
+        return TrainOutput(self.state.step, mean, last)
 
     def _train(self, choice: str | bool | None) -> None:
         if self.runtime.is_main:
@@ -166,7 +167,8 @@ class TrainingLoop(Parts, ABC):
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
         journal.trace(vars(self.began()))
-        self.observers = [self._record]
+        if self._record not in self.observers:
+            self.observers = [*self.observers, self._record]
         tracked = self.trackers.open(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )

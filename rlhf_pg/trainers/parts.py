@@ -193,7 +193,7 @@ class Parts:
 
 def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) -> Parts:
     """Make the parts of a trainer, or of an evaluation, which does not train."""
-    # The run's inputs, from Python or the config, which never change from here on.
+    # The run's inputs, from Python or the config.
     args = args.locate()
     check_precision(args.dtype)
     in_python = inputs.given_in_python(args, trains)
@@ -433,10 +433,16 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         def save(place: Path | None) -> None:
             streaming.save(place, weights, *full_policy.tensors("", weights))
 
-    rest = weights, stops, tokenizer, runtime.is_main, longest_row, save
-
     def make_engine(name: str) -> RolloutEngine:
-        return factory.new_engine(factory.with_engine(args, name), *rest)
+        return factory.new_engine(
+            factory.with_engine(args, name),
+            weights,
+            stops,
+            tokenizer,
+            runtime.is_main,
+            longest_row,
+            save,
+        )
 
     engine, engine_name, why_engine = factory.start_engine(args, *chosen, runtime, make_engine)
     sampler = Sampler(

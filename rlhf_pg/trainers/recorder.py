@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data.batch import Batch, sample_numbers
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.data.row_files import StepTokens, records_of
+from rlhf_pg.data.rows import sample_numbers
 from rlhf_pg.report.run_files import StepRecord, line_of
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import Runtime

@@ -163,16 +163,22 @@ class Sampler:
             except BaseException:
                 give_up(self.pending.values())
                 raise
-        batch = Batch.of(
-            [row for place in range(len(drawn)) for row in groups[place]],
-            self.runtime.device,
-            torch.promote_types(getattr(torch, args.dtype), torch.float32),
-        )
-        lines = None
-        if args.agent_credit == "branch":  # also where no row of this process has lines
-            lines = torch.zeros_like(batch.completion_ids) if batch.lines is None else batch.lines
-        self.pending_batch = batch.with_columns(lines=lines)
-        return self.pending_batch
+        together: list[Row] = []
+        for place in range(len(drawn)):
+            together += groups[place]
+        batch = self.batch_of(together)
+        if args.agent_credit != "branch":
+            batch = batch.with_columns(lines=None)
+        self.pending_batch = batch
+        return batch
+
+    def batch_of(self, rows: Sequence[Row], sources: int | None = None) -> Batch:
+        """Return rows as a batch of this process, with their scores if they have `sources`."""
+        dtype = torch.promote_types(getattr(torch, self.args.dtype), torch.float32)
+        batch = Batch.of(rows, self.runtime.device, dtype, sources)
+        if self.args.agent_credit == "branch" and batch.lines is None:  # no row has lines here
+            batch = batch.with_columns(lines=torch.zeros_like(batch.completion_ids))
+        return batch
 
     @contextmanager
     def sampling(self, copied: Copied | None = None) -> Iterator[None]:
@@ -348,9 +354,9 @@ class Sampler:
         )
 
     def _constant_groups(self, part: Batch) -> set[int]:
-        """Find the groups of all ranks whose completions share one score before penalties."""
-        said = sum_step_scores(self.shaping.weigh(part.scores))
-        paid, _ = self.runtime.gather(said)
+        """Find the groups of all ranks to whose completions the functions give one score."""
+        weighted = sum_step_scores(self.shaping.weigh(part.scores))  # without penalties
+        paid, _ = self.runtime.gather(weighted)
         groups, _ = self.runtime.gather(part.groups)
         # On the CPU, where sums are deterministic: if processes disagreed, they would deadlock.
         paid = paid.cpu()

@@ -7,6 +7,7 @@ completion width, K sources of reward; a row is one completion.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -34,11 +35,11 @@ from rlhf_pg.run.objective import (
     draw_texts,
     entropy,
     likelihood,
-    other_tokens,
     text_tokens,
+    unchosen_tokens,
 )
 from rlhf_pg.runtime import broadcasts_failure
-from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
+from rlhf_pg.trainers.evaluator import Answer, evaluate_set, stripped_text
 from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.parts import Inputs, make_parts
@@ -160,12 +161,19 @@ class PolicyGradientTrainer(TrainingLoop):
             value_model=value_model,
         )
         super().__init__(make_parts(args, inputs, self.trains), callbacks or ())
-        self.objective = Objective(
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What every update follows: the sum of `terms`."""
+        objective = Objective(
             self.terms(),
             aggregation=self.args.aggregation,
             max_completion_length=self.args.max_completion_length,
             all_sum=self.runtime.all_reduce_sum,
         )
+        if any(term.entropy_gradient for term in objective.terms.values()):
+            self.learner.policy.keep_entropy_gradient()
+        return objective
 
     # ------------------------------------------------------------------------------ the one step
 
@@ -183,9 +191,9 @@ class PolicyGradientTrainer(TrainingLoop):
         """Take the second half of a step, on scored completions."""
         with meter.time("score"):
             batch = self.infer(batch)  # log-probabilities and values (B,T)
-            batch = self.credit(batch, meter)  # rewards and advantages (B,T)  <- the algorithm
+            batch = self.credit(batch, meter)  # rewards, advantages (B,T)  <- the algorithm
         with meter.time("update"):
-            metrics = self.update(self.drop_truncated(batch), meter)  # self.terms  <- the algorithm
+            metrics = self.update(self.drop_truncated(batch), meter)  # self.objective <- algorithm
         for observe in self.observers:  # the record of the step
             observe(batch)
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
@@ -233,7 +241,7 @@ class PolicyGradientTrainer(TrainingLoop):
 
         inputs = self.advantage_inputs(batch, shaped, minus_kl)
         parts = [inputs]
-        if batch.lines is not None:  # each line of an agent is compared with itself
+        if batch.lines is not None:  # the tokens of each endpoint of an agent by themselves
             highest = int(batch.lines.max()) if len(batch.lines) else -1
             numbers = range(max(self.runtime.gather_objects(highest)) + 1)
             lines = [batch.lines == number for number in numbers]
@@ -253,13 +261,6 @@ class PolicyGradientTrainer(TrainingLoop):
             everyone = self.gather(batch.entropies[trained])
             kept = high_entropy(batch.entropies, everyone, args.top_entropy_quantile)
             advantages = torch.where(kept, advantages, 0.0)
-        if inputs.greedy_scores is not None:
-            paid = self.gather(inputs.greedy_scores.nansum(1))
-            metrics["rewards/greedy"] = paid.mean().item()
-        if self.moving_average is not None:
-            applies = ~inputs.scores.isnan().all(1)
-            metrics["return"] = inputs.scores.nansum(1)[applies].mean().item()
-            metrics["moving_average"] = self.moving_average.value
         return batch.with_columns(
             totals=inputs.scores[inputs.rows],
             advantages=advantages,
@@ -267,8 +268,20 @@ class PolicyGradientTrainer(TrainingLoop):
             # None for a single update, whose own forward pass gives them: the ratio is exactly 1.
             # They are kept where the KL after it is measured against them.
             old_logprobs=batch.old_logprobs if args.compares_with_old else None,
-            metrics=batch.metrics | metrics,
+            metrics=batch.metrics | metrics | self.baseline_metrics(inputs),
         )
+
+    def baseline_metrics(self, inputs: AdvantageInputs) -> dict[str, float]:
+        """Return metrics of baselines that are not of the step's own completions; collective."""
+        metrics = {}
+        if inputs.greedy_scores is not None:
+            paid = self.gather(inputs.greedy_scores.nansum(1))
+            metrics["rewards/greedy"] = paid.mean().item()
+        if self.moving_average is not None:
+            applies = ~inputs.scores.isnan().all(1)
+            metrics["return"] = inputs.scores.nansum(1)[applies].mean().item()
+            metrics["moving_average"] = self.moving_average.value
+        return metrics
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all ranks."""
@@ -359,7 +372,6 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.learner.update(
             batch,
             self.objective,
-            self.state.step,
             meter,
             self.agreement.check,
         )
@@ -383,7 +395,7 @@ class PolicyGradientTrainer(TrainingLoop):
             metrics["sampling/effective_sample_size"] = mean**2 / square
         if not policy_frozen:  # else its metrics say nothing about the coefficients
             self.controllers.update(metrics, args.prompts_per_step * args.num_generations)
-        if self.moving_average is not None and math.isfinite(metrics["return"]):
+        if self.moving_average is not None and math.isfinite(metrics.get("return", math.nan)):
             self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.controllers["learning_rate_scale"])
         metrics |= self.controllers.metrics()
@@ -405,8 +417,8 @@ class PolicyGradientTrainer(TrainingLoop):
         return self.estimator(inputs)
 
     def terms(self) -> list[Term]:
-        """Return the terms of the objective. A subclass adds some, or replaces one by a later one
-        of the same name:
+        """Return the terms of the objective, which is made once, for the first step. A subclass
+        adds some, or replaces one by a later one of the same name:
 
             def terms(self) -> list[Term]:
                 return [*super().terms(), Term(name="policy", loss=self.my_loss)]
@@ -415,17 +427,22 @@ class PolicyGradientTrainer(TrainingLoop):
         coefs = self.controllers
         terms = [Term(name="policy", loss=self.surrogate)]
         if args.entropy_coef or args.entropy_target is not None:
-            bonus = Term(name="entropy", loss=entropy, coef=lambda: -coefs["entropy_coef"])
+            bonus = Term(
+                name="entropy",
+                loss=entropy,
+                coef=lambda: -coefs["entropy_coef"],
+                entropy_gradient=True,
+            )
             terms.append(bonus)
         if args.teacher_model_name_or_path and args.teacher_placement == "loss":
             terms.append(Term(name="teacher", loss=self.teacher_loss, coef=args.teacher_coef))
         if args.beta > 0 and args.kl_placement == "loss":
-            terms.append(Term(name="kl", loss=self.kl_loss, coef=lambda: coefs["beta"]))
+            terms.append(Term(name="kl", loss=self.reference_kl, coef=lambda: coefs["beta"]))
         if args.positive_nll_coef:
             terms.append(likelihood("positive_nll", self.correct_tokens, args.positive_nll_coef))
         if args.tool_output_nll_coef:
             coef = args.tool_output_nll_coef
-            echo = likelihood("tool_output_nll", other_tokens, coef, beyond_actions=True)
+            echo = likelihood("tool_output_nll", unchosen_tokens, coef, beyond_actions=True)
             terms.append(echo)
         if args.ptx_coef:
             rows = draw_texts(self.texts, args.ptx_batch_size, args.seed, self.runtime)
@@ -483,7 +500,7 @@ class PolicyGradientTrainer(TrainingLoop):
         divergence = torch.where(taught, divergence, 0.0)
         return divergence, {"teacher/divergence": divergence}
 
-    def kl_loss(self, new: PolicyOutput, batch: Batch) -> Loss:
+    def reference_kl(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Return KL_t from the reference."""
         kl = kl_loss(
             new.logprobs,
@@ -557,7 +574,7 @@ class PolicyGradientTrainer(TrainingLoop):
         with self.sampler.sampling():
             for name, prompts in sets.items():
                 for mode, heat in temperatures.items():
-                    found = evaluate(self.sampler, prompts, heat, answer or stripped_text)
+                    found = evaluate_set(self.sampler, prompts, heat, answer or stripped_text)
                     start = f"{prefix}_{name}_{mode}" if name else f"{prefix}_{mode}"
                     metrics |= {f"{start}{key}": value for key, value in found.items()}
         for mode in temperatures if "" not in sets else ():

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rlhf_pg.data import Batch, Row
-from rlhf_pg.data.batch import sample_numbers, to_device
+from rlhf_pg.data.batch import to_device
+from rlhf_pg.data.rows import sample_numbers
 from tests.rows import batch_of, tensors
 
 PAD = 0

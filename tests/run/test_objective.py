@@ -82,8 +82,10 @@ def test_later_term_replaces_an_earlier_one_in_its_place():
 
 
 def test_log_probabilities_beyond_actions_are_asked_for():
-    assert objective(Term(name="a", loss=loss)).scored(BATCH) is BATCH
-    scored = objective(Term(name="a", loss=loss, tokens=others, beyond_actions=True)).scored(BATCH)
+    assert objective(Term(name="a", loss=loss)).for_model(BATCH) is BATCH
+    scored = objective(Term(name="a", loss=loss, tokens=others, beyond_actions=True)).for_model(
+        BATCH
+    )
     assert scored.action_mask.equal(BATCH.completion_mask)
 
 
@@ -100,6 +102,14 @@ def test_rows_of_a_term_join_the_minibatch():
     assert joined.groups.tolist() == [0, 1, -1]
     assert joined.action_mask.sum(1).tolist() == [2, 1, 0]
     assert joined.advantages.tolist()[2] == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["seen", "loss"])
+def test_metric_of_another_is_refused(name):
+    """It would be averaged with that one."""
+    twice = Term(name="b", loss=lambda new, batch: (new.logprobs, {name: new.entropy}))
+    with pytest.raises(ValueError, match=f"'b' logs '{name}', as (a|the learner) does"):
+        value(objective(Term(name="a", loss=loss), twice))
 
 
 @pytest.mark.parametrize("name", ["estimate", "score", "loss", "regularizer"])
@@ -121,3 +131,26 @@ def test_subclass_adds_a_term_in_three_lines(make):
     assert lines[1]["likely"] < 0
     assert lines[1]["loss"] == pytest.approx(lines[0]["loss"] - 0.01 * lines[1]["likely"])
     assert isinstance(mine.args, GRPOConfig)
+
+
+def test_term_of_the_entropy_has_a_gradient(make):
+    """Although the keys ask for no bonus, and the entropy is detached then."""
+
+    class Bonus(GRPOTrainer):
+        def terms(self) -> list[Term]:
+            bonus = Term(name="mine", loss=bonus_loss, coef=-self.size, entropy_gradient=True)
+            return [*super().terms(), bonus]
+
+    def bonus_loss(new, batch):
+        return new.entropy, {}
+
+    mine, keys = make(Bonus), make(GRPOTrainer, entropy_coef=0.1)
+    mine.size = 0.1  # which the constructor of a subclass may set after its base's
+    assert mine.step()["grad_norm"] == keys.step()["grad_norm"]
+
+
+def test_observers_of_the_user_see_batches(make):
+    trainer, seen = make(GRPOTrainer, max_steps=2), []
+    trainer.observers = [seen.append]
+    trainer.train()
+    assert [len(batch.rows) for batch in seen] == [16, 16]

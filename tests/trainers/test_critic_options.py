@@ -221,10 +221,11 @@ def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     # Of the two updates the first is the one with the critic as it is now.
     norms, apply_gradient = [], learner.backend.step
     learner.backend.step = lambda: norms.append(apply_gradient()) or norms[-1]
-    learner.update(experience, trainer.objective, 0, Meter())
+    learner.update(experience, trainer.objective, Meter())
     assert norms[0] == pytest.approx(norm)
     assert not any(p in learner.optimizer.state for p in policy)
-    learner.update(experience, trainer.objective, 1, Meter())
+    trainer.state.step = 1
+    learner.update(experience, trainer.objective, Meter())
     assert {int(learner.optimizer.state[p]["step"]) for p in policy} == {2}
 
 

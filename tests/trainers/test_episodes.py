@@ -17,7 +17,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import Request
-from rlhf_pg.run.objective import other_tokens
+from rlhf_pg.run.objective import unchosen_tokens
 from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
@@ -245,7 +245,7 @@ def test_tool_output_nll_gradient_covers_observation_tokens(trainer_type, budget
     assert means == pytest.approx(without, nan_ok=True)
     offsets = torch.ones_like(batch.completion_ids)
     offsets[0, 1] = 0  # nothing predicts the first token of a context
-    answers = other_tokens(batch.with_columns(parent_offsets=offsets))
+    answers = unchosen_tokens(batch.with_columns(parent_offsets=offsets))
     assert answers.nonzero().tolist() == [[2, 2]]
 
 

@@ -91,10 +91,10 @@ def test_ptx_draws_by_seed_step_and_update(tmp_path):
     options = {"ptx_coef": 0.5, "ptx_dataset_name": str(texts), "ptx_batch_size": 2}
     trainer, numbers = trainer_of(tmp_path, **options), []
     for step, update in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        trainer.state.step, trainer.learner.updates_begun = step, update
+        trainer.state.step = step
         batch, _ = estimated(trainer, SAYS)
         meter = Meter()
-        trainer.learner.accumulate(batch, trainer.objective, meter)
+        trainer.learner.accumulate(batch, trainer.objective, meter, update)
         numbers.append(meter.means(meter.sums())["ptx_nll"])
     assert numbers[0] == numbers[3]
     assert len(set(numbers)) == 3

@@ -179,7 +179,7 @@ def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
     trainer.learner.optimizer.zero_grad()
-    assert trainer.learner.update(experience, trainer.objective, 0, Meter())[
+    assert trainer.learner.update(experience, trainer.objective, Meter())[
         "grad_norm"
     ] == pytest.approx(norm)
 
