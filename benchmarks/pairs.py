@@ -20,7 +20,8 @@ def main() -> None:
     trainer = GRPOTrainer(args=args)
     prompts, n, lines = trainer.train_prompts, 8, list[str]()
     rows = list(range(len(prompts)))
-    everything = trainer.sampler.sample(prompts, rows, rows, n, args.temperature).completions
+    with trainer.sampler.sampling():
+        everything = trainer.sampler.sample(prompts, rows, rows, n, args.temperature).completions
     for row in rows:
         said = everything[row * n : (row + 1) * n]
         scores = trainer.rewards.sources[0].function(completions=said)

@@ -322,7 +322,7 @@ def of_algorithm(name: str) -> str:
 def _equations(kind: Any) -> str:
     """The docstrings of a trainer and of its formulas, with links to what algorithms.md has."""
     trainer = getattr(rlhf_pg, kind.__name__.replace("Config", "Trainer"))
-    own = {name: x for name, x in vars(trainer).items() if name in ("returns", "loss")}
+    own = {name: x for name, x in vars(trainer).items() if name in ("returns", "terms")}
     paragraphs = Entry("", trainer).paragraphs
     for name, x in own.items():
         paragraphs += [f"**`{trainer.__name__}.{name}`**", *Entry("", x).paragraphs]

@@ -65,6 +65,7 @@ def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
     prompts = next(iter(trainer.eval_sets.values()))
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     ids = [-1 - row for row in rows]
-    samples = trainer.sampler.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
+    with trainer.sampler.sampling():
+        samples = trainer.sampler.sample(prompts, list(rows), ids, 1, trainer.args.temperature)
     asked = map(last_text, prompts.rows[list(rows)]["prompt"])
     return dict(zip(asked, map(last_text, samples.completions), strict=True))

@@ -56,7 +56,10 @@ class Batch:
     completion_mask: Tensor = _column("token", blank=1)
     # (B,T) bool; the policy's own tokens, through EOS: those of its loss
     action_mask: Tensor = _column("token")
-    # (B,) int64; the prompt's index, shared by its completions; negative: a term added the row
+    # (B,T) bool; `action_mask`, where that marks whatever tokens an update needs
+    chosen: Tensor | None = _column("token", default=None)
+    # (B,) int64; the prompt's index, shared by its completions; negative for rows that a term added
+    # to an update (and in evaluations)
     groups: Tensor = _column("row")
     truncated: Tensor = _column("row")  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor = _column("token")  # (B,T) from the engine

@@ -1,5 +1,6 @@
 """Prompts, checked and tokenized once, and their order, which resumes from a single number."""
 
+import copy
 import hashlib
 import json
 import logging
@@ -41,10 +42,14 @@ class Prompt:
     example: Mapping[str, Any]  # that row
     ids: Sequence[int]
 
-    @property
+    def opening(self) -> Any:
+        """Return a copy of the text or messages, which the functions that see a row may change."""
+        return copy.deepcopy(self.example["prompt"])
+
     def columns(self) -> dict[str, Any]:
-        """The row's other columns."""
-        return {name: value for name, value in self.example.items() if name != "prompt"}
+        """Return a copy of the row's other columns, likewise."""
+        columns = {name: value for name, value in self.example.items() if name != "prompt"}
+        return copy.deepcopy(columns)
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,9 @@ class StepTokens:
         blank: Record,
         texts_of: Callable[[list[int]], list[str]] | None = None,
     ) -> "StepTokens":
-        """Put the records of rows, of all processes, one after another; `blank` is of none.
-
-        `texts_of` returns a text for each token of a row.
+        """Put the records of rows one after another (`records_of`); `texts_of` returns a text for
+        each token of a row.
         """
-        records = sorted(records, key=lambda record: record["prompt_index"])
 
         def joined(name: str) -> Any:
             return np.concatenate([blank[name], *(record[name] for record in records)])
@@ -264,8 +262,8 @@ def records_of(
     dataset_rows: Sequence[int],
     rank: int = 0,
 ) -> tuple[list[Record], Record]:
-    """Return a record of each row, with numbers (B,T), NaN where the policy chose nothing; and one
-    without tokens.
+    """Return a record of each row, with numbers (B,T), NaN where the policy chose nothing; and
+    `blank`, with every array of a record and no token in it, for a step without rows.
     """
     columns = {
         "ids": batch.completion_ids,

@@ -195,7 +195,7 @@ class Replay:
                 row,
                 prompt=opened,
                 completion=completion,
-                columns=prompt.columns,
+                columns=prompt.columns(),
             )
             rows.append(row)
         return trainer.sampler.batch_of(rows, record.scores.shape[1])

@@ -14,7 +14,7 @@ from rlhf_pg.data.rows import Row
 from rlhf_pg.rollout.engine import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.runtime import Runtime
 
-Group = tuple[int, list[Row]]  # the place of a prompt, and its rows
+Group = tuple[int, list[Row]]  # the place of a prompt among those asked for, and its rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class CompletionPlayer(Player):
                     yield place, [rows[place][k] for k in range(n)]
 
     def _row(self, prompt: Prompt, completion: Completion) -> Row:
-        opened, answer = self.texts(prompt.example["prompt"], completion.tokens)
+        opened, answer = self.texts(prompt.opening(), completion.tokens)
         return Row(
             prompt_ids=prompt.ids,
             ids=completion.tokens,
@@ -89,5 +89,5 @@ class CompletionPlayer(Player):
             dataset_row=prompt.dataset_row,
             prompt=opened,
             completion=answer,
-            columns=prompt.columns,
+            columns=prompt.columns(),
         )

@@ -42,13 +42,11 @@ class Term:
         loss: given the policy's output and the batch, returns the loss of every token, (B,T), and
             numbers (B,T) by name, whose means over the tokens are logged; the names are the same
             on all processes. In other slots the loss is finite.
-        tokens: the tokens (B,T) that the term is over.
+        tokens: the tokens (B,T) that the term is over, of whatever rows.
         coef: a number, or a function that returns the number of this moment.
         aggregation: `token_mean`, `sequence_mean` or `constant`; None: as the key `aggregation`.
         rows: given the step and the update, both from 0, returns rows that every update gets for
             this term. They have no action tokens, so that other terms leave them out.
-        beyond_actions: True if the policy has not chosen all of its tokens; their log-probabilities
-            are computed then.
         entropy_gradient: True if the loss follows `new.entropy`, which has no gradient otherwise.
     """
 
@@ -58,7 +56,6 @@ class Term:
     coef: Callable[[], float] | float = 1.0
     aggregation: str | None = None
     rows: Callable[[int, int], Batch] | None = None
-    beyond_actions: bool = False
     entropy_gradient: bool = False
 
 
@@ -102,12 +99,16 @@ class Objective:
             for tokens, aggregation in self.groups
         ]
 
-    def for_model(self, batch: Batch) -> Batch:
-        """Return the batch with `action_mask` at every token whose log-probability is needed."""
-        masks = [term.tokens(batch) for term in self.terms.values() if term.beyond_actions]
+    def for_model(self, minibatch: Batch) -> Batch:
+        """Return the minibatch with `action_mask` at every token of a term, whose log-probabilities
+        are computed, and with `chosen` for what it was.
+        """
+        masks = [tokens(minibatch) for tokens, _ in self.groups if tokens is not action_tokens]
         if not masks:
-            return batch
-        return batch.with_columns(action_mask=torch.stack([batch.action_mask, *masks]).any(0))
+            return minibatch
+        chosen = minibatch.action_mask
+        needed = torch.stack([chosen, *masks]).any(0)
+        return minibatch.with_columns(action_mask=needed, chosen=chosen)
 
     def __call__(
         self,

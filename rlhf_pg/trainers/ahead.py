@@ -244,7 +244,7 @@ class Ahead:
                 row,
                 prompt=packed["prompts"][i],
                 completion=packed["completions"][i],
-                columns=prompt.columns,
+                columns=prompt.columns(),
                 episode=SimpleNamespace(**episodes[i]) if episodes else None,
                 logged={name: column[i] for name, column in packed["logged"].items()},
             )

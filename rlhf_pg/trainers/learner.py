@@ -231,10 +231,11 @@ class Learner:
             seen = Meter()
             logprobs = self.accumulate(minibatch, objective, seen, number)
             if number == 0:
+                first = batch
                 if batch.old_logprobs is None:  # the only update has computed them
-                    batch = minibatch.with_columns(old_logprobs=logprobs)
+                    first = minibatch.with_columns(old_logprobs=logprobs)
                 if check is not None:
-                    checked = check(batch)
+                    checked = check(first)
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
@@ -270,7 +271,7 @@ class Learner:
             "skipped_updates": skipped,
             **checked,
         }
-        return metrics, batch
+        return metrics, first
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
@@ -351,13 +352,16 @@ class Learner:
         minibatch = objective.with_rows(minibatch, self.state.step, update)
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         counts = objective.counts(minibatch)
+        minibatch = objective.for_model(minibatch)
         columns = Columns()
         micro_batches = list(self.micro_batches(minibatch))
         # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
         share = 1 / (self.runtime.world * len(micro_batches))
         for i, (rows, batch) in enumerate(micro_batches):
             with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
-                new: PolicyOutput = self.backend(objective.for_model(batch))
+                new: PolicyOutput = self.backend(batch)
+                if batch.chosen is not None:
+                    batch = batch.with_columns(action_mask=batch.chosen)
                 logprobs = torch.where(batch.action_mask, new.logprobs.detach(), 0.0)
                 _collect(columns, minibatch, rows, {"logprobs": logprobs})
                 if batch.old_logprobs is None:
@@ -367,6 +371,7 @@ class Learner:
                 self.backend.backward(_spoil(loss))
             meter.add("loss", loss, share)
             meter.add_masked("entropy", new.entropy, batch.action_mask)
+        # Rows that terms have added come last, and may be longer.
         return columns["logprobs"][: size[0], : size[1]]
 
     @torch.no_grad()

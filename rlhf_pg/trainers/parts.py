@@ -336,6 +336,10 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     longest_prompt = max(x.longest for x in (prompts, *eval_sets.values()))
     longest_row = longest_prompt + args.max_completion_length
 
+    texts: Sequence[Sequence[int]] = ()
+    if trains and args.ptx_coef:
+        texts = load_texts(args, tokenizer)
+
     # The method: functions that the config names, and state that changes during the run.
     estimator = bind(ADVANTAGES[args.advantage_estimator], args)
     policy_loss = bind(POLICY_LOSSES[args.policy_loss], args)
@@ -489,7 +493,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         critic=critic,
         privileged_prompt=privileged_prompt,
         teacher_prompt_limit=teacher_prompt_limit,
-        texts=load_texts(args, tokenizer) if trains and args.ptx_coef else (),
+        texts=texts,
         learner=learner,
         agreement=agreement,
         make_engine=make_engine,

@@ -6,9 +6,11 @@ Shapes: B rows on this rank, T completion width.
 import hashlib
 import json
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -92,25 +94,22 @@ class Recorder:
         sums = torch.where(mask, batch.advantages.detach(), 0.0).double().sum(1)
         means = (sums / mask.sum(1)).tolist()
         records = []
-        for i, sample in enumerate(sample_numbers(groups)):
+        samples = sample_numbers(groups)
+        for i, row in enumerate(batch.rows):
             record: dict[str, Any] = {
                 "prompt_index": groups[i],
-                "sample": sample,
-                "prompt": batch.prompts[i],
-                "completion": batch.completions[i],
+                "sample": samples[i],
+                "prompt": row.prompt,
+                "completion": row.completion,
                 **{f"rewards/{name}": total[i][k] for k, name in enumerate(self.names)},
                 "advantage": None,
                 "truncated": truncated[i],
             }
             if not math.isnan(means[i]):
                 record["advantage"] = float(f"{means[i]:.6g}")
-            for name, column in batch.logged.items():
-                record[name] = column[i]
-            if batch.episodes:
-                record |= {
-                    "turns": batch.episodes[i].turns,
-                    "error": batch.episodes[i].error,
-                }
+            record |= row.logged
+            if row.episode is not None:
+                record |= {"turns": row.episode.turns, "error": row.episode.error}
             records.append(record)
         return records
 
@@ -123,11 +122,13 @@ class Recorder:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
         runtime = self.runtime
         records, blank = records_of(batch, numbers, batch.dataset_rows, runtime.rank)
-        everyone = runtime.gather_objects(records)
-        if not runtime.is_main:
+        parts = runtime.gather_objects(pickle.dumps(records))
+        if not runtime.is_main:  # which need not read them
             return None
+        everyone = [record for part in parts for record in pickle.loads(part)]
+        everyone.sort(key=itemgetter("prompt_index"))
         texts_of = partial(token_texts, self.tokenizer) if with_texts else None
-        return StepTokens.of([x for records in everyone for x in records], blank, texts_of)
+        return StepTokens.of(everyone, blank, texts_of)
 
 
 def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:

@@ -52,8 +52,11 @@ UNKNOWN = "is no argument of a trainer"
 REPLACED = {  # methods that subclasses once overrode, and those in their place
     "estimate": "credit",
     "score": "infer",
-    "loss": "the terms of `terms`",
-    "regularizer": "the terms of `terms`",
+    "loss": "a term of `terms`",
+    "regularizer": "a term of `terms`",
+    "new_critic": "rlhf_pg.trainers.parts.new_critic",
+    "prompts_of": "`prompt_loader.load`",
+    "eval_prompts": "`prompt_loader.load_sets`",
 }
 
 
@@ -106,11 +109,12 @@ class PolicyGradientTrainer(TrainingLoop):
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse methods that a step does not call any more (TypeError)."""
         super().__init_subclass__(**options)
-        for name in REPLACED.keys() & vars(cls).keys():
-            raise TypeError(
-                f"{cls.__name__}.{name} would not be called: since November 2026 a step calls "
-                f"{REPLACED[name]} (CONTRIBUTING.md, A new algorithm)"
-            )
+        for name, successor in REPLACED.items():
+            if hasattr(cls, name):  # its own, or that of a mixin
+                raise TypeError(
+                    f"{cls.__name__}.{name} would not be called: since November 2026 "
+                    f"{successor} is in its place (CONTRIBUTING.md, A new algorithm)"
+                )
 
     @broadcasts_failure
     def __init__(
@@ -242,8 +246,8 @@ class PolicyGradientTrainer(TrainingLoop):
         inputs = self.advantage_inputs(batch, shaped, minus_kl)
         parts = [inputs]
         if batch.lines is not None:  # the tokens of each endpoint of an agent by themselves
-            highest = int(batch.lines.max()) if len(batch.lines) else -1
-            numbers = range(max(self.runtime.gather_objects(highest)) + 1)
+            here = int(batch.lines.max()) + 1 if len(batch.lines) else 0
+            numbers = range(max(self.runtime.gather_objects(here)))
             lines = [batch.lines == number for number in numbers]
             parts = [self.advantage_inputs(batch, shaped, minus_kl, line) for line in lines]
         advantages = torch.zeros_like(rewards)
@@ -262,7 +266,7 @@ class PolicyGradientTrainer(TrainingLoop):
             kept = high_entropy(batch.entropies, everyone, args.top_entropy_quantile)
             advantages = torch.where(kept, advantages, 0.0)
         return batch.with_columns(
-            totals=inputs.scores[inputs.rows],
+            totals=inputs.scores[inputs.rows],  # this process's rows of all
             advantages=advantages,
             returns=returns,
             # None for a single update, whose own forward pass gives them: the ratio is exactly 1.
@@ -442,12 +446,11 @@ class PolicyGradientTrainer(TrainingLoop):
             terms.append(likelihood("positive_nll", self.correct_tokens, args.positive_nll_coef))
         if args.tool_output_nll_coef:
             coef = args.tool_output_nll_coef
-            echo = likelihood("tool_output_nll", unchosen_tokens, coef, beyond_actions=True)
+            echo = likelihood("tool_output_nll", unchosen_tokens, coef)
             terms.append(echo)
         if args.ptx_coef:
             rows = draw_texts(self.texts, args.ptx_batch_size, args.seed, self.runtime)
-            options = {"rows": rows, "beyond_actions": True}
-            terms.append(likelihood("ptx_nll", text_tokens, args.ptx_coef, **options))
+            terms.append(likelihood("ptx_nll", text_tokens, args.ptx_coef, rows=rows))
         return terms
 
     def correct_tokens(self, batch: Batch) -> Tensor:

@@ -153,9 +153,8 @@ def privileged_batch(
     if batch.parent_offsets is not None:
         raise ValueError(f"{PRIVILEGED} cannot be the prompt of branches: leave it out")
     tokens = []
-    for i, prompt in enumerate(prompts):
-        row = {name: column[i] for name, column in batch.columns.items()}
-        schemas = tools_of_row(tools, {**row, "prompt": batch.prompts[i]})
+    for i, (prompt, row) in enumerate(zip(prompts, batch.rows, strict=True)):
+        schemas = tools_of_row(tools, {**row.columns, "prompt": row.prompt})
         ids = [0]
         if prompt is not None:
             ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=most)

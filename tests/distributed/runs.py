@@ -7,6 +7,7 @@ run after another in the same processes; what is left of a job are options of it
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from peft import LoraConfig
@@ -105,20 +106,19 @@ def run_into_nan(out: Path, **options: Any) -> None:
     """
     trainer = new_trainer(out, **options)
     out.mkdir(exist_ok=True, parents=True)
-    runtime, loss = trainer.runtime, trainer.learner.loss
+    runtime, objective = trainer.runtime, trainer.objective
     left: list[list[Tensor]] = []
 
-    def broken(new: Any, batch: Any) -> Any:
-        per_token, metrics = loss(new, batch)
+    def broken(*inputs: Any) -> Any:
         bad = trainer.state.step in (1, 3, 4) and runtime.rank == runtime.world - 1
-        return per_token * (float("nan") if bad else 1.0), metrics
+        return objective(*inputs) * (float("nan") if bad else 1.0)
 
     class Keep(Callback):
         def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
             state = [value.cpu().clone() for _, _, value in trainer.learner.backend.state()]
             left.append([weights(trainer), *state])
 
-    trainer.learner.loss = broken
+    trainer.objective = Mock(wraps=objective, side_effect=broken)
     trainer.callbacks.append(Keep())
     try:
         trainer.train()

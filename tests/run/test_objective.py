@@ -83,10 +83,9 @@ def test_later_term_replaces_an_earlier_one_in_its_place():
 
 def test_log_probabilities_beyond_actions_are_asked_for():
     assert objective(Term(name="a", loss=loss)).for_model(BATCH) is BATCH
-    scored = objective(Term(name="a", loss=loss, tokens=others, beyond_actions=True)).for_model(
-        BATCH
-    )
+    scored = objective(Term(name="a", loss=loss, tokens=others)).for_model(BATCH)
     assert scored.action_mask.equal(BATCH.completion_mask)
+    assert scored.chosen.equal(BATCH.action_mask)
 
 
 def test_rows_of_a_term_join_the_minibatch():
@@ -112,10 +111,13 @@ def test_metric_of_another_is_refused(name):
         value(objective(Term(name="a", loss=loss), twice))
 
 
-@pytest.mark.parametrize("name", ["estimate", "score", "loss", "regularizer"])
+@pytest.mark.parametrize("name", ["estimate", "score", "loss", "regularizer", "prompts_of"])
 def test_method_that_no_step_calls_is_refused(name):
-    with pytest.raises(TypeError, match=rf"Mine\.{name} would not be called.*(terms|credit|infer)"):
-        type("Mine", (GRPOTrainer,), {name: lambda *_: None})
+    """Of the class, or of a mixin."""
+    method = {name: lambda *_: None}
+    for bases, own in (((GRPOTrainer,), method), ((type("Mixin", (), method), GRPOTrainer), {})):
+        with pytest.raises(TypeError, match=rf"Mine\.{name} would not be called.*in its place"):
+            type("Mine", bases, own)
 
 
 def test_subclass_adds_a_term_in_three_lines(make):

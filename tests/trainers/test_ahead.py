@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,23 @@ def test_batches_of_earlier_checkpoints_are_read(make, tmp_path: Path) -> None:
                 assert row == dataclasses.replace(other, actions=[True] * len(other.ids))
         assert batch.logged == expected.logged
         assert batch.num_prompts == expected.num_prompts
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_batch_that_was_shared_out_anew_is_saved_with_its_own_texts(make, tmp_path: Path) -> None:
+    """Rows of two processes are not in the order of their prompts."""
+    trainer = make(GRPOTrainer, **AHEAD)
+    trainer.ahead.next(0, 0, 4, Meter())
+    trainer.ahead.drain()
+    batch = trainer.ahead.queue[0].done.result()[0]
+    groups = batch.groups.tolist()
+    odd_first = sorted(range(len(groups)), key=lambda i: groups[i] % 2 == 0)
+    done: Future[Any] = Future()
+    done.set_result((batch.pick(odd_first, num_prompts=batch.num_prompts), 4, {}))
+    trainer.ahead.queue[0] = dataclasses.replace(trainer.ahead.queue[0], done=done)
+    trainer.ahead.save(tmp_path, 0, 0)
+    trainer.ahead.restore(tmp_path)
+    again = trainer.ahead.queue[0].done.result()[0]
+    assert again.groups.tolist() == [groups[i] for i in odd_first]
+    for row in again.rows:
+        assert row.completion == trainer.sampler.player.texts("", row.ids)[1]

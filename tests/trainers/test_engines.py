@@ -12,11 +12,13 @@ import torch
 
 from rlhf_pg import GRPOConfig
 from rlhf_pg.boundary import http
+from rlhf_pg.cli.demo import _answers
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import NativeEngine, RolloutError, factory
 from rlhf_pg.rollout.vllm import in_process
 from tests.rollout.vllm.fake_vllm import FakeVllm
+from tests.trainers.conftest import PROMPTS
 
 
 class Stand(NativeEngine):
@@ -161,3 +163,18 @@ def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sample
     again = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
     again.train(resume_from_checkpoint=True)
     assert again.state.step == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic_sampling_rounds": 1, "rollout_ahead": 0}])
+def test_everything_is_sampled_from_weights_that_were_handed_over(make, monkeypatch, options):
+    """Steps, evaluations and the demo's answers, as engines need it that hold a copy."""
+    session = NativeEngine.session
+    monkeypatch.setattr(
+        NativeEngine, "session", lambda self, *given: self.check_synced() or session(self, *given)
+    )
+    trainer = make(eval_dataset=PROMPTS, **options)
+    trainer.step()
+    trainer.evaluate()
+    assert len(_answers(trainer, 2)) == 2
+    with pytest.raises(RuntimeError, match="weights_synced"):
+        trainer.sampler.roll_out(range(1))

@@ -40,6 +40,22 @@ def test_sample_prompts_and_columns_match_rows(make) -> None:
     assert set(samples.prompts) == set(answers)
 
 
+def test_function_that_changes_its_arguments_changes_no_other_row(make) -> None:
+    """The completions of one prompt come from one row of the data."""
+    seen = []
+
+    def pops(completions, words, **_):
+        for row in words:
+            seen.append(list(row))
+            row.pop()
+        return [0.0] * len(completions)
+
+    data = Dataset.from_dict({"prompt": ["1+1="], "words": [["a", "b"]]})
+    trainer = make(train_dataset=data, prompts_per_step=1, num_generations=3, reward_funcs=pops)
+    trainer.sampler.add_rewards(trainer.sampler.roll_out(range(1)))
+    assert seen == [["a", "b"]] * 3
+
+
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
 def test_old_and_reference_logprobs_match_sampler(make, trainer_type) -> None:
     """At a temperature other than 1, by the policy and by its reference."""

@@ -92,7 +92,7 @@ class EpisodeRunner(Player):
                     example=prompt.example,
                     prompt_index=prompt.index,
                     sample=sample,
-                    prompt=prompt.example["prompt"],
+                    prompt=prompt.opening(),
                     prompt_ids=prompt.ids,
                 )
                 for sample in range(n)
@@ -109,11 +109,12 @@ class EpisodeRunner(Player):
                     playing[index] -= 1
                     if not playing[index]:
                         place = places[index]
+                        close(groups[index])
                         yield place, [self._row(prompts[place], x) for x in groups[index]]
         finally:
-            for episode in episodes:
-                if isinstance(episode.environment, SettlingEnvironment):
-                    episode.environment.close()
+            for index, count in playing.items():
+                if count:
+                    close(groups[index])
         errors = [episode.error for episode in episodes if episode.error is not None]
         if errors:
             message = "%d of %d episodes failed; the first: %s"
@@ -143,7 +144,7 @@ class EpisodeRunner(Player):
             dataset_row=prompt.dataset_row,
             prompt=opened,
             completion=answer,
-            columns=prompt.columns,
+            columns=prompt.columns(),
             episode=episode,
         )
 
@@ -157,7 +158,7 @@ class EpisodeRunner(Player):
         """Begin all episodes, continue each as soon as its call or completion is done, and yield
         those that have ended.
         """
-        over: list[Episode] = []
+        ended: list[Episode] = []  # send() and sample() add to it, and the loop yields it
         played = {(e.prompt_index, e.sample): (e, self._play(e, max_tokens)) for e in episodes}
 
         def send(key: tuple[int, int], value: Any) -> Any:
@@ -169,7 +170,7 @@ class EpisodeRunner(Player):
                 pass
             except Exception as error:  # the environment may return anything
                 episode.error = tell(error)
-            over.append(episode)
+            ended.append(episode)
             return None
 
         def sample(tokens: Sequence[int], alike: Sequence[Episode]) -> None:
@@ -187,7 +188,7 @@ class EpisodeRunner(Player):
             except ValueError as error:
                 for episode in alike:
                     episode.error = f"ValueError: the episode {error}"
-                over.extend(alike)
+                ended.extend(alike)
 
         groups = defaultdict[Any, list[Episode]](list)  # by shared prompt
         resets = {key: send(key, None) for key in played}
@@ -198,9 +199,9 @@ class EpisodeRunner(Player):
             sample(tokens, alike)
 
         calls = dict[Future[Any], tuple[int, int]]()  # calls of environments under way
-        while over or calls or not session.idle:
-            yield from over
-            over.clear()
+        while ended or calls or not session.idle:
+            yield from ended
+            ended.clear()
             arrived: list[tuple[tuple[int, int], Any]] = []
             if session.idle:
                 wait(calls, return_when=FIRST_COMPLETED)
@@ -294,3 +295,10 @@ class EpisodeRunner(Player):
             metrics["tools/call_frequency"] = calls / count  # calls per episode
             metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
         return metrics
+
+
+def close(episodes: Sequence[Episode]) -> None:
+    """Close the environments that ask for it."""
+    for episode in episodes:
+        if isinstance(episode.environment, SettlingEnvironment):
+            episode.environment.close()

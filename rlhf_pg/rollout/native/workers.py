@@ -98,6 +98,7 @@ class WorkerEngine(RolloutEngine):
 
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager["WorkerSession"]:
         """Open a session, which raises RolloutError if workers keep dying."""
+        self.check_synced()
         return closing(WorkerSession(self, params, seed))
 
     @torch.no_grad()
