@@ -1,9 +1,22 @@
 """Evaluation without training: a model, prompts, rewards and an engine."""
 
+import dataclasses
 from typing import Any, NoReturn
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.trainers.parts import OF_EVALUATION
 from rlhf_pg.trainers.step import PolicyGradientTrainer
+
+# Keys that would ask for a part that only training needs.
+UNUSED: dict[str, Any] = {
+    "report_to": (),
+    "save_merged": False,
+    "save_best": False,
+    "eval_steps": 0,
+    "rollout_ahead": 0,
+    "dataset_fingerprint": None,
+    "privileged_prompt": None,
+}
 
 
 class Evaluation(PolicyGradientTrainer):
@@ -32,6 +45,8 @@ class Evaluation(PolicyGradientTrainer):
         eval_dataset: Any = None,
         **others: Any,
     ) -> None:
+        kept = tuple(name for name in args.given_in_python if name in OF_EVALUATION)
+        args = dataclasses.replace(args, **UNUSED, given_in_python=kept)
         super().__init__(model, reward_funcs, args, eval_dataset=eval_dataset, **others)
 
     def describe(self) -> str:

@@ -58,6 +58,11 @@ from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 logger = logging.getLogger(__name__)
 
 
+# Arguments that no config key can replace.
+OF_EVALUATION = ("tools", "environment_factory", "agent_program", "quantization_config")
+OF_TRAINING = ("peft_config", "optimizers", "value_model", "privileged_prompt")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The arguments of a trainer beside its config, which `PolicyGradientTrainer` documents."""
@@ -77,20 +82,16 @@ class Inputs:
     agent_program: Callable[..., Any] | str | None = None
     value_model: Any = None
 
-    def given_in_python(self, args: PolicyGradientConfig, trains: bool) -> tuple[str, ...]:
+    def given_in_python(self, args: PolicyGradientConfig) -> tuple[str, ...]:
         """Return the names of arguments that no config key can replace; ValueError if one is
-        missing that the run of a recorded config had, and that is needed.
+        missing that the run of a recorded config had.
         """
-        names = ["tools", "environment_factory", "agent_program", "quantization_config"]
-        if trains:
-            names += ["peft_config", "optimizers", "value_model", "privileged_prompt"]
         in_python = []
-        for name in names:
+        for name in (*OF_EVALUATION, *OF_TRAINING):
             value = getattr(self, name)
             if any(value) if isinstance(value, list | tuple) else value is not None:
                 in_python.append(name)
-        needed = [name for name in args.given_in_python if name in names]
-        missing = [name for name in needed if name not in in_python]
+        missing = [name for name in args.given_in_python if name not in in_python]
         if missing:
             raise ValueError(
                 f"given_in_python: the run of this config was given {', '.join(missing)} in "
@@ -196,9 +197,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     # The run's inputs, from Python or the config.
     args = args.locate()
     check_precision(args.dtype)
-    in_python = inputs.given_in_python(args, trains)
-    if not trains:
-        args = dataclasses.replace(args, given_in_python=in_python, report_to=(), save_merged=False)
+    in_python = inputs.given_in_python(args)
     tools, environment_factory = factory.load_tools(args, inputs.tools, inputs.environment_factory)
     task, train_dataset, eval_datasets = settle_data(
         args, inputs.train_dataset, inputs.eval_dataset, environment_factory, trains
@@ -210,7 +209,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     privileged_prompt = inputs.privileged_prompt
     if hidden and inputs.privileged_prompt is not None:
         raise ValueError("privileged_prompt is given twice, as an argument and in args")
-    if trains and names_function(hidden):
+    if names_function(hidden):
         privileged_prompt = user_modules.load(hidden)
     named = ("trainer", "agent_program", "tools", "environment_factory")
     code = [key for key in named if getattr(args, key)]
@@ -231,7 +230,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     if not trains and inputs.eval_dataset is not None:
         recorded |= args.without_names()
     recorded |= {"given_in_python": in_python}
-    if trains and args.eval_steps and not eval_datasets:
+    if args.eval_steps and not eval_datasets:
         raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
     model = inputs.model or args.model_name_or_path
     if task is not None:
@@ -324,7 +323,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     else:
         prompts = next(iter(eval_sets.values()))
     wanted = args.dataset_fingerprint
-    if trains and wanted not in (None, prompts.fingerprint):
+    if wanted not in (None, prompts.fingerprint):
         raise ValueError(
             f"the training data have the fingerprint {prompts.fingerprint}, not "
             f"dataset_fingerprint {wanted}: data, tokenizer or prompt keys differ; leave it out to "
@@ -462,7 +461,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         progress=progress.now,
     )
     ahead = None
-    if trains and args.rollout_ahead:
+    if args.rollout_ahead:
         ahead = Ahead(sampler, args.rollout_ahead, runtime, progress.at)
 
     return Parts(

@@ -207,8 +207,7 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
 def test_arguments_that_say_nothing_are_not_given():
     inputs = Inputs(tools=[], environment_factory=object, peft_config={"r": 1}, value_model=None)
     assert inputs.optimizers == (None, None)
-    assert inputs.given_in_python(GRPOConfig(), True) == ("environment_factory", "peft_config")
-    assert inputs.given_in_python(GRPOConfig(), False) == ("environment_factory",)
+    assert inputs.given_in_python(GRPOConfig()) == ("environment_factory", "peft_config")
 
 
 @pytest.mark.parametrize(
