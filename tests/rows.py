@@ -58,8 +58,8 @@ def played(
         for i, (index, example, ids) in enumerate(zip(indices, examples, tokens, strict=True))
     ]
     with engine.weights_synced():
-        groups = dict(player.play(engine, prompts, n, params, seed))
-    return [row for place in range(len(prompts)) for row in groups[place]]
+        groups = {rows[0].group: rows for rows in player.play(engine, prompts, n, params, seed)}
+    return [row for index in indices for row in groups[index]]
 
 
 def episodes_of(*args: Any, **options: Any) -> list[Any]:

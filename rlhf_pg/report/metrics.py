@@ -171,11 +171,10 @@ def reward_metrics(
 
 def length_metrics(lengths: Tensor) -> Metrics:
     """Compute the length metrics over all ranks, from the rows of `Batch.lengths`, (N,3)."""
-    completion, prompt, truncated = lengths.double().unbind(1)
+    completion, _, truncated = lengths.double().unbind(1)
     return {
         "completions/mean_length": completion.mean().item(),
         "completions/min_length": completion.min().item(),
         "completions/max_length": completion.max().item(),
         "completions/clipped_ratio": truncated.mean().item(),
-        "tokens": (completion + prompt).sum().item(),
     }

@@ -14,8 +14,6 @@ from rlhf_pg.data.rows import Row
 from rlhf_pg.rollout.engine import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.runtime import Runtime
 
-Group = tuple[int, list[Row]]  # the place of a prompt among those asked for, and its rows
-
 
 @dataclass(frozen=True, kw_only=True)
 class Player(ABC):
@@ -33,8 +31,8 @@ class Player(ABC):
         n: int,
         params: SamplingParams,
         seed: int,
-    ) -> Generator[Group]:
-        """Yield the `n` rows of each prompt as soon as the last of them has ended.
+    ) -> Generator[list[Row]]:
+        """Yield the group of each prompt, its `n` rows, as soon as the last of them has ended.
 
         A caller that stops early must close the generator, which holds a session open. The noise of
         a token depends only on (seed, prompt index, sample, position after the prompt).
@@ -67,7 +65,7 @@ class CompletionPlayer(Player):
         n: int,
         params: SamplingParams,
         seed: int,
-    ) -> Generator[Group]:
+    ) -> Generator[list[Row]]:
         tokens = [prompt.ids for prompt in prompts]
         indices = [prompt.index for prompt in prompts]
         rows: list[dict[int, Row]] = [{} for _ in prompts]
@@ -76,7 +74,7 @@ class CompletionPlayer(Player):
                 place, sample = divmod(number, n)
                 rows[place][sample] = self._row(prompts[place], completion)
                 if len(rows[place]) == n:
-                    yield place, [rows[place][k] for k in range(n)]
+                    yield [rows[place][k] for k in range(n)]
 
     def _row(self, prompt: Prompt, completion: Completion) -> Row:
         opened, answer = self.texts(prompt.opening(), completion.tokens)

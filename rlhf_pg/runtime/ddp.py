@@ -159,7 +159,7 @@ class DDPBackend:
         self._accelerator = accelerator
         self._world = accelerator.num_processes
         self._wrapped: Any = self._wrap()
-        self._updates = MasterWeights(self.optimizer)
+        self._masters = MasterWeights(self.optimizer)
 
     def _wrap(self) -> Any:
         return self._accelerator.prepare_model(self.module)
@@ -204,12 +204,12 @@ class DDPBackend:
 
         A gradient that is not finite leaves the weights unchanged.
         """
-        self._updates.take_gradients()
-        updated = [self._updates.of(p) for p in self.module.parameters()]
+        self._masters.take_gradients()
+        updated = [self._masters.of(p) for p in self.module.parameters()]
         norms = nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf)
         norm = float(full(norms))
         if math.isfinite(norm):
-            self._updates.step()
+            self._masters.step()
         self.optimizer.zero_grad()
         return norm
 
@@ -220,15 +220,15 @@ class DDPBackend:
                 value = full(torch.as_tensor(value))
                 if key in TABLES:  # all 8-bit moments share them, but a file stores one for each
                     value = value.clone()
-                yield self._updates.weight(updated), key, value
-        yield from self._updates.state()
+                yield self._masters.weight(updated), key, value
+        yield from self._masters.state()
 
     def load_state(self, state: Iterable[State]) -> None:
         """Restore `state` from whole tensors on every process, after the weights."""
         self.optimizer.state.clear()
-        self._updates.refresh()
+        self._masters.refresh()
         for weight, key, value in state:
-            updated = self._updates.of(weight)
+            updated = self._masters.of(weight)
             if key == COUNTER:
                 self.optimizer.state[updated][key] = count(self.optimizer, updated, value)
             elif key != MASTER:

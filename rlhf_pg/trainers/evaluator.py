@@ -77,7 +77,6 @@ def evaluate_set(
     metrics["reward_stderr"] = standard_error(trained.cpu(), owners.cpu())
     lengths, _ = runtime.gather(torch.cat([part.lengths() for part in parts]))
     metrics |= length_metrics(lengths)
-    metrics.pop("tokens")
     if n > 1:
         judged = runtime.gather(torch.cat(attempts))[0].cpu()
         metrics |= attempt_metrics(

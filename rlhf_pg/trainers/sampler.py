@@ -112,7 +112,9 @@ class Sampler:
         )
 
     def share(self, indices: Sequence[int]) -> list[int]:
-        """Return this rank's share of prompts; every minibatch is split as evenly as possible."""
+        """Return this rank's share of prompts; every minibatch of the learner, which has each
+        `num_mini_batches`-th prompt, is split as evenly as possible.
+        """
         count = self.args.num_mini_batches
         runtime = self.runtime
         indices_of_rank = []
@@ -148,24 +150,24 @@ class Sampler:
             stop=args.stop,
         )
         drawn = prompts.take(rows, prompt_indices)
-        groups: dict[int, list[Row]] = {}
+        groups: dict[int, list[Row]] = {}  # by the index of their prompt
         give_up(self.pending.values())  # of rows that were never scored
         self.pending = {}
         with self.runtime.raise_together(RolloutError):
             try:
                 with closing(self.player.play(self.engine, drawn, n, params, args.seed)) as played:
-                    for place, group in played:
-                        groups[place] = group
+                    for group in played:
+                        index = group[0].group
+                        groups[index] = group
                         judged = [row for row in group if row.is_judged]
                         if self.rewards.run_beside and judged:
-                            index = prompt_indices[place]
                             self.pending[index] = self.rewards.begin(self._inputs(judged))
             except BaseException:
                 give_up(self.pending.values())
                 raise
         together: list[Row] = []
-        for place in range(len(drawn)):
-            together += groups[place]
+        for index in prompt_indices:
+            together += groups[index]
         batch = self.batch_of(together)
         if args.agent_credit != "branch":
             batch = batch.with_columns(lines=None)

@@ -386,7 +386,7 @@ class PolicyGradientTrainer(TrainingLoop):
         state = self.state
         policy_frozen = self.learner.trains_critic_alone(state.step)
         metrics |= step_metrics(batch, self.shaping.names, self.gather)
-        tokens = int(metrics.pop("tokens")) + batch.other_tokens
+        tokens = int(self.runtime.all_reduce_sum(batch.num_tokens)) + batch.other_tokens
         state.step += 1
         state.prompt_index += batch.num_prompts
         state.num_tokens += tokens

@@ -27,7 +27,7 @@ from rlhf_pg.rollout.multi_turn.environment import (
     check_reward,
 )
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
-from rlhf_pg.rollout.players import Group, Player
+from rlhf_pg.rollout.players import Player
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class EpisodeRunner(Player):
         n: int,
         params: SamplingParams,
         seed: int,
-    ) -> Generator[Group]:
+    ) -> Generator[list[Row]]:
         """Play `n` episodes of every prompt; `params.max_tokens` limits all turns and answers of an
         episode together.
         """
@@ -99,7 +99,7 @@ class EpisodeRunner(Player):
             ]
             for prompt in prompts
         }
-        places = {prompt.index: place for place, prompt in enumerate(prompts)}
+        asked = {prompt.index: prompt for prompt in prompts}
         playing = dict.fromkeys(groups, n)
         episodes = [episode for group in groups.values() for episode in group]
         try:
@@ -108,9 +108,8 @@ class EpisodeRunner(Player):
                     index = ended.prompt_index
                     playing[index] -= 1
                     if not playing[index]:
-                        place = places[index]
                         close(groups[index])
-                        yield place, [self._row(prompts[place], x) for x in groups[index]]
+                        yield [self._row(asked[index], x) for x in groups[index]]
         finally:
             for index, count in playing.items():
                 if count:

@@ -298,9 +298,9 @@ def test_group_that_has_ended_does_not_wait_for_the_others():
         Prompt(index=i, dataset_row=i, example={"prompt": "q?"}, ids=ids("q?")) for i in range(2)
     ]
     groups = runner.play(sayer("a<eos>", "b<eos>"), prompts, 1, SamplingParams(max_tokens=4), 0)
-    assert next(groups)[0] == 1
+    assert next(groups)[0].group == 1
     goes_on.set()
-    assert [place for place, _ in groups] == [0]
+    assert [row.group for rows in groups for row in rows] == [0]
 
 
 def test_failing_factory_is_episode_error():
