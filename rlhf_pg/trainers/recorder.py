@@ -6,7 +6,6 @@ Shapes: B rows on this rank, T completion width.
 import hashlib
 import json
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,10 +121,10 @@ class Recorder:
         """Gather completions with numbers (B,T); None on all processes but the main one."""
         runtime = self.runtime
         records, blank = records_of(batch, numbers, batch.dataset_rows, runtime.rank)
-        parts = runtime.gather_objects(pickle.dumps(records))
-        if not runtime.is_main:  # which need not read them
+        parts = runtime.gather_objects(records)
+        if not runtime.is_main:
             return None
-        everyone = [record for part in parts for record in pickle.loads(part)]
+        everyone = [record for part in parts for record in part]
         everyone.sort(key=itemgetter("prompt_index"))
         texts_of = partial(token_texts, self.tokenizer) if with_texts else None
         return StepTokens.of(everyone, blank, texts_of)
