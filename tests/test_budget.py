@@ -25,7 +25,7 @@ TOKENS = {
     "checkpoint": 5296,
     "cli": 9700,
     "config": 12946,
-    "data": 21090,
+    "data": 21105,
     "failpoints.py": 132,
     "kl.py": 906,
     "losses.py": 2105,

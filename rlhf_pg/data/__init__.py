@@ -1,6 +1,5 @@
 """Prompts and chats as token ids, and the batch that goes from the rollout to the update."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pg.data.rows import Row as Row
@@ -14,16 +13,13 @@ if TYPE_CHECKING:
         PromptSampler as PromptSampler,
     )
 else:
-    PLACES = {
-        "Batch": "batch",
-        "vocabulary_fingerprint": "chat",
-        "Prompt": "prompts",
-        "Prompts": "prompts",
-        "PromptSampler": "prompts",
-    }
+    NAMES = ("Batch", "vocabulary_fingerprint", "Prompt", "Prompts", "PromptSampler")
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first used: a report needs neither torch nor datasets."""
-        if name not in PLACES:
+        if name not in NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)
+        from rlhf_pg.data import batch, chat, prompts
+
+        home = next(module for module in (batch, chat, prompts) if hasattr(module, name))
+        return getattr(home, name)
