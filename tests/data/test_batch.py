@@ -290,3 +290,40 @@ def test_trees_are_measured_on_the_host():
     mixed = Batch.concat([tree.select(torch.tensor([2])), rollout()]).with_counts()
     assert [row.longest for row in mixed.host_rows] == [4, 3, 4, 5]
     assert [row.paths for row in mixed.host_rows] == [2, 1, 1, 1]
+
+
+def test_rows_keep_what_rewards_and_records_read():
+    """Scores of recorded rows, lines of agents, texts and what functions logged."""
+    rows = [
+        Row(
+            prompt_ids=[1],
+            ids=[2, 3],
+            logprobs=[0.0, 0.0],
+            lines=[0, 1],
+            scores=torch.tensor([[torch.nan], [5.0]]),
+            completion="a",
+            dataset_row=7,
+            logged={"note": "x"},
+        ),
+        Row(
+            prompt_ids=[1],
+            ids=[4],
+            logprobs=[0.0],
+            scores=torch.tensor([[6.0]]),
+            completion="b",
+            dataset_row=8,
+            actions=[False],
+        ),
+    ]
+    batch = Batch.of(rows, sources=1)
+    assert batch.scores[0, 1, 0] == 5
+    assert batch.scores[1, 0, 0] == 6
+    assert batch.scores.isnan().sum() == 2
+    assert batch.lines.tolist() == [[0, 1], [0, 0]]
+    assert batch.completions == ["a", "b"]
+    assert batch.dataset_rows == [7, 8]
+    assert batch.logged == {"note": ["x", None]}
+    assert batch.all_offsets().tolist() == [[1, 1], [1, 1]]
+    tree = rollout(offsets=((1, 2), (4,), (1, 1, 0)))
+    assert tree.all_offsets() is tree.parent_offsets
+    assert [row.is_judged for row in rows] == [True, False]

@@ -70,6 +70,7 @@ def after_rollout(model: str, directory: str, device: str) -> Result:
     experience = trainer.credit(
         trainer.learner.infer(trainer.sampler.add_rewards(samples)), Meter()
     )
+    trainer.agreement.refuses = False  # later updates train on what older weights sampled
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     with uncollected():
         alone = peak(device, lambda: trainer.update(experience, Meter()))
@@ -104,6 +105,7 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
         trainer.learner.infer(trainer.sampler.add_rewards(samples)), Meter()
     )
     del samples
+    trainer.agreement.refuses = False  # later updates train on what older weights sampled
     trainer.update(experience, Meter())  # the first makes the optimizer's state
     most = peak(device, lambda: trainer.update(experience, Meter()))
     off = sum(predicted.update.values()) / max(most, 1) - 1
