@@ -24,13 +24,13 @@ TOKENS = {
     "boundary": 4600,
     "checkpoint": 5296,
     "cli": 9700,
-    "config": 12946,
-    "data": 21105,
+    "config": 12969,
+    "data": 21092,
     "failpoints.py": 132,
     "kl.py": 906,
     "losses.py": 2105,
     "masking.py": 639,
-    "models": 23532,
+    "models": 23520,
     "plan": 2800,
     "replay": 7391,
     "report": 11282,
@@ -42,7 +42,7 @@ TOKENS = {
     "runtime": 9051,
     "supervised": 7779,
     "tasks": 5068,
-    "trainers": 26328,
+    "trainers": 26346,
 }
 PER_LINE = 9.0  # of a file above 30 lines of code
 # Files that may be denser, and why.

@@ -86,6 +86,11 @@ class PolicyGradientConfig(
         return teaches and self.teacher_divergence != "sampled"
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """True if the entropy is part of the loss, or may become so."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
+
+    @property
     def compares_with_old(self) -> bool:
         """True if a step's updates or metrics compare with the policy before the updates."""
         return self.updates_per_step > 1 or self.follows_old_kl

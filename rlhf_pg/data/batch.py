@@ -274,11 +274,11 @@ class Batch:
             longest = self.lengths()[rows].amax(0)
             width, prompt_width, _ = longest.clamp(min=1).tolist()
         picked: Fields = {}
-        for name, axis, value in self._tensors():
+        for name, declared, value in self._tensors():
             value = value[rows]
-            if axis == "prompt":
+            if declared["axis"] == "prompt":
                 value = value[:, -prompt_width:]
-            elif axis == "token":
+            elif declared["axis"] == "token":
                 value = value[:, :width]
             picked[name] = value
         return type(self)(**picked, host_rows=host_rows)
@@ -321,12 +321,10 @@ class Batch:
     def blank_row(self) -> Self:
         """Return one row without action tokens, for a forward pass that adds no loss."""
         blanks: Fields = {}
-        for column in fields(self):
-            value = getattr(self, column.name)
-            if column.metadata and value is not None:
-                depth = DEPTHS[column.metadata["axis"]]
-                shape = [1] * depth + list(value.shape[depth:])
-                blanks[column.name] = value.new_full(shape, column.metadata["blank"])
+        for name, declared, value in self._tensors():
+            depth = DEPTHS[declared["axis"]]
+            shape = [1] * depth + list(value.shape[depth:])
+            blanks[name] = value.new_full(shape, declared["blank"])
         row = RowLengths(family=0, prompt=1, completion=1)
         return type(self)(**blanks, host_rows=(row,))
 
@@ -373,12 +371,12 @@ class Batch:
                 batches.append(index[part])
         return batches
 
-    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield name, axis and value of each tensor."""
+    def _tensors(self) -> Iterator[tuple[str, Mapping[str, Any], Tensor]]:
+        """Yield name, declaration and value of each tensor."""
         for column in fields(self):
             value = getattr(self, column.name)
             if column.metadata and value is not None:
-                yield column.name, column.metadata["axis"], value
+                yield column.name, column.metadata, value
 
 
 def numbers_of(

@@ -50,7 +50,7 @@ class Row:
         for name in ("logprobs", "actions", "offsets", "lines", "rewards"):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != len(self.ids):
-                raise ValueError(f"a row needs one of its {name} per token")
+                raise ValueError(f"{name} of a row must have one entry per token")
 
 
 def sample_numbers(groups: Sequence[int]) -> list[int]:

@@ -199,8 +199,7 @@ def assemble(
     chunk_size: int,
 ) -> tuple[Policy, nn.Module]:
     """Return the policy, and the trained module: the policy, or policy and critic."""
-    has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size)
+    policy = Policy(model, args.temperature, args.has_entropy_bonus, most_tokens, chunk_size)
     module: nn.Module = policy
     if critic is not None:
         # With adapters, activations take most of the memory. Checkpointing recomputes them already.

@@ -8,7 +8,7 @@ checkpoint, which holds the batches ahead of its step.
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -211,8 +211,8 @@ class Ahead:
         steps = []
         for i, (fact, file) in enumerate(zip(facts, tables, strict=True)):
             packed = fact.pop("batch")
-            own = {k.removeprefix(f"{i}."): x for k, x in columns.items() if k.startswith(f"{i}.")}
-            steps.append((fact, self._batch(packed, file, own)))
+            batch = self._batch(packed, file, under(f"{i}.", columns))
+            steps.append((fact, batch))
         return steps
 
     def _batch(
@@ -224,10 +224,12 @@ class Ahead:
         """Reverse `write`; `columns` are the tensors of a batch of 0.1.0, padded."""
         greedy = None
         if packed.get("greedy"):
-            of_greedy = {k.removeprefix(GREEDY): x for k, x in columns.items() if GREEDY in k}
+            of_greedy = {
+                k.removeprefix(GREEDY): x for k, x in columns.items() if k.startswith(GREEDY)
+            }
             greedy = self._batch(packed["greedy"], greedy_file(file), of_greedy)
         if columns:
-            tensors: Any = {name: x for name, x in columns.items() if GREEDY not in name}
+            tensors: Any = {name: x for name, x in columns.items() if not name.startswith(GREEDY)}
             table = table_of(Batch(**tensors), packed["dataset_rows"])
         else:
             table = StepTokens.load(file)
@@ -266,6 +268,15 @@ class Ahead:
         if greedy:
             return batch.with_columns(greedy=self._share(greedy))
         return batch
+
+
+def under(prefix: str, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns whose names begin with a prefix, by the names after it."""
+    return {
+        name.removeprefix(prefix): column
+        for name, column in columns.items()
+        if name.startswith(prefix)
+    }
 
 
 def rows_file(directory: Path, rank: int, number: int) -> Path:

@@ -393,7 +393,7 @@ class PolicyGradientTrainer(TrainingLoop):
         self.learner.sync_reference(state.step)
         metrics |= batch.metrics
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
-        metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
+        metrics |= meter.extremes(self.gather)
         if square := metrics.pop(SQUARE, 0.0):  # (sum w)^2 / (n sum w^2), over tokens
             mean = metrics["sampling/importance_sampling_ratio/mean"]
             metrics["sampling/effective_sample_size"] = mean**2 / square
@@ -430,7 +430,7 @@ class PolicyGradientTrainer(TrainingLoop):
         args = self.args
         coefs = self.controllers
         terms = [Term(name="policy", loss=self.surrogate)]
-        if args.entropy_coef or args.entropy_target is not None:
+        if args.has_entropy_bonus:
             bonus = Term(
                 name="entropy",
                 loss=entropy,
@@ -446,8 +446,7 @@ class PolicyGradientTrainer(TrainingLoop):
             terms.append(likelihood("positive_nll", self.correct_tokens, args.positive_nll_coef))
         if args.tool_output_nll_coef:
             coef = args.tool_output_nll_coef
-            echo = likelihood("tool_output_nll", unchosen_tokens, coef)
-            terms.append(echo)
+            terms.append(likelihood("tool_output_nll", unchosen_tokens, coef))
         if args.ptx_coef:
             rows = draw_texts(self.texts, args.ptx_batch_size, args.seed, self.runtime)
             terms.append(likelihood("ptx_nll", text_tokens, args.ptx_coef, rows=rows))

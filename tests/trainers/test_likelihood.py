@@ -45,6 +45,7 @@ def assert_adds(trainer, plain, expected):
     added = gradient_of(trainer, SAYS) - gradient_of(plain, SAYS)
     policy, critic = added.tensor_split([len(expected)])
     assert (policy - 0.5 * expected).norm() <= 1e-9 * expected.norm()
+    # But for rounding: texts are rows beside completions, so these are added in another order.
     assert not len(critic) or critic.abs().max() <= 1e-15
 
 
