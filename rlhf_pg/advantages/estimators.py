@@ -23,22 +23,23 @@ from rlhf_pg.masking import widen
 class AdvantageInputs:
     """The inputs of an estimator.
 
-    K counts the reward sources, with the KL as the last. The scores are those of all ranks, for
-    baselines over the batch; `rows` selects this rank's. A group is never split between ranks.
+    K counts the sources of reward; in the last of K+1 columns is the KL, which pays as they do. The
+    scores are those of all ranks, for baselines over the batch; `rows` selects this rank's. A group
+    is never split between ranks.
     """
 
     rewards: Tensor  # (B,T) per token: scores where their steps end, and -beta KL everywhere
     mask: Tensor  # (B,T) action tokens
-    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply. A row without
+    # (N,K+1) weighted score per source, and -beta KL summed. NaN: does not apply. A row without
     # policy tokens is all NaN.
     scores: Tensor
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
     action_tokens: Tensor  # (N,) tokens that the policy chose
-    weights: Tensor | None = None  # (K,) of the sources, the KL's too; None: 1 each
+    weights: Tensor | None = None  # (K+1,) of the sources and the KL; None: 1 each
     values: Any = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
-    greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
+    greedy_scores: Tensor | None = None  # (B,K+1) weighted, of the greedy completion of the prompt
     moving_average: float = 0.0  # of the mean score of earlier steps
     step_scores: Tensor | None = None  # (B,T) weighted, at the last token of each step
     step_mask: Tensor | None = None  # (B,T) True at step scores; None: one score per completion
@@ -53,7 +54,7 @@ class AdvantageInputs:
 
 
 def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
-    """Sum the reward sources, (N,K) -> (N,); NaN where none applies to a row.
+    """Sum the reward sources, (N,K+1) -> (N,); NaN where none applies to a row.
 
     Where a source does not apply to a row (NaN), it is replaced by the source's mean in the row's
     group: once the group mean is subtracted, the row is neutral in that source.

@@ -56,8 +56,8 @@ class Batch:
     completion_mask: Tensor = _column("token", blank=1)
     # (B,T) bool; the policy's own tokens, through EOS: those of its loss
     action_mask: Tensor = _column("token")
-    # (B,T) bool; `action_mask`, where that marks whatever tokens an update needs
-    chosen: Tensor | None = _column("token", default=None)
+    # (B,T) bool; the tokens whose log-probabilities are computed; None: those of `action_mask`
+    predicted: Tensor | None = _column("token", default=None)
     # (B,) int64; the prompt's index, shared by its completions; negative for rows that a term added
     # to an update (and in evaluations)
     groups: Tensor = _column("row")
@@ -173,7 +173,7 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
-        if "action_mask" in columns:  # this changes the counted actions
+        if columns.keys() & {"action_mask", "predicted"}:  # their tokens are counted
             columns["host_rows"] = None
         return dataclasses.replace(self, **columns)
 
@@ -219,20 +219,20 @@ class Batch:
             self.shared_prefixes(),
             self.prompt_mask.sum(1),
             self.completion_mask.sum(1),
-            self.action_mask.sum(1),
+            self.predicted_mask.sum(1),
             self.action_ends,
         ]
         columns = torch.stack(counts, dim=1)
         if self.parent_offsets is not None:
             columns = torch.cat([columns, self.parent_offsets], dim=1)
         rows = []
-        for family, prompt, completion, actions, end, *offsets in columns.tolist():
+        for family, prompt, completion, predicted, end, *offsets in columns.tolist():
             jumps, deepest, paths = measure_tree(prompt, offsets[:completion])
             lengths = RowLengths(
                 family,
                 prompt,
                 completion,
-                actions,
+                predicted,
                 end,
                 jumps,
                 deepest,
@@ -248,12 +248,16 @@ class Batch:
         columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
         return torch.where(mask, columns, 0).amax(1)
 
-    def action_slots(self) -> Tensor:
-        """Return (M,) int64: the indices of the action tokens in flattened (B,T)."""
-        mask = self.action_mask.flatten()
+    @property
+    def predicted_mask(self) -> Tensor:
+        return self.action_mask if self.predicted is None else self.predicted
+
+    def predicted_slots(self) -> Tensor:
+        """Return (M,) int64: the indices of the predicted tokens in flattened (B,T)."""
+        mask = self.predicted_mask.flatten()
         if self.host_rows is None:
             return mask.nonzero().squeeze(1)
-        size = sum(row.actions for row in self.host_rows)
+        size = sum(row.predicted for row in self.host_rows)
         return mask.nonzero_static(size=size).squeeze(1)
 
     def select(self, rows: Tensor) -> Self:

@@ -13,7 +13,7 @@ class RowLengths(NamedTuple):
     family: int  # shared by neighbours with the same group and prompt
     prompt: int  # tokens
     completion: int
-    actions: int = 0  # tokens of the completion that the policy chose
+    predicted: int = 0  # tokens of the completion whose log-probabilities are computed
     end: int = 0  # columns of the completion through its last action token
     jumps: Jumps = ()  # (column, offset) of a tree's branches; see `Batch`
     deepest: int = 0  # tokens of a tree's longest path; 0 for a sequence

@@ -94,10 +94,10 @@ class Policy(nn.Module):
             self.window = packing_window(lm_head.trunk(self.model), training=True)
 
     def forward(self, batch: Batch) -> PolicyOutput:
-        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token."""
+        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every predicted token."""
         if self.head is not None:
             return self.score(batch, self.hidden_states(batch))
-        slots = batch.action_slots()
+        slots = batch.predicted_slots()
         scores = lm_head.token_scores(
             self.logits(batch).flatten(0, 1)[slots],
             batch.completion_ids.flatten()[slots],
@@ -113,7 +113,7 @@ class Policy(nn.Module):
     def score(self, batch: Batch, trunk: Hidden) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
-        slots = batch.action_slots()
+        slots = batch.predicted_slots()
         # Indexing by [] would sum the gradient in a random order on a CPU with several threads.
         before = trunk.hidden.index_select(0, _before(trunk, slots))
         teacher = None
@@ -155,7 +155,7 @@ def _before(trunk: Hidden, slots: Tensor) -> Tensor:
 
 
 def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
-    """Put numbers of the action tokens into their slots, with 0 elsewhere; (B,T) each."""
+    """Put numbers of the predicted tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
     spread = []
     for x in numbers:
@@ -257,7 +257,7 @@ class Teacher(Reference):
         if self.divergence is None:
             return super().forward(batch), None
         trunk = self.policy.hidden_states(batch)
-        slots = batch.action_slots()
+        slots = batch.predicted_slots()
         before = trunk.hidden[_before(trunk, slots)]
         mask = batch.action_mask
         hidden = before.new_zeros(mask.numel(), before.shape[1])

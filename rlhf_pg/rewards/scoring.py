@@ -1,6 +1,6 @@
 """The sources of reward of a run, called on the completions of a prompt.
 
-Shapes: B completions, T columns, K sources.
+Shapes: B completions, T columns, F functions (the environment's rewards among them).
 """
 
 import math
@@ -32,7 +32,7 @@ RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # not nam
 class RewardResult:
     """Scores of a batch, with the functions' logged values and failures."""
 
-    # (B,T,K) float64 on the CPU, unweighted: a score is at the last token of its step, or for a
+    # (B,T,F) float64 on the CPU, unweighted: a score is at the last token of its step, or for a
     # whole completion at its last action token; NaN elsewhere, and where a source gave None.
     scores: Tensor
     lost: Tensor  # (B,) True where sources failed and none gave a score

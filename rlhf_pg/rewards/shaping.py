@@ -1,4 +1,8 @@
-"""From raw scores to training rewards, by the options of a run."""
+"""From raw scores to training rewards, by the options of a run.
+
+Shapes: B rows on this rank, T completion width, F functions, K sources of reward: these and then
+the penalties.
+"""
 
 from collections.abc import Callable
 
@@ -52,10 +56,10 @@ class Shaping:
         if args.normalize_rewards:
             for name in rewards.names:
                 self.moments[f"rewards/{name}"] = RunningMoments()
-        self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (functions,) each
+        self._bounds: tuple[Tensor, Tensor]  # lowest and highest of a step, (F,) each
 
     def bound(self, scores: Tensor) -> Tensor:
-        """Return raw scores (B,T,functions) within `LARGEST`; ValueError if one, or one times
+        """Return raw scores (B,T,F) within `LARGEST`; ValueError if one, or one times
         its weight, is beyond it after reward_clip_range.
         """
         weights = self._function_weights.abs().clamp(min=1)
@@ -73,7 +77,7 @@ class Shaping:
         return scores.clamp(-LARGEST, LARGEST)
 
     def add_penalties(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Append the penalties as sources: (B,T,functions) -> (B,T,K)."""
+        """Append the penalties as sources: (B,T,F) -> (B,T,K)."""
         args = self.args
         penalties = []
         if args.missing_eos_penalty is not None:
@@ -152,7 +156,7 @@ class Shaping:
         return scores
 
     def weigh(self, scores: Tensor) -> Tensor:
-        """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,functions).
+        """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,F).
 
         Penalties are left out: they would distinguish equally wrong completions of a group.
         """
@@ -169,7 +173,7 @@ class Shaping:
         return shaped.nansum(2), has_score | has_penalty
 
     def _clip(self, scores: Tensor) -> Tensor:
-        """Return the functions' scores, each clipped: (B,T,K) -> (B,T,functions)."""
+        """Return the functions' scores, each clipped: (B,T,K) -> (B,T,F)."""
         scores = scores[:, :, : self.functions]
         limits = self.args.reward_clip_range
         if limits is None:

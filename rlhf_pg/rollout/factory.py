@@ -154,21 +154,12 @@ def new_engine(
     return NativeEngine(*common, args.rollout_cache_tokens)
 
 
-def load_tools(
-    args: PolicyGradientConfig, tools: Any = None, environment_factory: Any = None
-) -> tuple[Any, Any]:
-    """Return the tools and the environment's factory, given in Python or else named in the config;
-    ValueError if one is given in both.
-    """
-    if args.tools:
-        if tools:
-            raise ValueError("tools are given twice, as an argument and in args")
-        tools = [user_modules.load(name) for name in args.tools]
-    if args.environment_factory:
-        if environment_factory is not None:
-            raise ValueError("environment_factory is given twice, as an argument and in args")
-        environment_factory = user_modules.load(args.environment_factory, user_modules.FACTORY)
-    return tools, environment_factory
+def load_tools(args: PolicyGradientConfig) -> tuple[list[Any] | None, Any]:
+    """Return the tools and the environment's factory that the config names, or None."""
+    tools = [user_modules.load(name) for name in args.tools] or None
+    if not args.environment_factory:
+        return tools, None
+    return tools, user_modules.load(args.environment_factory, user_modules.FACTORY)
 
 
 def new_episode_runner(

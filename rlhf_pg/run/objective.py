@@ -99,16 +99,13 @@ class Objective:
             for tokens, aggregation in self.groups
         ]
 
-    def for_model(self, minibatch: Batch) -> Batch:
-        """Return the minibatch with `action_mask` at every token of a term, whose log-probabilities
-        are computed, and with `chosen` for what it was.
-        """
+    def predict(self, minibatch: Batch) -> Batch:
+        """Mark the tokens of all terms as `predicted`, beside the action tokens."""
         masks = [tokens(minibatch) for tokens, _ in self.groups if tokens is not action_tokens]
         if not masks:
             return minibatch
-        chosen = minibatch.action_mask
-        needed = torch.stack([chosen, *masks]).any(0)
-        return minibatch.with_columns(action_mask=needed, chosen=chosen)
+        predicted = torch.stack([minibatch.action_mask, *masks]).any(0)
+        return minibatch.with_columns(predicted=predicted)
 
     def __call__(
         self,

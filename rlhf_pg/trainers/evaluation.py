@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, NoReturn
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.trainers.parts import OF_EVALUATION
+from rlhf_pg.trainers.inputs import OF_EVALUATION
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 
 # Keys that would ask for a part that only training needs.

@@ -352,7 +352,7 @@ class Learner:
         minibatch = objective.with_rows(minibatch, self.state.step, update)
         # Counted over the whole update and all ranks, so how rows are split changes no gradient.
         counts = objective.counts(minibatch)
-        minibatch = objective.for_model(minibatch)
+        minibatch = objective.predict(minibatch)
         columns = Columns()
         micro_batches = list(self.micro_batches(minibatch))
         # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
@@ -360,8 +360,6 @@ class Learner:
         for i, (rows, batch) in enumerate(micro_batches):
             with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.backend(batch)
-                if batch.chosen is not None:
-                    batch = batch.with_columns(action_mask=batch.chosen)
                 logprobs = torch.where(batch.action_mask, new.logprobs.detach(), 0.0)
                 _collect(columns, minibatch, rows, {"logprobs": logprobs})
                 if batch.old_logprobs is None:

@@ -2,11 +2,9 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +14,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState,
 
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES, AdvantageInputs
-from rlhf_pg.boundary import user_modules
-from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import about, quote
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.config.fields import bind
-from rlhf_pg.config.files import absolute, names_function
 from rlhf_pg.data import Prompts, PromptSampler
-from rlhf_pg.data.inputs import load_texts, settle_data, with_date
+from rlhf_pg.data.inputs import load_texts, with_date
 from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
 from rlhf_pg.data.rendering import warn_of_turn_end
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, Models, Reference, adapter_of, assemble, policy_of, streaming
-from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
-    EnvironmentFactory,
     EnvironmentSource,
     EpisodeRunner,
     RolloutEngine,
-    Tool,
     factory,
-    source_of,
 )
 from rlhf_pg.rollout.players import CompletionPlayer, Player
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
@@ -49,56 +40,14 @@ from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.controllers import Controllers
+from rlhf_pg.trainers.inputs import Inputs, settle_inputs
 from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
+from rlhf_pg.trainers.optimizer import optimizer_and_schedule
 from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.teacher import check_privileged, load_teacher
 from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 
 logger = logging.getLogger(__name__)
-
-
-# Arguments that no config key can replace.
-OF_EVALUATION = ("tools", "environment_factory", "agent_program", "quantization_config")
-OF_TRAINING = ("peft_config", "optimizers", "value_model", "privileged_prompt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The arguments of a trainer beside its config, which `PolicyGradientTrainer` documents."""
-
-    model: Any = None
-    reward_funcs: Any = ()
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    processing_class: PreTrainedTokenizerBase | None = None
-    reward_processing_classes: Any = None
-    peft_config: Any = None
-    optimizers: Optimizers = (None, None)
-    quantization_config: Any = None
-    tools: Sequence[Tool] | None = None
-    environment_factory: EnvironmentFactory | EnvironmentSource | None = None
-    privileged_prompt: Callable[..., Any] | None = None
-    agent_program: Callable[..., Any] | str | None = None
-    value_model: Any = None
-
-    def given_in_python(self, args: PolicyGradientConfig) -> tuple[str, ...]:
-        """Return the names of arguments that no config key can replace; ValueError if one is
-        missing that the run of a recorded config had.
-        """
-        in_python = []
-        for name in (*OF_EVALUATION, *OF_TRAINING):
-            value = getattr(self, name)
-            if any(value) if isinstance(value, list | tuple) else value is not None:
-                in_python.append(name)
-        missing = [name for name in args.given_in_python if name not in in_python]
-        if missing:
-            raise ValueError(
-                f"given_in_python: the run of this config was given {', '.join(missing)} in "
-                "Python: give the same to the trainer again, or take the names out of "
-                "given_in_python"
-            )
-        return tuple(in_python)
 
 
 @dataclass(frozen=True)
@@ -194,68 +143,18 @@ class Parts:
 
 def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) -> Parts:
     """Make the parts of a trainer, or of an evaluation, which does not train."""
-    # The run's inputs, from Python or the config.
-    args = args.locate()
-    check_precision(args.dtype)
-    in_python = inputs.given_in_python(args)
-    tools, environment_factory = factory.load_tools(args, inputs.tools, inputs.environment_factory)
-    task, train_dataset, eval_datasets = settle_data(
-        args, inputs.train_dataset, inputs.eval_dataset, environment_factory, trains
-    )
-    functions, described, recorded = settle_rewards(
-        inputs.reward_funcs, args, None if task is None else task.reward
-    )
-    hidden = args.privileged_prompt or ""
-    privileged_prompt = inputs.privileged_prompt
-    if hidden and inputs.privileged_prompt is not None:
-        raise ValueError("privileged_prompt is given twice, as an argument and in args")
-    if names_function(hidden):
-        privileged_prompt = user_modules.load(hidden)
-    named = ("trainer", "agent_program", "tools", "environment_factory")
-    code = [key for key in named if getattr(args, key)]
-    code += [key for key in ("advantage_estimator", "policy_loss") if ":" in getattr(args, key)]
-    if names_function(hidden):
-        code.append("privileged_prompt")
-    described += [f"{key}: runs {quote(_listed(getattr(args, key)))}" for key in code]
-    if args.agent_program is not None and inputs.agent_program is not None:
-        raise ValueError("agent_program is given twice, as an argument and in args")
-    agent_program = args.agent_program if inputs.agent_program is None else inputs.agent_program
-    if privileged_prompt is not None:
-        check_arguments([privileged_prompt], {"train_dataset": train_dataset}, "rewards")
-    alone = environment_factory is None and agent_program is None
-    if not functions and args.teacher_model_name_or_path and alone:
-        functions = [no_reward]
-    held_out = {f"eval_dataset {name}".rstrip(): data for name, data in eval_datasets.items()}
-    check_arguments(functions, {"train_dataset": train_dataset, **held_out})
-    if not trains and inputs.eval_dataset is not None:
-        recorded |= args.without_names()
-    recorded |= {"given_in_python": in_python}
-    if args.eval_steps and not eval_datasets:
-        raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
-    model = inputs.model or args.model_name_or_path
-    if task is not None:
-        tools = task.tools if tools is None else tools
-        environment_factory = environment_factory or task.environment_factory
-        if model is None and task.make_tokenizer is not None:
-            model = task.warm_started_model()
-    if model is None:
-        raise ValueError("no model: give model=... or the key model_name_or_path")
-    changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
-    if isinstance(model, str | PathLike):
-        changes["model_name_or_path"] = absolute(os.fspath(model), None)
+    args, inputs, described, recorded = settle_inputs(args, inputs, trains)
     runtime = Runtime(args.ddp_timeout)
-    args = dataclasses.replace(args, **changes)
     args = args.on(runtime.device.type)
     for warning in args.warnings if runtime.is_main else ():
         logger.warning("%s", warning)
+    environments = inputs.environments
+    has_agent = inputs.agent_program is not None
 
     # Rewards.
-    environments = None
-    if environment_factory is not None:
-        environments = source_of(environment_factory)
-    pays = agent_program is not None or (environments is not None and environments.pays)
+    pays = has_agent or (environments is not None and environments.pays)
     rewards = Rewards(
-        functions,
+        inputs.reward_funcs,
         args.reward_weights,
         inputs.reward_processing_classes,
         runtime.device,
@@ -274,7 +173,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     dtype = getattr(torch, args.dtype)
     peft_config = adapter_of(args, inputs.peft_config) if trains else None
     policy_model = policy_of(
-        model,
+        inputs.model,
         args,
         runtime.loading_device,
         peft_config,
@@ -294,16 +193,15 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         models.add_stop_tokens(policy_model, [tokenizer.eos_token_id])
     episode_runner = factory.new_episode_runner(
         args,
-        tools or (),
+        inputs.tools or (),
         environments,
         policy_model,
         tokenizer,
-        agent_program,
-        bool(functions),
+        inputs.agent_program,
+        bool(inputs.reward_funcs),
     )
 
     # Prompts.
-    has_agent = agent_program is not None
     episode_tools: Tools = episode_runner.tools if episode_runner else ()
     loader = PromptLoader(
         args,
@@ -312,12 +210,13 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         None if has_agent else models.max_positions(policy_model),
         environments,
     )
+    train_dataset = inputs.train_dataset
     if environments is not None:
         has_data = train_dataset is not None
         train_dataset = environments.add_prompts(train_dataset, args.prompts_per_step)
         if not has_data and train_dataset is not None and args.max_steps < 0:
             raise ValueError("without a train_dataset, set max_steps to the length of the run")
-    eval_sets = loader.load_sets(eval_datasets)
+    eval_sets = loader.load_sets(inputs.eval_dataset)
     if trains:
         prompts = loader.load(train_dataset, "train_dataset")
     else:
@@ -383,9 +282,10 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     if trains:
         teacher = load_teacher(args, policy, tokenizer, runtime.loading_device, tokens)
         if teacher is not None:
-            has_function = privileged_prompt is not None
-            has_prompts = not has_function and PRIVILEGED in prompts.rows.column_names
-            if (environments or agent_program) and (has_prompts or (hidden and not has_function)):
+            has_function = inputs.privileged_prompt is not None
+            has_column = PRIVILEGED in prompts.rows.column_names
+            has_prompts = not has_function and (has_column or args.privileged_prompt)
+            if has_prompts and (environments or has_agent):
                 raise ValueError("privileged_prompt must be a function for an environment")
             teacher_prompt_limit = check_privileged(
                 teacher, args, prompts, tokenizer, episode_tools, has_function
@@ -490,7 +390,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         value_moments=value_moments,
         running=running,
         critic=critic,
-        privileged_prompt=privileged_prompt,
+        privileged_prompt=inputs.privileged_prompt,
         teacher_prompt_limit=teacher_prompt_limit,
         texts=texts,
         learner=learner,
@@ -534,9 +434,3 @@ def new_critic(
             "values in its own units: leave one of them out"
         )
     return critic
-
-
-def _listed(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return ", ".join(value)

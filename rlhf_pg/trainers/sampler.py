@@ -1,6 +1,7 @@
 """The first half of a step: sample completions of prompts and score them.
 
-Shapes: B rows on this rank, T completion width, K sources of reward.
+Shapes: B rows on this rank, T completion width, K sources of reward (functions, then
+penalties).
 """
 
 import logging

@@ -1,7 +1,7 @@
 """One training step, from prompts to updated weights; it reads from top to bottom.
 
 Each algorithm is a subclass with its equations. Shapes: B rows on this rank, N on all ranks, T
-completion width, K sources of reward; a row is one completion.
+completion width, K sources of reward (functions, then penalties). A row is one completion.
 """
 
 import logging
@@ -40,9 +40,10 @@ from rlhf_pg.run.objective import (
 )
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.evaluator import Answer, evaluate_set, stripped_text
+from rlhf_pg.trainers.inputs import Inputs
 from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.optimizer import Optimizers
-from rlhf_pg.trainers.parts import Inputs, make_parts
+from rlhf_pg.trainers.parts import make_parts
 from rlhf_pg.trainers.sampler import merge_logged
 from rlhf_pg.trainers.teacher import privileged_batch
 
@@ -335,10 +336,10 @@ class PolicyGradientTrainer(TrainingLoop):
                 end = end * actions.gather(1, last).squeeze(1)
         # A row without policy tokens has neither a score nor a KL.
         kl_of_row = (minus_kl * actions).sum(1).masked_fill(~actions.any(1), torch.nan)
-        totals = torch.cat([sum_step_scores(shaped), kl_of_row[:, None]], dim=1)
+        totals = torch.cat([sum_step_scores(shaped), kl_of_row[:, None]], dim=1)  # (B,K+1)
         groups, rows = self.runtime.gather(batch.groups)
         greedy_scores = None
-        if batch.greedy is not None:  # (B,K) scores of each row's prompt; 0 for the KL
+        if batch.greedy is not None:  # of each row's prompt, with 0 for the KL: (B,K+1)
             paid = sum_step_scores(self.shaping(batch.greedy.scores, batch.greedy))
             _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
             greedy_scores = nn.functional.pad(paid[place], (0, 1))

@@ -61,7 +61,7 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
     counted = nothing.with_counts()
     assert counted.host_rows == ()
     assert counted.with_counts() is counted
-    assert counted.action_slots().tolist() == []
+    assert counted.predicted_slots().tolist() == []
     assert counted.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
 
 
@@ -83,7 +83,7 @@ def test_numbers_of_other_tokens_raise(name, numbers):
 def test_rows_of_another_mask_are_counted_anew():
     batch = batch_of([[1]], [[2, 3]]).with_counts()
     other = batch.with_columns(action_mask=torch.tensor([[True, False]]))
-    assert other.action_slots().tolist() == other.with_counts().action_slots().tolist() == [0]
+    assert other.predicted_slots().tolist() == other.with_counts().predicted_slots().tolist() == [0]
 
 
 def test_action_mask_has_holes_at_environment_tokens():
@@ -229,10 +229,10 @@ def test_counted_rows_match_masks():
     r = rollout(prompts=[[1], [1], [2, 1]], completions=[[2], [3, 4], [5]])
     own = r.completion_mask & (r.completion_ids != 3)
     r = dataclasses.replace(r, groups=torch.tensor([7, 7, 8]), action_mask=own).with_counts()
-    rows = [(row.family, row.prompt, row.completion, row.actions) for row in r.host_rows]
+    rows = [(row.family, row.prompt, row.completion, row.predicted) for row in r.host_rows]
     assert rows == [(0, 1, 1, 1), (0, 1, 2, 1), (1, 2, 1, 1)]
     plain = dataclasses.replace(r, host_rows=None)
-    assert r.action_slots().tolist() == plain.action_slots().tolist() == [0, 3, 4]
+    assert r.predicted_slots().tolist() == plain.predicted_slots().tolist() == [0, 3, 4]
     picked = torch.tensor([2, 0])
     one, other = r.select(picked), plain.select(picked)
     assert one.host_rows == (r.host_rows[2], r.host_rows[0])

@@ -19,7 +19,7 @@ from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.data.inputs import make_sets, settle_data
 from rlhf_pg.rewards.named import name_of, settle_rewards
 from rlhf_pg.trainers.evaluation import Evaluation
-from rlhf_pg.trainers.parts import Inputs
+from rlhf_pg.trainers.inputs import Inputs
 from tests.untimed import untimed
 
 REWARDS = """

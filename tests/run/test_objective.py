@@ -82,10 +82,10 @@ def test_later_term_replaces_an_earlier_one_in_its_place():
 
 
 def test_log_probabilities_beyond_actions_are_asked_for():
-    assert objective(Term(name="a", loss=loss)).for_model(BATCH) is BATCH
-    scored = objective(Term(name="a", loss=loss, tokens=others)).for_model(BATCH)
-    assert scored.action_mask.equal(BATCH.completion_mask)
-    assert scored.chosen.equal(BATCH.action_mask)
+    assert objective(Term(name="a", loss=loss)).predict(BATCH) is BATCH
+    marked = objective(Term(name="a", loss=loss, tokens=others)).predict(BATCH)
+    assert marked.predicted.equal(BATCH.completion_mask)
+    assert marked.action_mask.equal(BATCH.action_mask)
 
 
 def test_rows_of_a_term_join_the_minibatch():
