@@ -97,12 +97,16 @@ $(TASKS)/.installed: pyproject.toml constraints.txt
 	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt torch
 	$(TASKS)/bin/pip install --quiet --no-compile -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0 ray==2.60.0 \
 		smolagents==1.26.0 textarena==0.7.4
-	@# verifiers asks for mcp 1, of which nothing here is used; the example needs mcp 2.
-	$(TASKS)/bin/pip install --quiet --no-compile mcp==2.3.0
+	@# verifiers and OpenEnv ask for mcp 1, and the example for mcp 2: a venv over this one.
+	$(PYTHON) -m venv $(TASKS)/mcp
+	$(TASKS)/mcp/bin/pip install --quiet --no-compile mcp==2.3.0
+	$(TASKS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(echo $(TASKS)/mcp/lib/python*/site-packages)/over.pth
 	touch $@
 
 test-tasks: $(TASKS)/.installed  ## agents, environments of verifiers and OpenEnv, Ray: the real packages (.venv-tasks)
-	$(TASKS)/bin/python -m pytest -m tasks tests/tasks tests/recipes
+	$(TASKS)/bin/python -m pytest -m tasks -k "not mcp_server" tests/tasks tests/recipes
+	$(TASKS)/mcp/bin/python -m pytest -m tasks -k mcp_server tests/tasks
 	$(TASKS)/bin/python -m tests.last_green $@
 
 pretend: $(VENV)/.installed  ## compile the pretend CUDA device, once

@@ -40,7 +40,7 @@ class AdvantageInputs:
     values: Any = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
     greedy_scores: Tensor | None = None  # (B,K+1) weighted, of the greedy completion of the prompt
-    moving_average: float = 0.0  # of the mean score of earlier steps
+    moving_average: Any = None  # of the mean score of earlier steps, where a baseline is it
     step_scores: Tensor | None = None  # (B,T) weighted, at the last token of each step
     step_mask: Tensor | None = None  # (B,T) True at step scores; None: one score per completion
 

@@ -72,7 +72,7 @@ class Checkpointer:
     limit: int | None = None  # number of checkpoints to keep; None keeps all
     found: Collection[str] = ()  # keys set to auto; a resumed run takes over their values
     ahead: Any = None  # an `Ahead`, whose batches belong to the state
-    saved: int | None = None  # the last step that this process saved
+    saved_step: int | None = None  # the last that this process saved
     origin: str | None = None  # the checkpoint of another run that was restored
 
     @property
@@ -129,12 +129,12 @@ class Checkpointer:
             "step": self.state.step,
             "version": __version__,
             "config": self.config,
-            **self.numbers(),
+            **self.snapshot(),
             "fingerprints": self.fingerprints(),
         }
         save.main(lambda: atomic.publish(path, facts))
         if path == self.path():
-            self.saved = self.state.step
+            self.saved_step = self.state.step
             if runtime.is_main and prunes and self.limit is not None:
                 older = [step for step in self.steps() if step < self.state.step]
                 excess = max(0, len(older) + 1 - self.limit)
@@ -219,7 +219,7 @@ class Checkpointer:
                 if is_main:
                     critic.save_head(folder, self.running.get("value_moments"), head)
 
-    def numbers(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return a copy of all state that changes during a run, except tensors."""
         return {
             "counters": asdict(self.state),
@@ -228,23 +228,23 @@ class Checkpointer:
             "learning_rates": [group["lr"] for group in self.backend.optimizer.param_groups],
         }
 
-    def put_back(self, numbers: Mapping[str, Any]) -> None:
-        """Restore the state from `numbers`."""
+    def roll_back(self, snapshot: Mapping[str, Any]) -> None:
+        """Restore the state of a `snapshot`."""
         peaks = getattr(self.scheduler, "base_lrs", [])
-        rates = numbers["learning_rates"]
-        self.scheduler.load_state_dict(numbers["scheduler"])
+        rates = snapshot["learning_rates"]
+        self.scheduler.load_state_dict(snapshot["scheduler"])
         if isinstance(self.scheduler, LambdaLR):  # ours: keep this run's peaks and length
             self.scheduler.base_lrs = peaks
             step = self.scheduler.last_epoch
-            scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
+            scale = snapshot["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
             rates = []
             for peak, factor in zip(peaks, self.scheduler.lr_lambdas, strict=True):
                 rates.append(peak * factor(step) * scale)
         for group, rate in zip(self.backend.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        vars(self.state).update(numbers["counters"])
+        vars(self.state).update(snapshot["counters"])
         for name, record in self.running.items():
-            vars(record).update(numbers["running"][name])
+            vars(record).update(snapshot["running"][name])
 
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
         """Restore a checkpoint directory, and return the config that was saved there; collective.
@@ -331,11 +331,11 @@ class Checkpointer:
                 else:
                     part.restore(folder)
         self.backend.load_state(read_state(path / OPTIMIZER, self.parameters))
-        self.put_back(state)
+        self.roll_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)
         place = path.resolve()
-        self.saved = self.state.step if place == self.path().resolve() else None
+        self.saved_step = self.state.step if place == self.path().resolve() else None
         run = self.directory.parent.resolve()
         is_here = place.parent in (run, self.directory.resolve())
         self.origin = None if is_here else str(place)

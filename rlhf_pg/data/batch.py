@@ -19,6 +19,16 @@ from rlhf_pg.data.micro_batches import RowLengths, measure_tree, split_packed, s
 from rlhf_pg.data.rows import Row
 
 Fields = dict[str, Any]  # of a batch
+# What `with_counts` counts.
+COUNTED = {
+    "prompt_ids",
+    "prompt_mask",
+    "completion_mask",
+    "action_mask",
+    "predicted",
+    "groups",
+    "parent_offsets",
+}
 DEPTHS = {"row": 1, "prompt": 2, "token": 2}  # dimensions that differ between batches, by axis
 
 
@@ -66,15 +76,16 @@ class Batch:
     # (B,T) int64; the distance back to the token that a token follows: 1 in a sequence, 0 for the
     # first token of a context, which is never an action. None if every row is a sequence.
     parent_offsets: Tensor | None = _column("token", fill=1, blank=1, default=None)
-    # (B,T) int64; which endpoint of an agent asked for each token
-    lines: Tensor | None = _column("token", default=None)
+    # (B,T) int64; which branch of an agent's calls each token is of
+    branches: Tensor | None = _column("token", default=None)
 
     # Results of the reward functions. (Any: type checkers cannot know which stage has passed.)
     # (B,T,K) raw, at the last token of a step or row; else NaN
     scores: Any = _column("token", fill=math.nan, default=None)
 
     # Results of the models before the updates; None if the algorithm does not need them.
-    # (B,T) None: one update per rollout, which computes them itself; the ratio is 1
+    # (B,T) None: one update per rollout, which computes them itself (`compares_with_old`); the
+    # ratio is 1
     old_logprobs: Any = _column("token", default=None)
     entropies: Tensor | None = _column("token", default=None)  # (B,T) `top_entropy_quantile`
     ref_logprobs: Any = _column("token", default=None)  # (B,T)
@@ -132,8 +143,8 @@ class Batch:
         offsets = numbers_of(rows, "offsets", 1)
         if (offsets != 1).any():
             columns["parent_offsets"] = offsets
-        if any(row.lines is not None for row in rows):
-            columns["lines"] = numbers_of(rows, "lines", 0)
+        if any(row.branches is not None for row in rows):
+            columns["branches"] = numbers_of(rows, "branches", 0)
         if sources is not None:
             scores = torch.full((*completion_ids.shape, sources), math.nan, dtype=dtype)
             for i, row in enumerate(rows):
@@ -173,7 +184,7 @@ class Batch:
 
     def with_columns(self, **columns: Any) -> Self:
         """Return the batch with these columns added or replaced."""
-        if columns.keys() & {"action_mask", "predicted"}:  # their tokens are counted
+        if columns.keys() & COUNTED:
             columns["host_rows"] = None
         return dataclasses.replace(self, **columns)
 

@@ -140,9 +140,9 @@ class StepTokens:
         starts = self.starts
         scores = self.dense_scores()
         logprobs = np.nan_to_num(self.numbers["sampler_logprob"])
-        lines = None
+        branches = None
         if "line" in self.numbers:
-            lines = np.nan_to_num(self.numbers["line"]).astype(int)
+            branches = np.nan_to_num(self.numbers["line"]).astype(int)
         rows = []
         for i in places:
             span = slice(starts[i], starts[i] + self.lengths[i])
@@ -152,7 +152,7 @@ class StepTokens:
                 logprobs=logprobs[span].tolist(),
                 actions=self.action[span].tolist(),
                 offsets=None if self.offsets is None else self.offsets[span].tolist(),
-                lines=None if lines is None else lines[span].tolist(),
+                branches=None if branches is None else branches[span].tolist(),
                 scores=scores[span],
                 truncated=bool(self.truncated[i]),
                 group=int(self.prompt_index[i]),

@@ -28,7 +28,8 @@ class Row:
     actions: Sequence[bool] | None = None  # which tokens the policy chose; None: all
     # The distance back to the token that each token follows, as `Batch.parent_offsets`; None: 1.
     offsets: Sequence[int] | None = None
-    lines: Sequence[int] | None = None  # which endpoint of an agent, its line, asked for each token
+    # Which branch of an agent's calls each token is of; see `rlhf_pg.rollout.agents.endpoint.Line`.
+    branches: Sequence[int] | None = None
     # The environment's, at the last token of a turn, and NaN elsewhere.
     rewards: Sequence[float] | None = None
     scores: Any = None  # (tokens, K) of a recorded row, as `Batch.scores`
@@ -47,7 +48,7 @@ class Row:
         return bool(self.ids) if self.actions is None else any(self.actions)
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "actions", "offsets", "lines", "rewards"):
+        for name in ("logprobs", "actions", "offsets", "branches", "rewards"):
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != len(self.ids):
                 raise ValueError(f"{name} of a row must have one entry per token")

@@ -26,7 +26,7 @@ from rlhf_pg.models.streaming import bytes_of, stored_value
 
 
 class PolicyOutput(NamedTuple):
-    """Numbers of the action tokens, (B,T), in at least float32; 0 in masked slots."""
+    """Numbers of the predicted tokens, (B,T), in at least float32; 0 in masked slots."""
 
     logprobs: Tensor  # of the sampled tokens
     entropy: Tensor  # of each token's distribution; detached but for `keep_entropy_gradient`

@@ -81,12 +81,12 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
         changes_in_training = name in ("model", "critic") or part.module.moves
         if name in other.learner.parts and changes_in_training:
             other.learner.parts[name].module.load_state_dict(part.module.state_dict())
-    numbers = trainer.checkpointer.numbers()
+    snapshot = trainer.checkpointer.snapshot()
     running = {name: dict(vars(record)) for name, record in other.running.items()}
-    for name, record in numbers["running"].items():
+    for name, record in snapshot["running"].items():
         if name in running and name not in changes:
             running[name] = record
-    other.checkpointer.put_back(numbers | {"running": running})
+    other.checkpointer.roll_back(snapshot | {"running": running})
     batch = replay.batch(step)
 
     def scored(batch: Batch) -> Batch:
@@ -100,7 +100,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
         greedy = scored(batch.greedy)
     would_be = _side(other, scored(batch).with_columns(greedy=greedy))
     was = _side(trainer, batch)
-    trainer.checkpointer.put_back(numbers)  # running statistics have changed
+    trainer.checkpointer.roll_back(snapshot)  # running statistics have changed
     return WhatIf(
         step=step,
         changes=changes,

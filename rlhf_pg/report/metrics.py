@@ -64,8 +64,10 @@ class Meter:
         self._sums[name].append(torch.stack([total, count.to(total)]))
 
     def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
-        """Add the True slots of a (B,T) tensor."""
+        """Add the True slots of a (B,T) tensor; or numbers of rows, (B,), that have such slots."""
         x = x.detach()
+        if x.ndim == 1:
+            mask = mask.any(1)
         if not name.endswith(("/min", "/max")):
             self.add(name, torch.where(mask, x, 0.0).sum(), mask.sum())
             return
@@ -83,7 +85,8 @@ class Meter:
 
     def sums(self) -> Tensor:
         """Return (names, 2) sums and counts in the order of the names, equal on all processes."""
-        return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
+        sums = [torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)]
+        return torch.stack(sums) if sums else torch.zeros(0, 2)
 
     def means(self, sums: Tensor) -> Metrics:
         """Return the means, from `sums` reduced over processes."""

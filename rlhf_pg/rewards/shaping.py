@@ -127,7 +127,7 @@ class Shaping:
                 var = valid.var(correction=0).item()
                 moments.update(len(valid), mean, var)
 
-    def __call__(
+    def shape(
         self,
         scores: Tensor,
         batch: Batch,
@@ -146,21 +146,22 @@ class Shaping:
         if normalize and self.moments:
             stds = [moments.std for moments in self.moments.values()]
             shaped = shaped / shaped.new_tensor(stds)
-        scores = torch.cat([shaped, penalties], dim=2)
-        scores = scores * self.weights.to(scores)
+        shaped = torch.cat([shaped, penalties], dim=2)
+        shaped = shaped * self.weights.to(shaped)
         if args.missing_eos_mode == "replace":
             mask = batch.action_mask
             rows = batch.truncated & mask.any(1)  # a failed row scores nothing
             source = self.names.index("missing_eos_penalty")
-            scores = replace_sources(scores, rows, mask, source)
-        return scores
+            shaped = replace_sources(shaped, rows, mask, source)
+        return shaped
 
-    def weigh(self, scores: Tensor) -> Tensor:
-        """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,F).
+    def paid(self, scores: Tensor) -> Tensor:
+        """Return what the functions pay each completion, from raw scores (B,T,K): clipped and
+        weighted, (B,F).
 
         Penalties are left out: they would distinguish equally wrong completions of a group.
         """
-        return self._clip(scores) * self._function_weights.to(scores)
+        return sum_step_scores(self._clip(scores) * self._function_weights.to(scores))
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Return step scores (B,T), summed over sources, and a mask of the steps (B,T).

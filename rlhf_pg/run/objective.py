@@ -40,8 +40,8 @@ class Term:
 
     Attributes:
         loss: given the policy's output and the batch, returns the loss of every token, (B,T), and
-            numbers (B,T) by name, whose means over the tokens are logged; the names are the same
-            on all processes. In other slots the loss is finite.
+            numbers (B,T) or (B,) by name, whose means over the tokens, or the rows that have some,
+            are logged; the names are the same on all processes. In other slots the loss is finite.
         tokens: the tokens (B,T) that the term is over, of whatever rows.
         coef: a number, or a function that returns the number of this moment.
         aggregation: `token_mean`, `sequence_mean` or `constant`; None: as the key `aggregation`.

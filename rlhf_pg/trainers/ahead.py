@@ -290,8 +290,8 @@ def greedy_file(file: Path) -> Path:
 def table_of(batch: Batch, dataset_rows: Sequence[int]) -> StepTokens:
     """Return the rows of a batch as a file holds them."""
     numbers = {"sampler_logprob": batch.sampler_logprobs}
-    if batch.lines is not None:
-        numbers["line"] = batch.lines.double()
+    if batch.branches is not None:
+        numbers["line"] = batch.branches.double()
     return StepTokens.of(*records_of(batch, numbers, dataset_rows))
 
 

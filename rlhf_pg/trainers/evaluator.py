@@ -15,7 +15,7 @@ from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.trainers.sampler import Sampler, merge_logged
+from rlhf_pg.trainers.sampler import Sampler, merge
 
 Answer = Callable[[Any], Hashable]
 
@@ -57,7 +57,7 @@ def evaluate_set(
         indices = [-1 - row for row in rows]
         sampled = sampler.sample(prompts, rows, indices, n, temperature)
         scored = sampler.add_rewards(sampled)
-        shaped = shaping(scored.scores, scored, normalize=False)
+        shaped = shaping.shape(scored.scores, scored, normalize=False)
         both = sum_step_scores(scored.scores), sum_step_scores(shaped)
         scores.append(torch.cat(both, dim=1))
         parts.append(scored)
@@ -87,7 +87,7 @@ def evaluate_set(
     metrics_of_calls, logged = sampler.settle()
     sampled_rows = [row for part in parts for row in part.rows]
     metrics |= metrics_of_calls | sampler.player.metrics(sampled_rows, runtime)
-    return merge_logged(metrics, logged)
+    return merge(metrics, logged)
 
 
 def standard_error(values: Tensor, owners: Tensor) -> float:

@@ -189,6 +189,8 @@ class Learner:
                 are counted, not updates: one bad batch may spoil every pass over it.
         """
         self.updates_begun = 0
+        # The only update computes the old log-probabilities, with its dropout.
+        is_comparable = batch.old_logprobs is not None or not self.policy.drops
         self.module.train()
         try:
             metrics, batch = self._updates(batch, objective, meter, check)
@@ -206,7 +208,9 @@ class Learner:
                 "(max_skipped_steps). Lower learning_rate or max_grad_norm, or use dtype float32"
             )
         moves = metrics["num_updates"] and not self.trains_critic_alone(step)
-        metrics["approx_kl/after"] = self._kl_after_updates(batch) if moves else math.nan
+        metrics["approx_kl/after"] = math.nan
+        if moves and is_comparable:
+            metrics["approx_kl/after"] = self._kl_after_updates(batch)
         return metrics
 
     def _updates(
@@ -232,7 +236,9 @@ class Learner:
             logprobs = self.accumulate(minibatch, objective, seen, number)
             if number == 0:
                 first = batch
-                if batch.old_logprobs is None:  # the only update has computed them
+                if (
+                    batch.old_logprobs is None
+                ):  # the only update (`compares_with_old`) computed them
                     first = minibatch.with_columns(old_logprobs=logprobs)
                 if check is not None:
                     checked = check(first)

@@ -207,12 +207,12 @@ class TrainingLoop(Parts, ABC):
         """Take one step, then evaluate, log and save if due."""
         self._tell("on_step_begin")
         rng = rng_tensors()
-        numbers = self.checkpointer.numbers()
+        snapshot = self.checkpointer.snapshot()
         try:
             metrics = self.step()
         except BaseException:  # updates that reached the weights are not undone
             restore_rng(rng)
-            self.checkpointer.put_back(numbers)
+            self.checkpointer.roll_back(snapshot)
             raise
         failpoint("stepped")
         args = self.args
@@ -312,7 +312,7 @@ class TrainingLoop(Parts, ABC):
             if step == 0 or (isinstance(error, KeyboardInterrupt) and self.termination.asked):
                 raise
             try:
-                if saver.saved != step and self.runtime.is_shared(error):
+                if saver.saved_step != step and self.runtime.is_shared(error):
                     self.save_checkpoint(prunes=False)
                     if begun and self.runtime.is_main:
                         logger.warning(
@@ -324,7 +324,7 @@ class TrainingLoop(Parts, ABC):
                         )
             except Exception as another:
                 logger.warning("training since the last checkpoint is lost: %s", another)
-            if saver.saved == step:
+            if saver.saved_step == step:
                 error.add_note(f"Resume from {saver.path()} (--resume_from_checkpoint latest).")
             raise
 
@@ -332,7 +332,7 @@ class TrainingLoop(Parts, ABC):
 
     def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step; save it if there is none yet."""
-        saved = self.checkpointer.saved == self.state.step
+        saved = self.checkpointer.saved_step == self.state.step
         if saved:
             return self.checkpointer.path()
         return self.save_checkpoint()

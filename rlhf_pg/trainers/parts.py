@@ -116,8 +116,6 @@ class Parts:
     shaping: Shaping
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
-    dtype: torch.dtype
-    peft_config: Any
     episode_runner: EpisodeRunner | None
     prompt_loader: PromptLoader
     train_prompts: Prompts
@@ -242,7 +240,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     estimator = bind(ADVANTAGES[args.advantage_estimator], args)
     policy_loss = bind(POLICY_LOSSES[args.policy_loss], args)
     controllers = Controllers(args)
-    averages = args.advantage_estimator == "returns_minus_moving_average"
+    averages = args.estimator_traits.needs == "average"
     moving_average = MovingAverage() if averages else None
     running = controllers.controllers | shaping.moments
     if moving_average is not None:
@@ -376,8 +374,6 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         shaping=shaping,
         model=policy_model,
         processing_class=tokenizer,
-        dtype=dtype,
-        peft_config=peft_config,
         episode_runner=episode_runner,
         prompt_loader=loader,
         train_prompts=prompts,

@@ -137,8 +137,8 @@ def _numbers(batch: Batch, logged: bool) -> dict[str, Tensor]:
         "advantage": batch.advantages,
         "sampler_logprob": policy,
     }
-    if batch.lines is not None:
-        numbers["line"] = batch.lines.double()
+    if batch.branches is not None:
+        numbers["line"] = batch.branches.double()
     if logged:
         numbers["reward"] = batch.rewards
         numbers["value"] = batch.values

@@ -28,7 +28,7 @@ from rlhf_pg.data.batch import columns_of, numbers_of
 from rlhf_pg.data.rows import Row
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
-from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards import Rewards
 from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.scoring import PendingCalls, RewardResult, give_up
 from rlhf_pg.rewards.shaping import Shaping
@@ -44,7 +44,7 @@ from rlhf_pg.runtime import FullWeights, Runtime
 
 logger = logging.getLogger(__name__)
 
-TAKEN = "log_metric: the run itself has a metric {}: rename it"
+TAKEN = "{}: the run itself has a metric {}: rename it"
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Sampler:
     player: Player
     progress: Callable[[], TrainerState]  # for reward functions that take it
     results: list[RewardResult] = field(default_factory=list)  # since the last `settle`
+    taken: set[str] = field(default_factory=lambda: {*KEYS})  # names of the run's own metrics
     # Reward calls under way, by group, and the batch of all these groups.
     pending: dict[int, PendingCalls] = field(default_factory=dict)
     pending_batch: Batch | None = None
@@ -171,16 +172,16 @@ class Sampler:
             together += groups[index]
         batch = self.batch_of(together)
         if args.agent_credit != "branch":
-            batch = batch.with_columns(lines=None)
-        self.pending_batch = batch
+            batch = batch.with_columns(branches=None)
+        self.pending_batch = batch  # `add_rewards` comes next, with this very batch
         return batch
 
     def batch_of(self, rows: Sequence[Row], sources: int | None = None) -> Batch:
         """Return rows as a batch of this process, with their scores if they have `sources`."""
         dtype = torch.promote_types(getattr(torch, self.args.dtype), torch.float32)
         batch = Batch.of(rows, self.runtime.device, dtype, sources)
-        if self.args.agent_credit == "branch" and batch.lines is None:  # no row has lines here
-            batch = batch.with_columns(lines=torch.zeros_like(batch.completion_ids))
+        if self.args.agent_credit == "branch" and batch.branches is None:  # no row has any here
+            batch = batch.with_columns(branches=torch.zeros_like(batch.completion_ids))
         return batch
 
     @contextmanager
@@ -222,8 +223,8 @@ class Sampler:
                 begun,
             )
             for name in result.metrics:
-                if name in KEYS or name.startswith("eval_"):  # refused before training on the batch
-                    raise ValueError(TAKEN.format(show(name)))
+                if name in self.taken or name.startswith("eval_"):  # before training on the batch
+                    raise ValueError(TAKEN.format("log_metric", show(name)))
             scores = self.shaping.bound(result.scores)
             self.results.append(result)
         if result.lost.any():
@@ -358,8 +359,7 @@ class Sampler:
 
     def _constant_groups(self, part: Batch) -> set[int]:
         """Find the groups of all ranks to whose completions the functions give one score."""
-        weighted = sum_step_scores(self.shaping.weigh(part.scores))  # without penalties
-        paid, _ = self.runtime.gather(weighted)
+        paid, _ = self.runtime.gather(self.shaping.paid(part.scores))
         groups, _ = self.runtime.gather(part.groups)
         # On the CPU, where sums are deterministic: if processes disagreed, they would deadlock.
         paid = paid.cpu()
@@ -392,9 +392,11 @@ def gathered_for(
     return policy.gathered(device, engine.gathers == "trained")
 
 
-def merge_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
-    """Merge metrics with those of reward functions; ValueError if a name is in both."""
-    for name in logged:
+def merge(
+    metrics: dict[str, Any], others: dict[str, float], source: str = "log_metric"
+) -> dict[str, Any]:
+    """Add other metrics to those of a run; ValueError if a name is in both."""
+    for name in others:
         if name in metrics:
-            raise ValueError(TAKEN.format(show(name)))
-    return metrics | logged
+            raise ValueError(TAKEN.format(source, show(name)))
+    return metrics | others

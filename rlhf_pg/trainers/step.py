@@ -44,7 +44,7 @@ from rlhf_pg.trainers.inputs import Inputs
 from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.parts import make_parts
-from rlhf_pg.trainers.sampler import merge_logged
+from rlhf_pg.trainers.sampler import merge
 from rlhf_pg.trainers.teacher import privileged_batch
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class PolicyGradientTrainer(TrainingLoop):
         """Add the models' log-probabilities and values of completions, (B,T); collective."""
         teacher_batch = None
         if self.learner.teacher is not None:
-            rewards = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1).tolist()
+            rewards = self.shaping.paid(batch.scores).nansum(1).tolist()
             tools = self.episode_runner.tools if self.episode_runner else ()
             with self.runtime.raise_together(ValueError):
                 teacher_batch = privileged_batch(
@@ -231,8 +231,8 @@ class PolicyGradientTrainer(TrainingLoop):
         args = self.args
         mask = batch.action_mask
         self.shaping.observe(batch.scores, self.gather)
-        shaped = self.shaping(batch.scores, batch)  # (B,T,K)
-        step_scores, _ = self.shaping.steps(shaped)
+        shaped = self.shaping.shape(batch.scores, batch)  # (B,T,K)
+        step_scores, _ = self.shaping.steps(shaped)  # (B,T), summed over sources
         minus_kl = self.kl_reward(batch, meter)
         rewards = minus_kl + step_scores
         teacher_rewards = self.teacher_reward(batch, meter)
@@ -246,11 +246,12 @@ class PolicyGradientTrainer(TrainingLoop):
 
         inputs = self.advantage_inputs(batch, shaped, minus_kl)
         parts = [inputs]
-        if batch.lines is not None:  # the tokens of each endpoint of an agent by themselves
-            here = int(batch.lines.max()) + 1 if len(batch.lines) else 0
-            numbers = range(max(self.runtime.gather_objects(here)))
-            lines = [batch.lines == number for number in numbers]
-            parts = [self.advantage_inputs(batch, shaped, minus_kl, line) for line in lines]
+        if batch.branches is not None:  # the tokens of each branch of an agent by themselves
+            here = int(batch.branches.max()) + 1 if len(batch.branches) else 0
+            parts = []
+            for number in range(max(self.runtime.gather_objects(here))):
+                branch = batch.branches == number
+                parts.append(self.advantage_inputs(batch, shaped, minus_kl, branch))
         advantages = torch.zeros_like(rewards)
         for part in parts:
             advantages = advantages + self.advantages(part)  # (B,T)  <- the algorithm
@@ -319,19 +320,19 @@ class PolicyGradientTrainer(TrainingLoop):
         batch: Batch,
         shaped: Tensor,
         minus_kl: Tensor,
-        line: Tensor | None = None,
+        branch: Tensor | None = None,
     ) -> AdvantageInputs:
         """Gather what baselines compare, the scores of all ranks, for all action tokens or for
-        those of a line (B,T); collective.
+        those of a branch (B,T); collective.
         """
         actions = batch.action_mask
         step_scores, steps = self.shaping.steps(shaped)
         values, end = self.values_of(batch)
-        if line is not None:
-            actions = actions & line
-            steps = steps & line
-            shaped = shaped.where(line[:, :, None], torch.nan)
-            if end is not None:  # it is for the line of the last action
+        if branch is not None:
+            actions = actions & branch
+            steps = steps & branch
+            shaped = shaped.where(branch[:, :, None], torch.nan)
+            if end is not None:  # it is for the branch of the last action
                 last = (batch.action_ends[:, None] - 1).clamp(min=0)
                 end = end * actions.gather(1, last).squeeze(1)
         # A row without policy tokens has neither a score nor a KL.
@@ -340,7 +341,7 @@ class PolicyGradientTrainer(TrainingLoop):
         groups, rows = self.runtime.gather(batch.groups)
         greedy_scores = None
         if batch.greedy is not None:  # of each row's prompt, with 0 for the KL: (B,K+1)
-            paid = sum_step_scores(self.shaping(batch.greedy.scores, batch.greedy))
+            paid = sum_step_scores(self.shaping.shape(batch.greedy.scores, batch.greedy))
             _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
             greedy_scores = nn.functional.pad(paid[place], (0, 1))
         return AdvantageInputs(
@@ -356,7 +357,7 @@ class PolicyGradientTrainer(TrainingLoop):
             values=values,
             bootstrap_value=end,
             greedy_scores=greedy_scores,
-            moving_average=self.moving_average.value if self.moving_average else 0.0,
+            moving_average=self.moving_average and self.moving_average.value,
         )
 
     def drop_truncated(self, batch: Batch) -> Batch:
@@ -393,8 +394,8 @@ class PolicyGradientTrainer(TrainingLoop):
         state.num_tokens += tokens
         self.learner.sync_reference(state.step)
         metrics |= batch.metrics
-        metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
-        metrics |= meter.extremes(self.gather)
+        means = meter.means(self.runtime.all_reduce_sum(meter.sums()))
+        metrics = merge(metrics, means | meter.extremes(self.gather), "a term") | meter.seconds
         if square := metrics.pop(SQUARE, 0.0):  # (sum w)^2 / (n sum w^2), over tokens
             mean = metrics["sampling/importance_sampling_ratio/mean"]
             metrics["sampling/effective_sample_size"] = mean**2 / square
@@ -411,7 +412,8 @@ class PolicyGradientTrainer(TrainingLoop):
         }
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
-        line = merge_logged(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
+        self.sampler.taken |= metrics.keys()
+        line = merge(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
         self.learner.updates_begun = 0
         return line
 
@@ -457,19 +459,19 @@ class PolicyGradientTrainer(TrainingLoop):
         """Return the tokens of completions whose functions pay more than
         `positive_nll_threshold`.
         """
-        paid = sum_step_scores(self.shaping.weigh(batch.scores)).nansum(1)
+        paid = self.shaping.paid(batch.scores).nansum(1)
         return batch.action_mask & (paid > self.args.positive_nll_threshold)[:, None]
 
     def surrogate(self, new: PolicyOutput, batch: Batch) -> Loss:
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         options = {}
-        if "old_kl_coef" in self.policy_loss.keywords:  # the others stay bound
+        if "old_kl_coef" in self.policy_loss.keywords:  # bound from the config; the others stay
             options["old_kl_coef"] = self.controllers["old_kl_coef"]
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
         args = self.args
-        correction = self.args.correction_of(self.engine_name)
+        correction = args.correction_of(self.engine_name)
         if args.target_kl is not None and "approx_kl" not in metrics:  # a loss of the user's own
             olds = batch.old_logprobs
             mask = batch.action_mask
@@ -580,7 +582,9 @@ class PolicyGradientTrainer(TrainingLoop):
                     found = evaluate_set(self.sampler, prompts, heat, answer or stripped_text)
                     start = f"{prefix}_{name}_{mode}" if name else f"{prefix}_{mode}"
                     metrics |= {f"{start}{key}": value for key, value in found.items()}
-        for mode in temperatures if "" not in sets else ():
+        if "" in sets:
+            return metrics
+        for mode in temperatures:
             rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]
             metrics[f"{prefix}_{mode}reward"] = sum(rewards) / len(rewards)
             errors = [metrics[f"{prefix}_{name}_{mode}reward_stderr"] for name in sets]

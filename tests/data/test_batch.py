@@ -71,7 +71,7 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
         ("logprobs", [-0.5]),
         ("actions", [True] * 3),
         ("offsets", [1]),
-        ("lines", []),
+        ("branches", []),
         ("rewards", []),
     ],
 )
@@ -299,7 +299,7 @@ def test_rows_keep_what_rewards_and_records_read():
             prompt_ids=[1],
             ids=[2, 3],
             logprobs=[0.0, 0.0],
-            lines=[0, 1],
+            branches=[0, 1],
             scores=torch.tensor([[torch.nan], [5.0]]),
             completion="a",
             dataset_row=7,
@@ -319,7 +319,7 @@ def test_rows_keep_what_rewards_and_records_read():
     assert batch.scores[0, 1, 0] == 5
     assert batch.scores[1, 0, 0] == 6
     assert batch.scores.isnan().sum() == 2
-    assert batch.lines.tolist() == [[0, 1], [0, 0]]
+    assert batch.branches.tolist() == [[0, 1], [0, 0]]
     assert batch.completions == ["a", "b"]
     assert batch.dataset_rows == [7, 8]
     assert batch.logged == {"note": ["x", None]}

@@ -127,7 +127,7 @@ def test_trees_are_as_they_were(make, monkeypatch) -> None:
         offsets = torch.ones_like(batch.completion_ids)
         offsets[:, 1:2] = 2
         lines = torch.ones_like(offsets).cumsum(1) % 2  # two endpoints take turns
-        return batch.with_columns(parent_offsets=offsets, lines=lines)
+        return batch.with_columns(parent_offsets=offsets, branches=lines)
 
     with monkeypatch.context() as patched:
         patched.setattr(Sampler, "sample", branching)

@@ -8,6 +8,7 @@ from rlhf_pg.data import Batch
 from rlhf_pg.models import PolicyOutput
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run import Objective, Term
+from rlhf_pg.run.objective import action_tokens
 from tests.rows import batch_of
 from tests.trainers.conftest import make as make
 
@@ -103,6 +104,16 @@ def test_rows_of_a_term_join_the_minibatch():
     assert joined.advantages.tolist()[2] == [0] * 4
 
 
+def test_numbers_of_rows_are_averaged_over_rows_with_tokens():
+    def of_rows(new, batch):
+        return new.logprobs, {"sizes": torch.tensor([2.0, 6.0])}
+
+    for tokens, mean in ((others, 2.0), (action_tokens, 4.0)):
+        meter = Meter()
+        value(objective(Term(name="a", loss=of_rows, tokens=tokens)), meter=meter)
+        assert meter.means(meter.sums()) == {"sizes": mean}
+
+
 @pytest.mark.parametrize("name", ["seen", "loss"])
 def test_metric_of_another_is_refused(name):
     """It would be averaged with that one."""
@@ -156,3 +167,17 @@ def test_observers_of_the_user_see_batches(make):
     trainer.observers = [seen.append]
     trainer.train()
     assert [len(batch.rows) for batch in seen] == [16, 16]
+
+
+def test_metric_of_the_run_itself_is_refused(make):
+    """It would replace the run's number, which controllers follow."""
+
+    class Logging(GRPOTrainer):
+        def terms(self):
+            return [*super().terms(), Term(name="mine", loss=self.mine)]
+
+        def mine(self, new, batch):
+            return new.logprobs, {"grad_norm": new.logprobs}
+
+    with pytest.raises(ValueError, match="a term: the run itself has a metric 'grad_norm'"):
+        make(Logging).step()

@@ -45,7 +45,7 @@ def cut_episodes(prompt: list[int], sources: int, lines: bool) -> Batch:
     scores = torch.full((9, 3, sources), torch.nan, dtype=torch.float64)
     scores[:, 0, 0], scores[:, 2, 0] = FIRST.repeat_interleave(3), PAID.flatten()
     batch = batch.with_columns(scores=scores)
-    return batch.with_columns(lines=torch.tensor([[0, 0, 1]] * 9)) if lines else batch
+    return batch.with_columns(branches=torch.tensor([[0, 0, 1]] * 9)) if lines else batch
 
 
 def expected_gradient(trainer: Any, batch: Batch, values: Any = None) -> Tensor:

@@ -127,6 +127,23 @@ def test_kl_of_single_update_is_that_of_first_sample(tmp_path) -> None:
     assert lines(tmp_path)[0]["approx_kl/after"] == pytest.approx(kl, rel=1e-9)
 
 
+def test_kl_against_log_probabilities_with_dropout_is_not_reported(tmp_path) -> None:
+    """A single update computes them with dropout, which is no change of the policy."""
+    dropout = {
+        "num_generations": len(COMPLETIONS),
+        "use_peft": True,
+        "lora_dropout": 0.3,
+        "disable_dropout": False,
+    }
+    for iterations in (1, 2):
+        path = tmp_path / str(iterations)
+        trainer = make_trainer(GRPOTrainer, path / "run", num_iterations=iterations, **dropout)
+        trainer.sampler.engine.says = COMPLETIONS
+        trainer.train()
+        (line,) = lines(path)
+        assert (line["approx_kl/after"] is None) == (iterations == 1)
+
+
 def test_entropy_coef_raised_from_zero_changes_gradient(tmp_path) -> None:
     options = {"num_generations": 2, "entropy_target": 9.0}
     trainer = make_trainer(GRPOTrainer, tmp_path, **options)

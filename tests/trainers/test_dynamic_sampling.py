@@ -114,7 +114,7 @@ def test_penalty_gives_group_of_equal_scores_no_spread(trainer_of, penalty) -> N
     trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
     batch = trainer.sampler.next_batch(0, Meter())
     assert batch.metrics["sampling/kept_fraction"] == 0.0
-    shaped = sum_step_scores(trainer.shaping(batch.scores, batch))
+    shaped = sum_step_scores(trainer.shaping.shape(batch.scores, batch))
     assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 

@@ -484,7 +484,7 @@ def test_environment_reward_comes_after_reward_functions(make) -> None:
     assert trainer.shaping.names == ["length", "environment"]
     samples = trainer.sampler.roll_out(range(2))
     scores = trainer.sampler.add_rewards(samples).scores
-    shaped = trainer.shaping(scores, samples)
+    shaped = trainer.shaping.shape(scores, samples)
     total = scores.nansum(1)
     assert total[:, 0].tolist() == [len(text) for text in samples.completions]
     torch.testing.assert_close(shaped.nansum(dim=(1, 2)), 2 * total[:, 1])

@@ -251,7 +251,7 @@ class TokenTree:
     Attributes:
         follows: the place of the token that each token follows, -1 if it follows nothing.
         actions: which tokens the policy sampled.
-        lines: the line of the call that each token came with.
+        branches: the branch of the call that each token came with.
         ends: the place of the last token of each answer.
     """
 
@@ -261,7 +261,7 @@ class TokenTree:
         self.ends = list[int]()
         self.logprobs = list[float]()
         self.actions = list[bool]()
-        self.lines = list[int]()
+        self.branches = list[int]()
         self._next = defaultdict[tuple[int, int], list[int]](list)
 
     def find(self, ids: Sequence[int]) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class TokenTree:
             places = following
         return len(ids), places[0]
 
-    def add(self, answer: Answer, line: int = 0) -> None:
+    def add(self, answer: Answer, branch: int = 0) -> None:
         """Add what is new in the prompt, and the whole answer: it was sampled anew."""
         known, last = self.find(answer.prompt)
         context = list(answer.prompt[known:])
@@ -286,7 +286,7 @@ class TokenTree:
         self.logprobs += completion.logprobs
         self.actions += [False] * len(context)
         self.actions += [True] * len(completion.tokens)
-        self.lines += [line] * len(tokens)
+        self.branches += [branch] * len(tokens)
         for token in tokens:
             place = len(self.tokens)
             self._next[last, token].append(place)

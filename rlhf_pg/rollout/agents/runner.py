@@ -143,7 +143,7 @@ class AgentRunner(EpisodeRunner):
         episode.tokens = tree.tokens[start:]
         episode.actions = tree.actions[start:]
         episode.logprobs = tree.logprobs[start:]
-        episode.lines = tree.lines[start:]
+        episode.branches = tree.branches[start:]
         follows = enumerate(tree.follows[start:], start)
         episode.offsets = [place - before if before >= 0 else 0 for place, before in follows]
         episode.rewards = [math.nan] * len(episode.tokens)

@@ -53,7 +53,7 @@ class Episode:
     environment: Environment | None = None
     # Of an agent's program (`rlhf_pg.rollout.agents`).
     offsets: list[int] = field(default_factory=list)  # as in `Batch.parent_offsets`
-    lines: list[int] = field(default_factory=list)  # as in `Batch.lines`
+    branches: list[int] = field(default_factory=list)  # as in `Batch.branches`
     encoded_again: int = 0  # tokens of the policy
     overlaps: bool = False  # it made calls side by side at one endpoint
 
@@ -136,7 +136,7 @@ class EpisodeRunner(Player):
             logprobs=episode.logprobs,
             actions=actions,
             offsets=episode.offsets or None,
-            lines=episode.lines or None,
+            branches=episode.branches or None,
             rewards=rewards,
             truncated=episode.truncated,
             group=prompt.index,

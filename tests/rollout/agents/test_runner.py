@@ -423,7 +423,7 @@ def test_limits_do_not_depend_on_the_clock(late: int) -> None:
     assert episode.truncated
     assert not episode.overlaps
     assert sum(episode.actions) == 120
-    lines = [x for x, acts in zip(episode.lines, episode.actions, strict=True) if acts]
+    lines = [x for x, acts in zip(episode.branches, episode.actions, strict=True) if acts]
     assert lines == [2] * 60 + [4] * 60
     prompts = TOKENIZER.decode([*episode.prompt_ids, *episode.tokens])
     assert prompts.index("0<|im_end|>") < prompts.index("1<|im_end|>")
