@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_pg.models import Policy
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from tests.models.architectures import build
 from tests.models.test_packing import COMPLETIONS, batch_of

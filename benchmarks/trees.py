@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import Policy
 from rlhf_pg.models.packing import lay_out_packed
+from rlhf_pg.models.policy import Policy
 from tests.rows import batch_of
 
 CALLS, HISTORY, SEEN, SAID = 8, 300, 20, 40

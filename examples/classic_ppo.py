@@ -18,7 +18,9 @@ from rlhf_pg.data import Batch, Row
 from rlhf_pg.kl import AdaptiveKLController, kl_estimate
 from rlhf_pg.losses import clipped_surrogate, token_weights, value_loss
 from rlhf_pg.masking import masked_var, whiten
-from rlhf_pg.models import ActorCritic, Policy, Reference, new_critic, stop_token_ids
+from rlhf_pg.models.critic import ActorCritic, new_critic
+from rlhf_pg.models.loading import stop_token_ids
+from rlhf_pg.models.policy import Policy, Reference
 from rlhf_pg.rewards.scores import at_end
 from rlhf_pg.rollout import Completion, NativeEngine, SamplingParams
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder

@@ -17,7 +17,7 @@ from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config import config, parse
 from rlhf_pg.data import Batch
 from rlhf_pg.losses import MAX_LOG_RATIO, Loss, bounds, clip_metrics, ratio_terms
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.run import Term
 
 

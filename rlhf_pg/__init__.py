@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
-    from rlhf_pg.rollout import Environment, Observation
+    from rlhf_pg.episodes import Environment, Observation
     from rlhf_pg.trainers import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 
 __version__ = "0.1.0"
@@ -51,9 +51,9 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
 
         if hasattr(config, name):
             return getattr(config, name)
-        from rlhf_pg import rollout, trainers
+        from rlhf_pg import episodes, trainers
 
-        return getattr(trainers if hasattr(trainers, name) else rollout, name)
+        return getattr(trainers if hasattr(trainers, name) else episodes, name)
 
     def __dir__() -> list[str]:
         return [*globals(), *__all__]

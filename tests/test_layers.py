@@ -21,7 +21,7 @@ FLOORS = {
     "settings, and what comes from outside": ("config", "boundary", "failpoints"),
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
-    "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
+    "samples and scores": ("rollout", "episodes", "agents", "rewards", "tasks", "supervised"),
     "the loop and the algorithms": ("run", "trainers"),
     "runs, before and after": ("plan", "replay", "audit"),
     "the command": ("cli",),
@@ -105,7 +105,10 @@ def test_only_runtime_imports_distribution_libraries() -> None:
     ("wing", "refused"),
     [
         ("trainers", ("plan", "replay", "audit", "supervised", "tasks", "cli")),
-        ("rewards", ("rollout",)),
+        ("rewards", ("rollout", "episodes")),
+        ("rollout", ("episodes", "agents", "trainers")),
+        ("episodes", ("agents", "trainers")),  # a run that has an agent asks for it by name
+        ("trainers", ("agents",)),
     ],
 )
 def test_wing_does_not_know_others(wing: str, refused: tuple[str, ...]) -> None:
@@ -117,6 +120,32 @@ def test_wing_does_not_know_others(wing: str, refused: tuple[str, ...]) -> None:
         if other.split(".")[0] in refused
     ]
     assert not wrong
+
+
+def loaded_with(name: str) -> set[str]:
+    """The files that importing one loads, packages included."""
+    loaded: set[str] = set()
+    waiting = [name]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in FILES:
+            continue
+        loaded.add(name)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+        for node in ast.parse(FILES[name].read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rlhf_pg."):
+                module = str(node.module).removeprefix("rlhf_pg.")
+                waiting += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.ImportFrom) and node.module == "rlhf_pg":
+                waiting += [alias.name for alias in node.names]
+    return loaded
+
+
+def test_parts_are_imported_without_the_rest() -> None:
+    """The numbers count `rlhf_pg` too; `losses` needs `masking` alone, and an engine no episodes."""
+    assert loaded_with("losses") == {"losses", "masking"}
+    assert len(loaded_with("rollout.native.engine")) < 30
 
 
 def test_config_does_not_import_torch() -> None:

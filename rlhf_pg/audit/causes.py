@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_pg.audit.expectation import Measured, changed, measure
 from rlhf_pg.config.fields import default_of, metadata
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 
 # The estimator or loss that is without its bias.
 LIKE = {

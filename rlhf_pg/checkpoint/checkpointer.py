@@ -27,8 +27,9 @@ from rlhf_pg.boundary.output_files import PARTIAL, sync
 from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.checkpoint import atomic, compatibility
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.models import load_weights, merge, streaming
-from rlhf_pg.models.adapters import saves_base
+from rlhf_pg.models import streaming
+from rlhf_pg.models.adapters import merge, saves_base
+from rlhf_pg.models.loading import load_weights
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, full, put
 

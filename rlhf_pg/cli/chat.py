@@ -7,12 +7,13 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig, TextStreamer
 
-from rlhf_pg import models
-from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.boundary.quoted import about, visible
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import model_of_run
 from rlhf_pg.config.parse import fail, load
 from rlhf_pg.data.chat import encode
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.loading import load_model, stop_token_ids, tokenizer_from_pretrained
 
 AGAIN = "/new"
 
@@ -26,15 +27,15 @@ def chat(flags: Sequence[str]) -> None:
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     trust = {"trust_remote_code": options.trust_remote_code}
     path, recipe = model_of_run(options.model)
-    with models.about("model"):
-        loaded = models.load_model(path, dtype, **trust)
-        tokenizer = models.tokenizer_from_pretrained(loaded.name_or_path, **trust)
+    with about("model"):
+        loaded = load_model(path, dtype, **trust)
+        tokenizer = tokenizer_from_pretrained(loaded.name_or_path, **trust)
     system_prompt = options.system_prompt
     if system_prompt is None and recipe is not None and tokenizer.chat_template:
         system_prompt = load(recipe).get("system_prompt")  # the run's own
     if not tokenizer.chat_template and system_prompt is not None:
         fail("system_prompt is for a chat, but this tokenizer has no chat template")
-    stops = models.stop_token_ids(loaded, tokenizer)
+    stops = stop_token_ids(loaded, tokenizer)
     # The base model includes the adapter; peft's `generate` would change the generation config.
     model = loaded.get_base_model() if isinstance(loaded, PeftModel) else loaded
     model.to("cuda" if on_gpu else "cpu").eval()
@@ -42,7 +43,7 @@ def chat(flags: Sequence[str]) -> None:
     torch.manual_seed(options.seed)
 
     # An answer leaves half of the model's positions to the chat.
-    positions = models.max_positions(model) or sys.maxsize
+    positions = max_positions(model) or sys.maxsize
     longest = min(options.max_completion_length, max(1, positions // 2))
     pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     generation = GenerationConfig(max_new_tokens=longest, eos_token_id=stops, pad_token_id=pad)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlhf_pg import models
 from rlhf_pg.boundary.output_files import is_replaceable, write_file
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.boundary.terminal import say
@@ -24,6 +23,7 @@ from rlhf_pg.cli.recipes import (
 )
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.parse import fail, load, parse, read_flags
+from rlhf_pg.models.loading import check_directory
 from rlhf_pg.report.evaluation import intervals, tables
 from rlhf_pg.report.run_files import finite
 from rlhf_pg.trainers.evaluation import Evaluation
@@ -89,7 +89,7 @@ def parse_flags(flags: Sequence[str]) -> tuple[PolicyGradientConfig, Namespace]:
     recipe = None if options.config is None else find_recipe(options.config)
     if target is not None:
         model, of_run = model_of_run(target)
-        models.check_directory(model)
+        check_directory(model)
         keys += ["--model_name_or_path", model]
         # The keys of supervised training have no sampling settings.
         if (

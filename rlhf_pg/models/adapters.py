@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.boundary.quoted import tell
-from rlhf_pg.config.inputs import AdapterConfig
 from rlhf_pg.models.lm_head import bare
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,23 +34,6 @@ def share_frozen(module: M) -> M:
     """Copy a module, except for its frozen parameters, which the copy shares."""
     frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
     return copy.deepcopy(module, frozen)
-
-
-def adapter_of(args: AdapterConfig, peft_config: Any) -> Any:
-    """Return the adapter's config: the given one, or with `use_peft` LoRA (Hu et al. 2021), by
-    default on every linear layer except the head.
-    """
-    if not args.use_peft:
-        return peft_config
-    if peft_config is not None:
-        raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
-    return LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=list(args.lora_target_modules or ()) or "all-linear",
-        task_type="CAUSAL_LM",
-    )
 
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:

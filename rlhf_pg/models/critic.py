@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.masking import widen
@@ -277,16 +278,16 @@ def new_critic(
     options = {
         k: v for k, v in given if k == loading.ATTENTION or (path and k not in loading.PLACES)
     }
-    with loading.about(VALUE_MODEL):
+    with about(VALUE_MODEL):
         model = loading.load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
     loading.check_vocabulary(tokenizer, model, "value_model")
     if path is not None and loading.has_tokenizer(path):
-        with loading.about(VALUE_MODEL):
+        with about(VALUE_MODEL):
             loading.check_same_tokens(str(path), tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if path is not None and (file := Path(path) / HEAD_FILE).exists():
-        with loading.about(VALUE_MODEL), loading.opening("value head", path):
+        with about(VALUE_MODEL), loading.opening("value head", path):
             head.load_state_dict(safetensors.load_file(file))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):

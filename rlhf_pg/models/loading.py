@@ -16,7 +16,7 @@ from huggingface_hub import model_info
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.file_download import repo_folder_name
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
@@ -33,10 +33,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.boundary.quoted import about as about, quote, show, tell, texts
+from rlhf_pg.boundary.quoted import about, quote, show, tell, texts
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.config.inputs import ModelConfig
+from rlhf_pg.config.inputs import AdapterConfig, ModelConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import set_template
 from rlhf_pg.models.adapters import add_adapter, check_kind, freeze_unread, is_plain
@@ -110,6 +110,23 @@ def load_policy(
             "use_peft or peft_config"
         )
     return loaded
+
+
+def adapter_of(args: AdapterConfig, peft_config: Any) -> Any:
+    """Return the adapter's config: the given one, or with `use_peft` LoRA (Hu et al. 2021), by
+    default on every linear layer except the head.
+    """
+    if not args.use_peft:
+        return peft_config
+    if peft_config is not None:
+        raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
+    return LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=list(args.lora_target_modules or ()) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def policy_of(

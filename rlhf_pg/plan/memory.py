@@ -23,13 +23,26 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_pg import models
+from rlhf_pg.boundary.quoted import about
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data.inputs import load_named_data, load_task
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.sources import make_prompts
-from rlhf_pg.models import Critic, Policy, adapter_of, assemble
+from rlhf_pg.models import loading
 from rlhf_pg.models.attention import AttentionSupport, attention_support
+from rlhf_pg.models.critic import Critic, assemble, new_critic
+from rlhf_pg.models.lm_head import chunk_size_for
+from rlhf_pg.models.loading import (
+    adapter_of,
+    check_code,
+    check_directory,
+    is_adapter,
+    load_policy,
+    opening,
+    tokenizer_from_pretrained,
+    tokenizer_of,
+)
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.duration import hours
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.trainers.token_budget import (
@@ -114,22 +127,22 @@ def build_meta_models(
         with META:
             model, tokenizer = task.new_model()
     else:
-        with models.about("model_name_or_path"):
+        with about("model_name_or_path"):
             model = _without_data(name, dtype, AutoModelForCausalLM, remote)
-        tokenizer = models.tokenizer_from_pretrained(name, trust_remote_code=remote)
+        tokenizer = tokenizer_from_pretrained(name, trust_remote_code=remote)
     if not prompt:  # the longest of the config's data
         data = make_prompts(load_named_data(args, task).train, args, "train_dataset")
-        models.tokenizer_of(args, None, tokenizer)
+        tokenizer_of(args, None, tokenizer)
         prompt = load_prompts(data, tokenizer).longest
     row = prompt + args.max_completion_length
     critic = None
     tokens = most(kind, row) if args.micro_batch_tokens == "auto" else int(args.micro_batch_tokens)
     with META:
-        model = models.load_policy(model, dtype, META, adapter)
+        model = load_policy(model, dtype, META, adapter)
         if isinstance(args, PPOConfig):
             value_model: nn.Module | None = None
             if (value_name := args.value_model_name_or_path) is not None:
-                with models.about("value_model_name_or_path"):
+                with about("value_model_name_or_path"):
                     value_model = _without_data(value_name, dtype, AutoModel, remote)
             critic_options = (
                 args.critic == "shared",
@@ -137,8 +150,8 @@ def build_meta_models(
                 adapter,
                 args.critic_seed,
             )
-            critic = models.new_critic(model, tokenizer, dtype, *critic_options)
-        chunk_size = models.chunk_size_for(None if memory is None else int(memory))
+            critic = new_critic(model, tokenizer, dtype, *critic_options)
+        chunk_size = chunk_size_for(None if memory is None else int(memory))
         chunk_size //= 3 if args.compares_distributions else 1
         _, module = assemble(model, args, critic, tokens, chunk_size)
     meta: Any = blueprint(module, device, kind)
@@ -147,7 +160,7 @@ def build_meta_models(
     teacher = None
     path = args.teacher_model_name_or_path
     if path not in (None, "policy"):
-        with models.about("teacher_model_name_or_path"):
+        with about("teacher_model_name_or_path"):
             teacher = _without_data(str(path), dtype, AutoModelForCausalLM, remote)
     return MetaModels(args, policy, critic, prompt, update, teacher)
 
@@ -159,11 +172,11 @@ def _without_data(
     remote: bool,
 ) -> PreTrainedModel:
     """Build the model or adapter of a path or Hub id with its tensors on the meta device."""
-    models.check_directory(path)
-    with META, models.opening("model", path):
-        if not models.is_adapter(path):
-            models.check_code(path, remote)
-            config = AutoConfig.from_pretrained(**models.place(path), trust_remote_code=remote)
+    check_directory(path)
+    with META, opening("model", path):
+        if not is_adapter(path):
+            check_code(path, remote)
+            config = AutoConfig.from_pretrained(**loading.place(path), trust_remote_code=remote)
             model: PreTrainedModel = auto_class.from_config(
                 config, dtype=dtype, trust_remote_code=remote
             )

@@ -15,12 +15,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pg import models
 from rlhf_pg.boundary.quoted import about
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import continues, encode
 from rlhf_pg.data.micro_batches import RowLengths, split_padded
 from rlhf_pg.masking import widen
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.loading import check_directory, from_pretrained, load_tokenizer
 
 # Padded tokens in a forward pass; it never changes a score.
 SCORING_TOKENS = 32768
@@ -48,8 +49,8 @@ class RewardModel:
         trusted = self.trust_remote_code
         if not isinstance(self.model, PreTrainedModel):
             with about(f"reward model {name_of(self.model)}"):
-                models.check_directory(self.model)
-                self.model = models.from_pretrained(
+                check_directory(self.model)
+                self.model = from_pretrained(
                     AutoModelForSequenceClassification,
                     self.model,
                     dtype="auto",
@@ -60,7 +61,7 @@ class RewardModel:
         self.who = f"reward model {self.__name__}"
         check_head(self.model, self.who)
         with about(self.who):
-            self.processing_class = models.load_tokenizer(
+            self.processing_class = load_tokenizer(
                 self.processing_class,
                 self.model,
                 trust_remote_code=trusted,
@@ -86,7 +87,7 @@ class RewardModel:
                 that did not end by an EOS according to `ended`.
         """
         rows = []
-        limit = models.max_positions(self.model)
+        limit = max_positions(self.model)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             end = ended is not None and ended[i]
             # A limit on turns does not cut the last turn off.

@@ -9,17 +9,4 @@ from rlhf_pg.rollout.engine import (
     SamplingParams as SamplingParams,
     Session as Session,
 )
-from rlhf_pg.rollout.multi_turn.environment import (
-    Environment as Environment,
-    EnvironmentFactory as EnvironmentFactory,
-    Observation as Observation,
-)
-from rlhf_pg.rollout.multi_turn.episodes import Episode as Episode, EpisodeRunner as EpisodeRunner
-from rlhf_pg.rollout.multi_turn.tools import (
-    EnvironmentSource as EnvironmentSource,
-    Tool as Tool,
-    Toolbox as Toolbox,
-    ToolEnvironment as ToolEnvironment,
-    source_of as source_of,
-)
 from rlhf_pg.rollout.native.engine import NativeEngine as NativeEngine

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlhf_pg.data import Batch, Row
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.losses import Loss, nll, token_weights, weight_count
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime
 

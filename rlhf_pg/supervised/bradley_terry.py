@@ -21,9 +21,8 @@ from transformers import (
     set_seed,
 )
 
-from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.quoted import show
+from rlhf_pg.boundary.quoted import about, show
 from rlhf_pg.boundary.user_code import LARGEST, finite
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
@@ -32,6 +31,19 @@ from rlhf_pg.data.chat import encode
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import SHARE, refuse_columns_of_chats, system_of, with_system
+from rlhf_pg.models.adapters import add_adapter, merge
+from rlhf_pg.models.loading import (
+    adapter_of,
+    check_directory,
+    check_options,
+    from_pretrained,
+    has_tokenizer,
+    init_options,
+    is_adapter,
+    load_model,
+    opening,
+    set_options,
+)
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
@@ -119,7 +131,7 @@ def train_reward_model(
     check_precision(args.dtype)
     runtime = Runtime()
     set_seed(args.seed)
-    adapter = models.adapter_of(args, peft_config)
+    adapter = adapter_of(args, peft_config)
     names_held_out = args.eval_dataset_name or args.dataset_test_split
     if args.dataset_name and eval_dataset is None and not names_held_out:
         logger.warning(
@@ -144,7 +156,7 @@ def train_reward_model(
                 final = weights.module
                 for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
                     parameter.data = parameter.data.to(weight_dtype(args))
-                models.merge(final).save_pretrained(path)
+                merge(final).save_pretrained(path)
                 tokenizer.save_pretrained(path)
 
     return trainer.train(save)
@@ -170,7 +182,7 @@ def load_pairs(
     ValueError, with the name of the dataset, if there are no rows, a column is missing, or a pair
     is invalid: equal texts, a text of more than `limit` tokens, chats without a chat template.
     """
-    with models.about(name):
+    with about(name):
         dataset = as_dataset(dataset)
         missing = {"chosen", "rejected"} - set(dataset.column_names)
         if missing:
@@ -305,7 +317,7 @@ def _adapt(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
     for name, parameter in model.named_parameters():
         if not name.startswith(head):  # fully trained weights stay in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
-    return models.add_adapter(model, config)
+    return add_adapter(model, config)
 
 
 def _load(
@@ -314,15 +326,15 @@ def _load(
     """Load a classifier, or a language model with its adapter merged, which gets a new head."""
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
-    options = models.init_options(args)
+    options = init_options(args)
     if not isinstance(model, str | PathLike):
-        models.set_options(model, options)
+        set_options(model, options)
         return model.to(weight_dtype(args))
 
     def classifier_of(path: str) -> PreTrainedModel:
-        models.check_options(path, options, args.trust_remote_code)
+        check_options(path, options, args.trust_remote_code)
         # The checkpoint's dtype may be bfloat16, which would lose small updates.
-        return models.from_pretrained(
+        return from_pretrained(
             AutoModelForSequenceClassification,
             path,
             NEW_HEADS,
@@ -331,11 +343,11 @@ def _load(
         )
 
     path = str(model)
-    with models.about("model_name_or_path"):
-        models.check_directory(path)
-        if not models.is_adapter(path):
+    with about("model_name_or_path"):
+        check_directory(path)
+        if not is_adapter(path):
             return classifier_of(path)
-        with models.opening("adapter", path):
+        with opening("adapter", path):
             config = PeftConfig.from_pretrained(path)
         base = config.base_model_name_or_path
         if config.task_type != "CAUSAL_LM" or not base:
@@ -343,11 +355,11 @@ def _load(
                 f"the adapter {path} is of kind {config.task_type}, on {base}: give one that is "
                 "of a language model and names its base model, or merge it first"
             )
-        adapted = models.load_model(
+        adapted = load_model(
             path, weight_dtype(args), trust_remote_code=args.trust_remote_code, options=options
         )
         classifier = classifier_of(base)
-        classifier.base_model.load_state_dict(models.merge(adapted).base_model.state_dict())
-        if models.has_tokenizer(path):
+        classifier.base_model.load_state_dict(merge(adapted).base_model.state_dict())
+        if has_tokenizer(path):
             classifier.name_or_path = path
         return classifier

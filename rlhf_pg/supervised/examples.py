@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import show
+from rlhf_pg.boundary.quoted import about, show
 from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
@@ -20,7 +20,8 @@ from rlhf_pg.data.messages import normalise, read_tools
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import make_prompts, refuse_columns_of_chats, system_of, with_system
 from rlhf_pg.data.turns import encode_turns
-from rlhf_pg.models import about, max_positions, tokenizer_of
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.loading import tokenizer_of
 
 logger = logging.getLogger(__name__)
 

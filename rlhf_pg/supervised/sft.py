@@ -15,12 +15,14 @@ from transformers import (
     set_seed,
 )
 
-from rlhf_pg import models
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.rendering import special_tokens
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.lm_head import evaluating
+from rlhf_pg.models.loading import adapter_of, add_stop_tokens, policy_of, stop_token_ids
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     UNLABELLED,
@@ -69,11 +71,11 @@ def train_sft(
     runtime = Runtime()
     set_seed(args.seed)
     data = settle_data(args, train_dataset, eval_dataset)
-    peft_config = models.adapter_of(args, peft_config)
+    peft_config = adapter_of(args, peft_config)
     model = model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
-    policy = models.policy_of(
+    policy = policy_of(
         model,
         args,
         runtime.loading_device,
@@ -88,7 +90,7 @@ def train_sft(
         data,
         runtime.today(),
     )
-    lasts = ends_of(examples, args, models.max_positions(policy))
+    lasts = ends_of(examples, args, max_positions(policy))
     ends = learn_stops(policy, tokenizer, lasts)
     if ends and runtime.is_main:
         names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
@@ -103,8 +105,8 @@ def learn_stops(
     return those that were not, for the tokenizer either.
     """
     ends = sorted({*lasts} & special_tokens(tokenizer).ids)
-    known = models.stop_token_ids(model, tokenizer)
-    models.add_stop_tokens(model, ends)
+    known = stop_token_ids(model, tokenizer)
+    add_stop_tokens(model, ends)
     return [end for end in ends if end not in known]
 
 
@@ -201,7 +203,7 @@ def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
     other = [(token + 1) % rows for token in first]
     collate = DataCollatorWithFlattening()
     logits = []
-    with models.evaluating(model):
+    with evaluating(model):
         for before in (first, other):
             batch = collate([{"input_ids": before}, {"input_ids": second}])
             del batch["labels"]

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from rlhf_pg import models
 from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import vocabulary_fingerprint
-from rlhf_pg.models.policy import train_as_evaluated
+from rlhf_pg.models import policy
+from rlhf_pg.models.policy import checkpoint_activations, train_as_evaluated
 from rlhf_pg.report.journal import Journal, due
 from rlhf_pg.runtime import FullWeights, Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.runtime.trackers import Trackers
@@ -117,7 +117,7 @@ class SupervisedTrainer:
             )
         args = replace(args.on(runtime.device.type), dataset_fingerprint=data)
         if args.gradient_checkpointing:
-            models.checkpoint_activations(model, args.gradient_checkpointing == "offload")
+            checkpoint_activations(model, args.gradient_checkpointing == "offload")
         self.args = args
         self.objective = objective
         self.rows = rows
@@ -132,7 +132,7 @@ class SupervisedTrainer:
         fingerprints = {
             "reference": None,
             "critic": None,
-            "model": models.fingerprint(model),
+            "model": policy.fingerprint(model),
             "train_dataset": data,
             "tokenizer": vocabulary_fingerprint(tokenizer),
         }

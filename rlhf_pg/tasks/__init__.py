@@ -24,6 +24,6 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 4
         from rlhf_pg.tasks.reasoning_gym import reasoning_gym_task
 
         return reasoning_gym_task(generator, options or {}, seed)
-    from rlhf_pg.rollout.multi_turn.adapters import load_task as adapted
+    from rlhf_pg.episodes.adapters import load_task as adapted
 
     return Task(name=name, **adapted(name, options, seed)._asdict())

@@ -21,8 +21,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import Policy
-from rlhf_pg.models.policy import has_experts
+from rlhf_pg.models.policy import Policy, has_experts
 from rlhf_pg.runtime import Runtime
 
 

@@ -12,7 +12,7 @@ from rlhf_pg.advantages import AdvantageInputs, gae
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.losses import Loss, value_loss
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.run.objective import Term
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 

@@ -15,8 +15,9 @@ from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.files import absolute, names_function
 from rlhf_pg.data.inputs import settle_data
+from rlhf_pg.episodes import EnvironmentFactory, EnvironmentSource, Tool, source_of
+from rlhf_pg.episodes.factory import load_tools
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
-from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool, factory, source_of
 from rlhf_pg.trainers.optimizer import Optimizers
 
 CODE = ("trainer", "agent_program", "tools", "environment_factory")  # keys that name it
@@ -89,7 +90,7 @@ def settle_inputs(
     for name in in_python:
         if getattr(args, name, None):
             raise ValueError(f"{name} is given twice, as an argument and in args")
-    named_tools, environment_factory = factory.load_tools(args)
+    named_tools, environment_factory = load_tools(args)
     tools = named_tools or inputs.tools
     if environment_factory is None:
         environment_factory = inputs.environment_factory

@@ -20,12 +20,9 @@ from rlhf_pg.data.batch import Batch, to_device
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
-from rlhf_pg.models import (
-    Models,
-    PolicyOutput,
-    evaluating,
-    fingerprint,
-)
+from rlhf_pg.models.critic import Models
+from rlhf_pg.models.lm_head import evaluating
+from rlhf_pg.models.policy import PolicyOutput, fingerprint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run.objective import Objective
 from rlhf_pg.runtime import FullWeights, Runtime, full, gathered

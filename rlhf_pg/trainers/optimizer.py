@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
-from rlhf_pg.models import Critic
+from rlhf_pg.models.critic import Critic
 
 Optimizers = tuple[Optimizer | None, LRScheduler | None]
 

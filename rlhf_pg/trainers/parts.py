@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
-from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES, AdvantageInputs
 from rlhf_pg.boundary.quoted import about
 from rlhf_pg.checkpoint import TrainState
@@ -23,16 +22,24 @@ from rlhf_pg.data.inputs import load_texts, with_date
 from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
 from rlhf_pg.data.rendering import warn_of_turn_end
 from rlhf_pg.data.sources import PRIVILEGED
+from rlhf_pg.episodes import EnvironmentSource, EpisodeRunner
+from rlhf_pg.episodes.factory import new_episode_runner
 from rlhf_pg.losses import POLICY_LOSSES, Loss
-from rlhf_pg.models import Critic, Models, Reference, adapter_of, assemble, policy_of, streaming
+from rlhf_pg.models import critic as critics, streaming
+from rlhf_pg.models.attention import max_positions, settle_positions
+from rlhf_pg.models.critic import Critic, Models, assemble
+from rlhf_pg.models.loading import (
+    adapter_of,
+    add_stop_tokens,
+    init_options,
+    policy_of,
+    stop_token_ids,
+    tokenizer_of,
+)
+from rlhf_pg.models.policy import Reference
 from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import (
-    EnvironmentSource,
-    EpisodeRunner,
-    RolloutEngine,
-    factory,
-)
+from rlhf_pg.rollout import RolloutEngine, factory
 from rlhf_pg.rollout.players import CompletionPlayer, Player
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Termination
@@ -185,11 +192,11 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
             args.learning_rate,
             trained / 1e6,
         )
-    tokenizer = models.tokenizer_of(args, policy_model, inputs.processing_class)
+    tokenizer = tokenizer_of(args, policy_model, inputs.processing_class)
     args = with_date(args, tokenizer, runtime.today())
     if args.eos_token is not None:
-        models.add_stop_tokens(policy_model, [tokenizer.eos_token_id])
-    episode_runner = factory.new_episode_runner(
+        add_stop_tokens(policy_model, [tokenizer.eos_token_id])
+    episode_runner = new_episode_runner(
         args,
         inputs.tools or (),
         environments,
@@ -205,7 +212,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         args,
         tokenizer,
         no_tools if has_agent else episode_tools,  # an agent's program says which tools it has
-        None if has_agent else models.max_positions(policy_model),
+        None if has_agent else max_positions(policy_model),
         environments,
     )
     train_dataset = inputs.train_dataset
@@ -256,7 +263,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     # The learner: policy, critic and reference, optimizer, and how many tokens fit.
     # The engine is chosen before sharding renames the model's class.
     chosen = factory.choose_engine(args, policy_model, runtime)
-    limits = [models.max_positions(policy_model)]
+    limits = [max_positions(policy_model)]
     if args.micro_batch_tokens != "auto":  # the number that auto finds must not change the samples
         limits.append(int(args.micro_batch_tokens))
     limit = min((one for one in limits if one), default=None)  # tokens of a prompt and completion
@@ -264,7 +271,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         longest_row = limit
     longest = max(longest_row, limit or 0) if environments else longest_row
     for module in filter(None, (policy_model, critic)):
-        models.settle_positions(module, longest)  # the same for rows of all lengths
+        settle_positions(module, longest)  # the same for rows of all lengths
     if not trains:
         tokens = most(runtime.device.type, longest_row)
     elif args.micro_batch_tokens == "auto":
@@ -314,7 +321,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     )
 
     # The sampler and its engine; a prompt from an environment must leave room for a completion.
-    stops = models.stop_token_ids(policy_model, tokenizer)
+    stops = stop_token_ids(policy_model, tokenizer)
     player: Player = CompletionPlayer(
         tokenizer=tokenizer,
         stop_token_ids=stops,
@@ -413,7 +420,7 @@ def new_critic(
         raise ValueError("value_model is for a separate critic: leave it out with a shared one")
     if value_model is not None and args.critic_seed is not None:
         raise ValueError("value_init random takes the policy's architecture: leave value_model out")
-    critic = models.new_critic(
+    critic = critics.new_critic(
         model,
         tokenizer,
         getattr(torch, args.dtype),
@@ -422,7 +429,7 @@ def new_critic(
         peft_config,
         args.critic_seed,
         args.trust_remote_code,
-        models.init_options(args),
+        init_options(args),
     )
     if args.normalize_values and (critic.head is None or critic.head.weight.any()):
         raise ValueError(

@@ -26,18 +26,14 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Prompts, PromptSampler
 from rlhf_pg.data.batch import columns_of, numbers_of
 from rlhf_pg.data.rows import Row
+from rlhf_pg.episodes import ToolEnvironment
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rewards.functions import RewardInputs
 from rlhf_pg.rewards.scoring import PendingCalls, RewardResult, give_up
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import (
-    RolloutEngine,
-    RolloutError,
-    SamplingParams,
-    ToolEnvironment,
-)
+from rlhf_pg.rollout import RolloutEngine, RolloutError, SamplingParams
 from rlhf_pg.rollout.engine import Copied
 from rlhf_pg.rollout.players import Player
 from rlhf_pg.runtime import FullWeights, Runtime

@@ -21,14 +21,14 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Batch
 from rlhf_pg.data.inputs import make_sets
+from rlhf_pg.episodes import EnvironmentFactory, EnvironmentSource, Tool
 from rlhf_pg.kl import IMPOSSIBLE, kl_estimate, kl_loss
 from rlhf_pg.losses import SQUARE, Loss, against_sampler, high_entropy, ratio_terms
 from rlhf_pg.masking import whiten
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, step_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
-from rlhf_pg.rollout import EnvironmentFactory, EnvironmentSource, Tool
 from rlhf_pg.run.objective import (
     Objective,
     Term,
@@ -91,7 +91,7 @@ class PolicyGradientTrainer(TrainingLoop):
         environment_factory: makes the `Environment` of one episode, which answers the policy's
             turns. Its rewards are the source "environment", after the reward functions, which may
             then be empty. Wrap TRL's environments in
-            `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
+            `rlhf_pg.episodes.adapters.TrlEnvironments`.
         privileged_prompt: a function that returns the prompts that the teacher alone sees, for the
             completions of one prompt (`rlhf_pg.trainers.teacher.privileged_batch`).
         agent_program: called for each episode, in place of turns that the trainer plays, as

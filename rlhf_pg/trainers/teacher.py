@@ -9,15 +9,18 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import frames, tell
+from rlhf_pg.boundary.quoted import about, frames, tell
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch, pad_rows
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import Prompts, Tools, tools_of_row
 from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.kl import divergence
-from rlhf_pg.models import Policy, Teacher, load_model, loading, max_positions, settle_positions
+from rlhf_pg.models import loading
 from rlhf_pg.models.adapters import share_frozen
+from rlhf_pg.models.attention import max_positions, settle_positions
+from rlhf_pg.models.loading import load_model
+from rlhf_pg.models.policy import Policy, Teacher
 from rlhf_pg.rewards.functions import Answer, RewardInputs, Source
 
 KEY = "teacher_model_name_or_path"
@@ -45,7 +48,7 @@ def load_teacher(
     if name != "policy":
         dtype = getattr(torch, args.dtype)
         code = args.trust_remote_code
-        with loading.about(KEY):
+        with about(KEY):
             adapts = PeftConfig.from_pretrained(name) if loading.is_adapter(name) else None
             base = adapts.base_model_name_or_path if adapts else ""
             if (

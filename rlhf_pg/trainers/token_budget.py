@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Row
-from rlhf_pg.models import Policy, chunk_size_for
 from rlhf_pg.models.attention import measurable_experts
-from rlhf_pg.models.lm_head import Measured
+from rlhf_pg.models.lm_head import Measured, chunk_size_for
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import (
+    Policy,
     checkpoint_activations,
     checkpoints,
     offloads,

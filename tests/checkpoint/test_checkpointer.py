@@ -21,7 +21,7 @@ from rlhf_pg.checkpoint.checkpointer import (
     optimizer_tensors,
     read_state,
 )
-from rlhf_pg.models import Policy, Reference, fingerprint
+from rlhf_pg.models.policy import Policy, Reference, fingerprint
 from rlhf_pg.rng import rng_tensors
 from rlhf_pg.runtime import FullWeights, Runtime
 from tests.tiny import tiny_model

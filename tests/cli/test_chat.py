@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from rlhf_pg import models
 from rlhf_pg.cli import main
 from rlhf_pg.cli.chat import SafeStreamer
+from rlhf_pg.models.loading import load_model, tokenizer_from_pretrained
 from rlhf_pg.tasks import TASKS, arithmetic
 from tests.cli.conftest import refused
 from tests.tiny import adapter, stir
@@ -25,8 +25,8 @@ def talked(monkeypatch, lines: str, *flags: str) -> None:
 
 
 def greedy_of(path: str, prompt: str) -> str:
-    model = models.load_model(path, torch.float32)
-    tokenizer = models.tokenizer_from_pretrained(model.name_or_path, trust_remote_code=False)
+    model = load_model(path, torch.float32)
+    tokenizer = tokenizer_from_pretrained(model.name_or_path, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     said = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     return tokenizer.decode(said, skip_special_tokens=True)
@@ -51,7 +51,7 @@ def test_lines_without_template_are_continued(plain_model, monkeypatch, capsys) 
 
 
 def test_adapter_is_loaded_on_its_base(plain_model, monkeypatch, capsys, tmp_path) -> None:
-    model = stir(get_peft_model(models.load_model(plain_model, torch.float32), adapter()))
+    model = stir(get_peft_model(load_model(plain_model, torch.float32), adapter()))
     model.save_pretrained(tmp_path)
     talked(monkeypatch, "1+2=\n", str(tmp_path), *GREEDY)
     said = capsys.readouterr().out.rstrip("\n")
@@ -70,7 +70,7 @@ def chat_model(tmp_path_factory) -> str:
 
 def test_chat_remembers_turns_until_told(chat_model, monkeypatch, capsys) -> None:
     seen = []
-    plain = models.tokenizer_from_pretrained(chat_model, trust_remote_code=False)
+    plain = tokenizer_from_pretrained(chat_model, trust_remote_code=False)
     kept = type(plain).apply_chat_template
 
     def watched(self, messages, **options):

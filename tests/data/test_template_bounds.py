@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pg.data import template_bounds
 from rlhf_pg.data.rendering import render
-from tests.rollout.agents.test_history import bytes_tokenizer
+from tests.agents.test_history import bytes_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}]
 FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -10,7 +10,7 @@ from rlhf_pg.data import rendering
 from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.turns import encode_turns
-from tests.rollout.agents.test_history import bytes_tokenizer
+from tests.agents.test_history import bytes_tokenizer
 
 pytest.importorskip("trl")
 FOLDER = files("trl").joinpath("chat_templates")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import Policy
+from rlhf_pg.models.policy import Policy
 from tests.rows import batch_of
 from tests.tiny import tiny_model
 

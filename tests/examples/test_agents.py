@@ -16,8 +16,8 @@ import yaml
 from rlhf_pg.cli.recipes import config_of
 from rlhf_pg.tasks.tiny import tiny_decoder
 from rlhf_pg.trainers import TRAINERS
-from tests.rollout.agents.test_history import bytes_tokenizer
-from tests.rollout.multi_turn.scripted import CHAT, ScriptedEngine
+from tests.agents.test_history import bytes_tokenizer
+from tests.episodes.scripted import CHAT, ScriptedEngine
 
 SUM = {"prompt": "What is 17 + 25?", "answer": "42"}
 

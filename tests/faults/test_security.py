@@ -22,7 +22,8 @@ NAMED_CODE = {
     "cli/main.py": ["importlib.import_module"],
     "data/inputs.py": ["import_module"],
     "rewards/__init__.py": ["import_module"],
-    "rollout/multi_turn/adapters/__init__.py": ["import_module"],
+    "episodes/adapters/__init__.py": ["import_module"],
+    "episodes/factory.py": ["import_module"],
     "rollout/native/workers.py": ["pickle"],  # the trainer's own engine, for its workers
     "boundary/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
 }

@@ -9,10 +9,11 @@ from datasets import Dataset
 
 from rlhf_pg import Callback
 from rlhf_pg.data.prompts import load_prompts
-from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
+from rlhf_pg.episodes import EpisodeRunner, Toolbox, ToolEnvironment
+from rlhf_pg.rollout import SamplingParams
+from tests.episodes.scripted import letters
+from tests.episodes.test_episodes import EOS, Listed, ids, sayer
 from tests.rewards.calling import Rewards
-from tests.rollout.multi_turn.scripted import letters
-from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
 from tests.rows import episodes_of
 from tests.trainers.conftest import digits, make  # noqa: F401
 

@@ -11,18 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg.config.inputs import AdapterConfig
-from rlhf_pg.models import (
-    Policy,
-    Reference,
-    add_adapter,
-    load_model,
-    load_tokenizer,
-    load_weights,
-    merge,
-    merge_loss,
-    new_critic,
-)
-from rlhf_pg.models.adapters import adapter_of, adds_nothing, share_frozen
+from rlhf_pg.models.adapters import add_adapter, adds_nothing, merge, merge_loss, share_frozen
+from rlhf_pg.models.critic import new_critic
+from rlhf_pg.models.loading import adapter_of, load_model, load_tokenizer, load_weights
+from rlhf_pg.models.policy import Policy, Reference
 from tests.models.architectures import build
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of

@@ -8,7 +8,10 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_pg.models import ActorCritic, Policy, add_adapter, load_model, new_critic
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.critic import ActorCritic, new_critic
+from rlhf_pg.models.loading import load_model
+from rlhf_pg.models.policy import Policy
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_policy import COMPLETIONS, PROMPTS, rollout, with_garbage
 from tests.tiny import adapter, stir, tiny_model

@@ -11,7 +11,8 @@ import torch
 from gguf.constants import MODEL_ARCH
 
 from rlhf_pg.cli import main
-from rlhf_pg.models import add_adapter, load_model, load_tokenizer
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.loading import load_model, load_tokenizer
 from tests.models.test_loading import IDS
 from tests.tiny import adapter, tiny_model
 

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pg.models import disable_dropout, load_model, load_tokenizer, load_weights, stop_token_ids
-from rlhf_pg.models.loading import opening
+from rlhf_pg.models.loading import load_model, load_tokenizer, load_weights, opening, stop_token_ids
+from rlhf_pg.models.policy import disable_dropout
 from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])

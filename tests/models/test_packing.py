@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.models import Policy, add_adapter, checkpoint_activations, disable_dropout, prefix_tree
+from rlhf_pg.models import prefix_tree
+from rlhf_pg.models.adapters import add_adapter
 from rlhf_pg.models.attention import AttentionOptions, attention_support, replace_attention
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
+from rlhf_pg.models.policy import Policy, checkpoint_activations, disable_dropout
 from rlhf_pg.models.prefix_tree import PrefixTree
 from rlhf_pg.models.recurrent import mix_in_one_call, mixers
 from tests.models.architectures import build

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.models import Policy, checkpoint_activations, disable_dropout
+from rlhf_pg.models.policy import Policy, checkpoint_activations, disable_dropout
 from tests.rows import batch_of
 from tests.tiny import ARCHS, tiny_model
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rlhf_pg.models import Policy, Reference, add_adapter, fingerprint
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.policy import Policy, Reference, fingerprint
 from tests.models.test_policy import rollout
 from tests.tiny import adapter, stir, tiny_model
 

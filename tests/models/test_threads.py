@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.models import ActorCritic, Critic, Policy
-from rlhf_pg.models.critic import ValueHead
+from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.runtime import Runtime
 from tests.models.test_packing import batch_of
 from tests.tiny import stir, tiny_model

@@ -4,16 +4,9 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_pg.models import (
-    ActorCritic,
-    Critic,
-    Policy,
-    checkpoint_activations,
-    disable_dropout,
-    load_policy,
-    new_critic,
-)
-from rlhf_pg.models.critic import ValueHead
+from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
+from rlhf_pg.models.loading import load_policy
+from rlhf_pg.models.policy import Policy, checkpoint_activations, disable_dropout
 from tests.models.architectures import build, with_vision
 from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of, trained_gradient

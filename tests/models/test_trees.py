@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import ActorCritic, Critic, Policy, prefix_tree
-from rlhf_pg.models.critic import ValueHead
+from rlhf_pg.models import prefix_tree
+from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
+from rlhf_pg.models.policy import Policy
 from tests.models.test_policy import Bigram, table
 from tests.rows import batch_of as rows_to_batch
 from tests.tiny import stir, tiny_model

@@ -13,9 +13,9 @@ import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
 from rlhf_pg.data.batch import Batch
+from rlhf_pg.episodes import Observation
 from rlhf_pg.replay.replay import Replay
 from rlhf_pg.report.run_files import RunFiles, tokens_file
-from rlhf_pg.rollout import Observation
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.sampler import Sampler
 from tests.trainers.conftest import digits, of_task

@@ -5,7 +5,7 @@ import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.data import Batch
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run import Objective, Term
 from rlhf_pg.run.objective import action_tokens

@@ -5,7 +5,9 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from rlhf_pg.models import ActorCritic, Policy, add_adapter, new_critic
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.critic import ActorCritic, new_critic
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.runtime import FullWeights
 from rlhf_pg.runtime.ddp import check_divisible
 from rlhf_pg.runtime.fsdp import _set_apart

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.models import disable_dropout
+from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.sft import Likelihood, check_packing, token_sums

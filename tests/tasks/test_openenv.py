@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.boundary.user_code import begin
-from rlhf_pg.rollout.multi_turn.adapters import load_task
+from rlhf_pg.episodes.adapters import load_task
 from tests.tasks.test_verifiers import play, totals
 
 pytestmark = pytest.mark.tasks

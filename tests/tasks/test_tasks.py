@@ -9,7 +9,7 @@ from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
-from rlhf_pg.models import load_tokenizer
+from rlhf_pg.models.loading import load_tokenizer
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.rollout.multi_turn.adapters import AdaptedTask, load_task
+from rlhf_pg.episodes.adapters import AdaptedTask, load_task
 from rlhf_pg.tasks import calculator
 from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
-from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.episodes.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.tasks
 

@@ -12,7 +12,7 @@ from transformers.utils import chat_template_utils
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, models
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.rollout.multi_turn.tools import Toolbox
+from rlhf_pg.episodes.tools import Toolbox
 from rlhf_pg.runtime import processes
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.tasks.tiny import tiny_decoder, tool_tokenizer

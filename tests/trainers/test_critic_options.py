@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.models import new_critic
+from rlhf_pg.models.critic import new_critic
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import read
 from tests.enumeration import (

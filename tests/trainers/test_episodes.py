@@ -22,7 +22,7 @@ from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
 from tests.enumeration import EOS, PROMPTS, A, B, assert_close, make_trainer
-from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.episodes.scripted import ScriptedEngine
 from tests.trainers.conftest import estimated
 
 FIRST = {"": 0.7, "a": -1.0, "b": 0.4, "aa": 1.3, "ab": -0.2, "ba": 0.9, "bb": 0.1}

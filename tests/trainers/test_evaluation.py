@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import Callback, GRPOConfig, PPOConfig, PPOTrainer
-from rlhf_pg.models import Critic, Reference
+from rlhf_pg.models.critic import Critic
+from rlhf_pg.models.policy import Reference
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import Evaluation

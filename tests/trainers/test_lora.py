@@ -9,7 +9,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import PPOTrainer
-from rlhf_pg.models import add_adapter, load_model
+from rlhf_pg.models.adapters import add_adapter
+from rlhf_pg.models.loading import load_model
 from rlhf_pg.report.run_files import read
 from rlhf_pg.tasks import arithmetic
 from tests.tiny import adapter, stir, tiny_model

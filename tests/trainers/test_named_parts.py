@@ -8,7 +8,7 @@ import pytest
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.cli.preview import of_prompts
 from rlhf_pg.config.parse import parse
-from rlhf_pg.rollout.factory import load_tools
+from rlhf_pg.episodes.factory import load_tools
 from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers.inputs import Inputs, settle_inputs
 

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from rlhf_pg.models import quantization
+from rlhf_pg.models.loading import quantization
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime.ddp import check_divisible
 from tests.tiny import tiny_model

@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer
-from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
+from rlhf_pg.episodes.adapters import TrlEnvironments
 from rlhf_pg.tasks import calculator
 from rlhf_pg.trainers import PolicyGradientTrainer
-from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.episodes.scripted import ScriptedEngine
 
 CALL = '<tool_call>{"name": "press", "arguments": {"times": 3}}</tool_call>'
 

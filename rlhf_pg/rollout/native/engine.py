@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from rlhf_pg.data.batch import pad_rows
-from rlhf_pg.models import MOST_LOST, evaluating, is_quantized, max_positions, merge, merge_loss
-from rlhf_pg.models.attention import AttentionSupport
-from rlhf_pg.models.lm_head import bare
+from rlhf_pg.models.adapters import MOST_LOST, is_quantized, merge, merge_loss
+from rlhf_pg.models.attention import AttentionSupport, max_positions
+from rlhf_pg.models.lm_head import bare, evaluating
 from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.pool import Pool
 from rlhf_pg.boundary.user_code import CallFailed
-from rlhf_pg.models import is_quantized
+from rlhf_pg.models.adapters import is_quantized
 from rlhf_pg.rollout.engine import (
     Completion,
     Copied,

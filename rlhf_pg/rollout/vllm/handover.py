@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_pg import models
-from rlhf_pg.models.adapters import copy_adapted
+from rlhf_pg.models.adapters import adapts_tied_weights, copy_adapted
 from rlhf_pg.models.lm_head import bare
 
 
@@ -22,7 +21,7 @@ def parts_tied_weights(model: PreTrainedModel) -> bool:
     base = bare(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     saved = any(isinstance(end, ModulesToSaveWrapper) for end in ends)
-    return models.adapts_tied_weights(model) or (saved and base.config.tie_word_embeddings)
+    return adapts_tied_weights(model) or (saved and base.config.tie_word_embeddings)
 
 
 def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -49,7 +48,7 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights of `models.merge(model)` without a second copy of the model.
+    """Yield the names and weights of `merge(model)` without a second copy of the model.
 
     Persistent buffers are included. The layers that the adapter changes are copied one at a time;
     the rest are the policy's own tensors, tied ones once.

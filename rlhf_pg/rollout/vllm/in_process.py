@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import MOST_LOST, merge_loss
+from rlhf_pg.models.adapters import MOST_LOST, merge_loss
 from rlhf_pg.models.lm_head import bare
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (

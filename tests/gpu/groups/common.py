@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from rlhf_pg.data.batch import Batch
-from rlhf_pg.models import Policy
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.tasks.tiny import character_tokenizer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pg.models import add_adapter
+from rlhf_pg.models.adapters import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
 from rlhf_pg.rollout.native import continuous_batching, engine as native_engine
 from tests.models.architectures import build

@@ -10,7 +10,7 @@ from peft import IA3Config, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from rlhf_pg import models
+from rlhf_pg.models.adapters import merge
 from rlhf_pg.rollout.vllm.handover import merged_weights, published_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from tests.tiny import MIXTURES, adapter, stir, tiny_model
@@ -38,7 +38,7 @@ def adapted(config: Any, tied: bool = False, arch: str = "llama") -> Any:
 def test_handed_over_weights_match_merged_model(kind, tied):
     model = adapted(ADAPTERS[kind], tied)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    expected = dict(models.merge(model).named_parameters())
+    expected = dict(merge(model).named_parameters())
     handed = dict(merged_weights(model))
     assert list(handed) == list(expected)  # the parts of a layer in one go
     assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
@@ -47,7 +47,7 @@ def test_handed_over_weights_match_merged_model(kind, tied):
 
 def test_transposed_layers_match_merged_model():
     model = adapted(adapter(fan_in_fan_out=True), tied=True, arch="gpt2")
-    expected = dict(models.merge(model).named_parameters())
+    expected = dict(merge(model).named_parameters())
     assert all(tensor.equal(expected[name]) for name, tensor in merged_weights(model))
 
 

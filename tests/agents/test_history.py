@@ -9,10 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_pg.agents import formats
+from rlhf_pg.agents.history import Answer, History, TokenTree
 from rlhf_pg.data.chat import encode
 from rlhf_pg.rollout import Completion
-from rlhf_pg.rollout.agents import formats
-from rlhf_pg.rollout.agents.history import Answer, History, TokenTree
 
 # Templates that trl ships, and the token that ends a turn.
 ENDS = {

@@ -16,8 +16,7 @@ from rlhf_pg.boundary.user_code import call_beside, foreign
 from rlhf_pg.data.chat import encode, encode_answer, text_of_completion, whole_turn
 from rlhf_pg.data.prompts import Prompt, Tools, tools_of_row
 from rlhf_pg.data.rows import Row
-from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
-from rlhf_pg.rollout.multi_turn.environment import (
+from rlhf_pg.episodes.environment import (
     Environment,
     EnvironmentFactory,
     Messages,
@@ -26,7 +25,8 @@ from rlhf_pg.rollout.multi_turn.environment import (
     check_prompt,
     check_reward,
 )
-from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
+from rlhf_pg.episodes.tools import ToolEnvironment
+from rlhf_pg.rollout.engine import Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.players import Player
 from rlhf_pg.runtime import Runtime
 
@@ -51,7 +51,7 @@ class Episode:
     truncated: bool = False  # by a limit on tokens or turns
     error: str | None = None  # the environment's error that ended the episode
     environment: Environment | None = None
-    # Of an agent's program (`rlhf_pg.rollout.agents`).
+    # Of an agent's program (`rlhf_pg.agents`).
     offsets: list[int] = field(default_factory=list)  # as in `Batch.parent_offsets`
     branches: list[int] = field(default_factory=list)  # as in `Batch.branches`
     encoded_again: int = 0  # tokens of the policy

@@ -16,8 +16,8 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rlhf_pg.boundary.quoted import quote, show, tell
-from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.tools import TAGGED, EnvironmentSource, Toolbox
+from rlhf_pg.episodes.environment import Messages, Observation, SettlingEnvironment
+from rlhf_pg.episodes.tools import TAGGED, EnvironmentSource, Toolbox
 
 
 def load(name: str, seed: int, /, **options: Any) -> tuple[Any, Any, EnvironmentSource]:

@@ -11,8 +11,8 @@ from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Schemas
-from rlhf_pg.rollout.multi_turn.environment import Messages, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
+from rlhf_pg.episodes.environment import Messages, SettlingEnvironment
+from rlhf_pg.episodes.tools import EnvironmentSource, Tool, Toolbox, ToolEnvironment
 
 COLUMN = "environment"  # the column with the name of a row's factory, if there are several
 PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt if `reset` brings its own

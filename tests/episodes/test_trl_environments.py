@@ -4,11 +4,12 @@ import time
 
 import pytest
 
-from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Observation, SamplingParams, source_of
-from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
+from rlhf_pg.episodes import EnvironmentSource, EpisodeRunner, Observation, source_of
+from rlhf_pg.episodes.adapters import TrlEnvironments
+from rlhf_pg.rollout import SamplingParams
 from rlhf_pg.tasks.multi_turn import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
-from tests.rollout.multi_turn.scripted import sayer
+from tests.episodes.scripted import sayer
 from tests.rows import episodes_of
 
 TOKENIZER = tool_tokenizer(CHARACTERS, [])

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from rlhf_pg.rollout import Toolbox, ToolEnvironment
-from tests.rollout.multi_turn.scripted import letters
+from rlhf_pg.episodes import Toolbox, ToolEnvironment
+from tests.episodes.scripted import letters
 
 TOKENIZER = letters()
 

@@ -16,11 +16,11 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from rlhf_pg.agents.endpoint import Endpoint, Refused, noise
+from rlhf_pg.agents.runner import AgentRunner, program_of
 from rlhf_pg.rollout import Request, SamplingParams
-from rlhf_pg.rollout.agents.endpoint import Endpoint, Refused, noise
-from rlhf_pg.rollout.agents.runner import AgentRunner, program_of
-from tests.rollout.agents.test_history import tokenizer_with
-from tests.rollout.multi_turn.scripted import ScriptedEngine
+from tests.agents.test_history import tokenizer_with
+from tests.episodes.scripted import ScriptedEngine
 from tests.rows import episodes_of, played
 
 TOKENIZER = tokenizer_with("qwen2_5")

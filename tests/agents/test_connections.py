@@ -14,10 +14,10 @@ import httpx2
 import openai
 import pytest
 
-from rlhf_pg.rollout.agents import connections
-from rlhf_pg.rollout.agents.endpoint import Endpoint, serve
-from rlhf_pg.rollout.agents.history import History
-from tests.rollout.agents.test_runner import ASK, ask, play
+from rlhf_pg.agents import connections
+from rlhf_pg.agents.endpoint import Endpoint, serve
+from rlhf_pg.agents.history import History
+from tests.agents.test_runner import ASK, ask, play
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
 

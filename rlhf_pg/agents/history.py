@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.data.chat import encode, tokenize, tokenize_chat
 from rlhf_pg.data.messages import normalise
 from rlhf_pg.data.rendering import MARK, known_roles, prepare, quote, render, with_mark
+from rlhf_pg.episodes.tools import TAGGED, ToolCall
 from rlhf_pg.rollout.engine import Completion
-from rlhf_pg.rollout.multi_turn.tools import TAGGED, ToolCall
 
 Json = dict[str, Any]  # an object
 END = re.compile(f"{MARK[0]}([0-9]+){MARK[1]}")  # marks the end of a message, with its place

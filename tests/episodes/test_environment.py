@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rlhf_pg.rollout import Observation
-from rlhf_pg.rollout.multi_turn.environment import check_observation, check_prompt
+from rlhf_pg.episodes import Observation
+from rlhf_pg.episodes.environment import check_observation, check_prompt
 from rlhf_pg.tasks.multi_turn import Guess, calculate, found, last_word
 
 CHAT = [{"role": "user", "content": "q"}]

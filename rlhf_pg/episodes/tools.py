@@ -16,7 +16,7 @@ from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import encode_answer, render_chat
 from rlhf_pg.data.prompts import Schemas
-from rlhf_pg.rollout.multi_turn.environment import Messages, Observation
+from rlhf_pg.episodes.environment import Messages, Observation
 
 Tool = Callable[..., Any]
 
@@ -170,7 +170,7 @@ def source_of(factory: Any) -> EnvironmentSource:
         raise ValueError(
             "environment_factory must make environments with reset(example) and step(completion), "
             f"got {show(factory)}; wrap TRL's environments in "
-            "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
+            "rlhf_pg.episodes.adapters.TrlEnvironments"
         )
     return EnvironmentSource(factory)
 

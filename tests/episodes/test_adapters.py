@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from rlhf_pg.rollout.multi_turn.adapters import load_task
+from rlhf_pg.episodes.adapters import load_task
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "verifiers", "verifiers:", "gym:cartpole"])

@@ -26,15 +26,15 @@ from starlette.requests import ClientDisconnect, Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from rlhf_pg.agents import formats
+from rlhf_pg.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
+from rlhf_pg.agents.history import Answer, History, Json, common
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import once_per_process
 from rlhf_pg.data.messages import read_tools
+from rlhf_pg.episodes.tools import Toolbox, ToolCall
 from rlhf_pg.rng import mix
-from rlhf_pg.rollout.agents import formats
-from rlhf_pg.rollout.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
-from rlhf_pg.rollout.agents.history import Answer, History, Json, common
 from rlhf_pg.rollout.engine import Completion, Request
-from rlhf_pg.rollout.multi_turn.tools import Toolbox, ToolCall
 from rlhf_pg.rollout.token_sampling import request_seed
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_modules import admit, places_of
-from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
-from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
+from rlhf_pg.episodes.adapters.of_trl import TrlEnvironments as TrlEnvironments
+from rlhf_pg.episodes.tools import EnvironmentSource
 
 VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pg.agents.history import Answer, Json
 from rlhf_pg.data.messages import normalise
-from rlhf_pg.rollout.agents.history import Answer, Json
 from rlhf_pg.rollout.engine import Completion
 
 MODEL = "policy"

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rlhf_pg.data import Prompt
-from rlhf_pg.rollout import EpisodeRunner, SamplingParams
-from tests.rollout.multi_turn import scripted
-from tests.rollout.multi_turn.scripted import ScriptedSession, letters
+from rlhf_pg.episodes import EpisodeRunner
+from rlhf_pg.rollout import SamplingParams
+from tests.episodes import scripted
+from tests.episodes.scripted import ScriptedSession, letters
 from tests.rows import episodes_of, played
 
 TOKENIZER = letters()

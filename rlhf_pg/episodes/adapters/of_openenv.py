@@ -13,8 +13,8 @@ from rlhf_pg.boundary.http import Client
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.data.chat import text_of
-from rlhf_pg.rollout.multi_turn.environment import Messages, Observation, SettlingEnvironment
-from rlhf_pg.rollout.multi_turn.tools import EnvironmentSource
+from rlhf_pg.episodes.environment import Messages, Observation, SettlingEnvironment
+from rlhf_pg.episodes.tools import EnvironmentSource
 
 PATIENCE = 10.0  # timeout in seconds for the server to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not see

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
+from rlhf_pg.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
+from rlhf_pg.agents.history import History, TokenTree, common
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.config.files import names_function
 from rlhf_pg.data.rows import Row
-from rlhf_pg.rollout.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
-from rlhf_pg.rollout.agents.history import History, TokenTree, common
+from rlhf_pg.episodes.environment import check_reward
+from rlhf_pg.episodes.runner import Episode, EpisodeRunner
 from rlhf_pg.rollout.engine import Session
-from rlhf_pg.rollout.multi_turn.environment import check_reward
-from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)

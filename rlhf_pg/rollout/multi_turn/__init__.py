@@ -1,1 +1,0 @@
-"""Episodes: multi-turn completions that an environment or tools answer."""
