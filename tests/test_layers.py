@@ -143,7 +143,7 @@ def loaded_with(name: str) -> set[str]:
 
 
 def test_parts_are_imported_without_the_rest() -> None:
-    """The numbers count `rlhf_pg` too; `losses` needs `masking` alone, and an engine no episodes."""
+    """The losses need `masking` alone, and an engine no episodes."""
     assert loaded_with("losses") == {"losses", "masking"}
     assert len(loaded_with("rollout.native.engine")) < 30
 
