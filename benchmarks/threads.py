@@ -14,7 +14,7 @@ from rlhf_pg.cli.recipes import config_of
 from rlhf_pg.models.critic import assemble
 from rlhf_pg.models.lm_head import CHUNK_SIZE
 from rlhf_pg.models.loading import adapter_of, policy_of
-from rlhf_pg.trainers.token_budget import footprint, probe
+from rlhf_pg.run.token_budget import footprint, probe
 
 PROMPT = 32  # tokens
 

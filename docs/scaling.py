@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rlhf_pg.trainers.token_budget import SHARDINGS, memory_by_part
+from rlhf_pg.run.token_budget import SHARDINGS, memory_by_part
 
 GIB = 2**30
 DDP, _, ZERO2, _, FSDP2 = SHARDINGS

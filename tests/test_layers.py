@@ -109,6 +109,7 @@ def test_only_runtime_imports_distribution_libraries() -> None:
         ("rollout", ("episodes", "agents", "trainers")),
         ("episodes", ("agents", "trainers")),  # a run that has an agent asks for it by name
         ("trainers", ("agents",)),
+        ("run", ("trainers", "supervised", "rollout", "rewards", "episodes")),
     ],
 )
 def test_wing_does_not_know_others(wing: str, refused: tuple[str, ...]) -> None:

@@ -45,7 +45,7 @@ from rlhf_pg.models.loading import (
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.duration import hours
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
-from rlhf_pg.trainers.token_budget import (
+from rlhf_pg.run.token_budget import (
     SHARDINGS,
     SHARE,
     Growth,

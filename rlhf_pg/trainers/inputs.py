@@ -18,7 +18,7 @@ from rlhf_pg.data.inputs import settle_data
 from rlhf_pg.episodes import EnvironmentFactory, EnvironmentSource, Tool, source_of
 from rlhf_pg.episodes.factory import load_tools
 from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
-from rlhf_pg.trainers.optimizer import Optimizers
+from rlhf_pg.run.optimizer import Optimizers
 
 CODE = ("trainer", "agent_program", "tools", "environment_factory")  # keys that name it
 # Arguments that no config key can replace.

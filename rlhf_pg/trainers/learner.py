@@ -6,45 +6,36 @@ Shapes: B rows on this rank, T completion width.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_pg.checkpoint.checkpointer import TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.batch import Batch, to_device
+from rlhf_pg.data.batch import Batch
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.models.critic import Models
 from rlhf_pg.models.lm_head import evaluating
-from rlhf_pg.models.policy import PolicyOutput, fingerprint
+from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.run.learner import Columns, Learner, Outputs
 from rlhf_pg.run.objective import Objective
-from rlhf_pg.runtime import FullWeights, Runtime, full, gathered
-from rlhf_pg.trainers.optimizer import group_of
+from rlhf_pg.run.optimizer import group_of
+from rlhf_pg.runtime import Runtime, full, gathered
 
 logger = logging.getLogger(__name__)
 
-Columns = dict[str, Tensor]  # columns of a batch, by name
-Outputs = dict[str, Tensor | None]  # columns of a micro-batch; None: not computed
 # Is given the batch of a step with `old_logprobs` before any weight changes; returns metrics.
 Check = Callable[[Batch], dict[str, float]]
 
 
-class Learner:
-    """The policy, critic, reference and optimizer of a run.
-
-    Args:
-        models: the models, not yet sharded.
-        optimizer, scheduler: for all trained parameters; None where nothing is trained, as in an
-            evaluation. The policy is then placed like a reference model.
-        token_budget: tokens in one forward pass.
-        state: the counters of the run, including consecutive steps without an update.
+class PolicyLearner(Learner):
+    """The policy, critic, reference, teacher and optimizer of a run.
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
@@ -64,62 +55,36 @@ class Learner:
         self.policy = models.policy
         self.critic = models.critic
         self.reference = models.reference
-        self.module = models.module
         self.teacher = models.teacher
-        self.scheduler = cast(LRScheduler, scheduler)
-        self.runtime = runtime
         self.args = args
-        self.token_budget = token_budget
-        self.state = state
         self.passes = args.num_iterations + args.critic_only_iterations
         self.updates_begun = 0
-        self.size = self._size()
-        # Fingerprints need whole weights, so they are taken before the models are sharded.
-        parts = {
+        self.size = _size(models, args.dtype)
+        parts: dict[str, nn.Module | None] = {
             "model": self.policy.model,
             "critic": self.critic,
             "reference": self.reference,
+            "teacher": self.teacher,
         }
-        self.parts = {
-            name: FullWeights(part, runtime.splits, runtime.watch)
-            for name, part in (parts | {"teacher": self.teacher}).items()
-            if part is not None
-        }
+        packers = [self.policy, self.critic, self.teacher and self.teacher.policy]
+        if optimizer is not None:
+            self._rates = {"learning_rate": group_of(self.policy, optimizer)}
+            if self.critic is not None:
+                self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
+        super().__init__(
+            module=models.module,
+            parts={name: part for name, part in parts.items() if part is not None},
+            packers=[packer for packer in packers if packer is not None],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            runtime=runtime,
+            max_grad_norm=args.max_grad_norm,
+            token_budget=token_budget,
+            state=state,
+        )
         self.full_policy = self.parts["model"]
-        if runtime.splits:
-            _ = self.fingerprints  # cached
-        if optimizer is None:
-            runtime.place(self.policy)
-            self.backend = cast(Any, partial(runtime.output, self.policy))
-            return
-        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
-        if self.critic is not None:
-            self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
-        self.backend = runtime.prepare(self.module, optimizer, args.max_grad_norm)
         for frozen in filter(None, (self.reference, self.teacher)):
             runtime.place(frozen)
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The `torch` optimizer, which holds the learning rates."""
-        return cast(Optimizer, self.backend.optimizer)
-
-    @cached_property
-    def fingerprints(self) -> dict[str, str | None]:
-        """Fingerprints of the models: names, shapes and frozen values; a reference or critic that
-        is not there has None.
-        """
-        known = {name: fingerprint(part.pieces) for name, part in self.parts.items()}
-        return {"reference": None, "critic": None, **known}
-
-    def _size(self) -> str:
-        """Describe the size of the models, for example "0.43M parameters in float32"."""
-        total = sum(p.numel() for p in self.module.parameters())
-        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        text = f"{total / 1e6:.2f}M parameters in {self.args.dtype}"
-        if self.critic is not None:
-            text += " with the critic"
-        return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
     def log_probs(self, batch: Batch) -> Tensor:
         """Return the policy's log-probabilities of a micro-batch, (B,T); may be collective."""
@@ -150,10 +115,10 @@ class Learner:
             }
 
         if needs_old or self.critic is not None:
-            columns = self._map_micro_batches(batch, ask_policy)
+            columns = self.map_micro_batches(batch, ask_policy)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
-            columns |= self._map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
+            columns |= self.map_micro_batches(batch, lambda part: {"ref_logprobs": ask(part)})
         if (teacher := self.teacher) is not None:
 
             def ask_teacher(part: Batch) -> Outputs:
@@ -164,7 +129,7 @@ class Learner:
                 }
 
             seen = batch if teacher_batch is None else teacher_batch
-            columns |= self._map_micro_batches(seen, ask_teacher)
+            columns |= self.map_micro_batches(seen, ask_teacher)
             untaught = batch.action_mask & ~seen.action_mask
             logprobs = columns["teacher_logprobs"]
             columns["teacher_logprobs"] = logprobs.masked_fill(untaught, math.nan)
@@ -230,13 +195,13 @@ class Learner:
             if drifted and not is_extra:
                 continue
             seen = Meter()
-            logprobs = self.accumulate(minibatch, objective, seen, number)
+            outputs = self.accumulate(minibatch, objective, seen, number)
             if number == 0:
                 first = batch
                 if (
                     batch.old_logprobs is None
                 ):  # the only update (`compares_with_old`) computed them
-                    first = minibatch.with_columns(old_logprobs=logprobs)
+                    first = minibatch.with_columns(old_logprobs=outputs["logprobs"])
                 if check is not None:
                     checked = check(first)
             if not is_extra:
@@ -326,7 +291,7 @@ class Learner:
                     rows.append(row)
             batch = batch.with_counts().select(torch.tensor(rows, dtype=torch.int64))
         batch = batch.with_columns(teacher_hidden=None)
-        now = self._map_micro_batches(
+        now = self.map_micro_batches(
             batch,
             lambda part: {"logprobs": self.backend(part).logprobs},
         )
@@ -341,86 +306,21 @@ class Learner:
         # The factor of Spinning Up and Stable-Baselines3.
         return means["approx_kl"] > 1.5 * self.args.target_kl
 
-    def accumulate(
-        self,
-        minibatch: Batch,
-        objective: Objective,
-        meter: Meter,
-        update: int = 0,
-    ) -> Tensor:
-        """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch; return
-        the policy's log-probabilities (B,T) before it. `update` is its number in the step.
-        """
-        size = minibatch.completion_ids.shape
-        minibatch = objective.with_rows(minibatch, self.state.step, update)
-        # Counted over the whole update and all ranks, so how rows are split changes no gradient.
-        counts = objective.counts(minibatch)
-        minibatch = objective.predict(minibatch)
-        columns = Columns()
-        micro_batches = list(self.micro_batches(minibatch))
-        # The shares of all micro-batches and processes add up to 1: a logged mean is their sum.
-        share = 1 / (self.runtime.world * len(micro_batches))
-        for i, (rows, batch) in enumerate(micro_batches):
-            with self.backend.micro_batch(last=i + 1 == len(micro_batches)):
-                new: PolicyOutput = self.backend(batch)
-                logprobs = torch.where(batch.action_mask, new.logprobs.detach(), 0.0)
-                _collect(columns, minibatch, rows, {"logprobs": logprobs})
-                if batch.old_logprobs is None:
-                    batch = batch.with_columns(old_logprobs=logprobs)
-                loss = objective(new, batch, counts, meter)
-                failpoint("backward")
-                self.backend.backward(_spoil(loss))
-            meter.add("loss", loss, share)
-            meter.add_masked("entropy", new.entropy, batch.action_mask)
-        # Rows that terms have added come last, and may be longer.
-        return columns["logprobs"][: size[0], : size[1]]
-
-    @torch.no_grad()
-    def _map_micro_batches(self, batch: Batch, compute: Callable[[Batch], Outputs]) -> Columns:
-        """Apply `compute` to every micro-batch and merge the results; None is left out."""
-        columns = Columns()
-        for rows, part in self.micro_batches(batch):
-            _collect(columns, batch, rows, compute(part))
-        return columns
-
-    def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor | None, Batch]]:
-        """Yield micro-batches within the token budget, equally many on every process.
-
-        A process with fewer yields blank rows (indices None) to avoid deadlocks. If no process has
-        a row, one blank row still gives every parameter a gradient.
-        """
-        window = self.policy.window
-        if self.critic is not None:  # a row that either model pads must fit
-            window = min(window, self.critic.window)
-        if self.teacher is not None:
-            window = min(window, self.teacher.policy.window)
-        batch = batch.with_counts()
-        chunks = batch.micro_batches(self.token_budget, window)
-        # Reduced before the first pass, which may itself wait for the other processes.
-        count = max(1, self.runtime.all_reduce_max(len(chunks)))
-        for rows in chunks:
-            yield rows, batch.select(rows)
-        for _ in range(count - len(chunks)):
-            yield None, batch.blank_row()
+    def observe(self, batch: Batch, outputs: PolicyOutput, meter: Meter) -> tuple[Batch, Outputs]:
+        """Keep the policy's log-probabilities, which are the old ones of an only update."""
+        meter.add_masked("entropy", outputs.entropy, batch.action_mask)
+        logprobs = torch.where(batch.action_mask, outputs.logprobs.detach(), 0.0)
+        if batch.old_logprobs is None:
+            batch = batch.with_columns(old_logprobs=logprobs)
+        return batch, {"logprobs": logprobs}
 
 
-def _collect(columns: Columns, batch: Batch, rows: Tensor | None, outputs: Outputs) -> None:
-    """Put the outputs of a micro-batch, of these rows of the batch, into columns."""
-    for name, column in outputs.items():
-        if column is None:
-            continue
-        if name not in columns:
-            shape = batch.completion_ids.shape[: column.ndim]
-            columns[name] = column.new_zeros(*shape, *column.shape[2:])
-        if rows is not None:
-            # The rows of a micro-batch may all be shorter than the longest.
-            chosen = to_device(rows, column.device)
-            place = chosen if column.ndim == 1 else (chosen, slice(column.shape[1]))
-            columns[name][place] = column
-
-
-def _spoil(loss: Tensor) -> Tensor:
-    """Return a finite loss as it is; another makes the whole gradient NaN, so that every process
-    sees a norm that is not finite and skips the update.
-    """
-    return loss * (1 + (loss - loss).detach())
+def _size(models: Models, dtype: str) -> str:
+    """Describe the size of the trained module, for example "0.43M parameters in float32"."""
+    sizes = [(p.numel(), p.requires_grad) for p in models.module.parameters()]
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    text = f"{total / 1e6:.2f}M parameters in {dtype}"
+    if models.critic is not None:
+        text += " with the critic"
+    return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"

@@ -41,6 +41,8 @@ from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import RolloutEngine, factory
 from rlhf_pg.rollout.players import CompletionPlayer, Player
+from rlhf_pg.run.optimizer import optimizer_and_schedule
+from rlhf_pg.run.token_budget import chunk_size, find_budget, most
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.runtime.trackers import Trackers
@@ -48,11 +50,9 @@ from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.inputs import Inputs, settle_inputs
-from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.optimizer import optimizer_and_schedule
+from rlhf_pg.trainers.learner import PolicyLearner
 from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.teacher import check_privileged, load_teacher
-from rlhf_pg.trainers.token_budget import chunk_size, find_budget, most
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Parts:
     privileged_prompt: Callable[..., Any] | None
     teacher_prompt_limit: int | None  # tokens that leave the teacher room for a completion
     texts: Sequence[Sequence[int]]  # of PPO-ptx
-    learner: Learner
+    learner: PolicyLearner
     agreement: Agreement
     make_engine: Callable[[str], RolloutEngine]
     chosen_engine: tuple[str, str]  # the rollout engine, and the reason why
@@ -301,7 +301,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         optimizer, scheduler = optimizer_and_schedule(
             policy, critic, args, total_steps, inputs.optimizers
         )
-    learner = Learner(
+    learner = PolicyLearner(
         Models(policy, critic, reference, module, teacher),
         optimizer,
         scheduler,

@@ -38,11 +38,11 @@ from rlhf_pg.run.objective import (
     text_tokens,
     unchosen_tokens,
 )
+from rlhf_pg.run.optimizer import Optimizers
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.evaluator import Answer, evaluate_set, stripped_text
 from rlhf_pg.trainers.inputs import Inputs
 from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
-from rlhf_pg.trainers.optimizer import Optimizers
 from rlhf_pg.trainers.parts import make_parts
 from rlhf_pg.trainers.sampler import merge
 from rlhf_pg.trainers.teacher import privileged_batch

@@ -9,8 +9,8 @@ import torch
 
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.trainers import token_budget
-from rlhf_pg.trainers.token_budget import SHARDINGS
+from rlhf_pg.run import token_budget
+from rlhf_pg.run.token_budget import SHARDINGS
 from tests.device.pretend.extension import ext
 from tests.device.runs import COMMON, Run, trainer
 

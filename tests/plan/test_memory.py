@@ -17,9 +17,9 @@ from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_m
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.attention import KeyValues, StateStore
+from rlhf_pg.run.token_budget import SHARDINGS
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.trainers.conftest import estimated
 
 LENGTH = 40  # of prompts and of completions

@@ -15,8 +15,8 @@ from rlhf_pg import GRPOConfig, PPOConfig, PPOTrainer
 from rlhf_pg.cli import main
 from rlhf_pg.plan.duration import hours
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
+from rlhf_pg.run.token_budget import SHARDINGS
 from rlhf_pg.tasks.tiny import character_tokenizer
-from rlhf_pg.trainers.token_budget import SHARDINGS
 from tests.cli.conftest import refused
 from tests.distributed.launching import saved_model
 

@@ -16,8 +16,8 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.plan import memory
 from rlhf_pg.plan.memory import Memory, build_meta_models, predict_memory
 from rlhf_pg.report.run_files import read
+from rlhf_pg.run.token_budget import SHARDINGS, Growth, of_update
 from rlhf_pg.trainers import TRAINERS
-from rlhf_pg.trainers.token_budget import SHARDINGS, Growth, of_update
 from tests.recipes import architectures
 
 RECIPES = Path(__file__).parents[2] / "recipes"

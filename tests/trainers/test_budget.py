@@ -11,9 +11,9 @@ import torch
 from rlhf_pg import GRPOConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.models import lm_head
-from rlhf_pg.trainers import token_budget
-from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.token_budget import blueprint, footprint, of_update, probe
+from rlhf_pg.run import token_budget
+from rlhf_pg.run.token_budget import blueprint, footprint, of_update, probe
+from rlhf_pg.trainers.learner import PolicyLearner
 
 
 def test_auto_token_budget_is_written_to_config(make) -> None:
@@ -42,13 +42,13 @@ def test_auto_token_budget_is_at_least_four_rows(make) -> None:
         assert make().learner.token_budget == 4 * (6 + 6)  # of the prompt and the completion
 
 
-def measured(make, room: float, **options) -> Learner:
+def measured(make, room: float, **options) -> PolicyLearner:
     """The learner of a model that is measured, in so many bytes."""
     with (
         patch.object(token_budget, "SMALL", 0),
         patch.object(token_budget, "_room", lambda *_: room),
     ):
-        learner: Learner = make(**options).learner
+        learner: PolicyLearner = make(**options).learner
     return learner
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.trainers.token_budget import SHARDINGS
+from rlhf_pg.run.token_budget import SHARDINGS
 from tests.gpu.check import Check, Result
 from tests.gpu.groups.common import lengths, save_wide_model
 from tests.rows import tensors
