@@ -63,11 +63,17 @@ HeadInput = tuple["TeacherHead", Tensor]  # the head, and the hidden states (N,H
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """The mapping from the output of the head to the distribution of a token, and its gradient."""
+    """The mapping from the output of the head to the distribution of a token, and its gradient.
+
+    With label smoothing s (Szegedy et al. 2016) over V tokens, the log-probability of a token is
+
+        (1 - s) log p(y) + s/V sum_v log p(v)
+    """
 
     temperature: float
     transform: LogitTransform
     entropy_gradient: bool
+    smoothing: float = 0.0
 
     @property
     def slope(self) -> float:
@@ -100,6 +106,8 @@ class TokenDistribution:
         for rows in _blocks(output):
             everywhere = self.logits(output, rows)[0].log_softmax(-1)
             logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
+            if self.smoothing:
+                logprobs[rows] = logprobs[rows].lerp(everywhere.mean(1), self.smoothing)
             everywhere.clamp_(min=IMPOSSIBLE)
             if compare is not None:
                 divergences[0][rows] = compare(everywhere, rows)[0]
@@ -134,7 +142,10 @@ class TokenDistribution:
             else:
                 gradient = z.softmax(-1)
                 gradient.mul_(-to_logprobs[rows])
-            gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
+            of_token = to_logprobs[rows] * (1 - self.smoothing)
+            gradient.scatter_add_(1, tokens[rows, None], of_token)
+            if self.smoothing:
+                gradient += to_logprobs[rows] * (self.smoothing / gradient.shape[1])
             if compare is not None:
                 gradient += towards
             output[rows] = gradient if bend is None else gradient.mul_(bend)
@@ -182,6 +193,7 @@ class ChunkedLMHead:
         hidden: Tensor,
         tokens: Tensor,
         teacher: HeadInput | None = None,
+        smoothing: float = 0.0,
     ) -> Scores:
         """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution;
         with a teacher also its divergence from the teacher's.
@@ -194,6 +206,7 @@ class ChunkedLMHead:
             self.temperature,
             self.transform,
             self.entropy_gradient,
+            smoothing,
         )
         linear: Any = plain(layer)
         if linear is not None and self.chunks > 1:
@@ -225,6 +238,12 @@ class ChunkedLMHead:
         pieces = (x.tensor_split(self.chunks) for x in read)
         parts = map(score, *pieces)
         return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    @torch.no_grad()
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token after each of hidden (N,H), (N,)."""
+        layer: Any = output_layer(self.model)
+        return torch.cat([layer(part).argmax(-1) for part in hidden.tensor_split(self.chunks)])
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -344,6 +363,7 @@ def token_scores(
     entropy_gradient: bool = False,
     transform: LogitTransform = NOTHING,
     compare: Compare | None = None,
+    smoothing: float = 0.0,
 ) -> Scores:
     """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,),
     and p's divergence from a teacher's distribution, if there is one.
@@ -357,8 +377,9 @@ def token_scores(
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
             an error if another operation needs them.
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
+        smoothing: see `TokenDistribution`.
     """
-    distribution = TokenDistribution(temperature, transform, entropy_gradient)
+    distribution = TokenDistribution(temperature, transform, entropy_gradient, smoothing)
     scores: Scores = _Scores.apply(logits, tokens, distribution, compare)  # type: ignore[no-untyped-call]
     return scores
 

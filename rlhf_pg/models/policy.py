@@ -1,7 +1,7 @@
 """The policy, its frozen reference, recomputation of activations, and dropout."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ class PolicyOutput(NamedTuple):
     values: Any = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
     divergence: Tensor | None = None  # (B,T) from the teacher, during updates
+    right: Tensor | None = None  # (B,T) bool; whether the token is the likeliest, if asked for
 
 
 class Policy(nn.Module):
@@ -41,6 +42,7 @@ class Policy(nn.Module):
     Args:
         temperature: divides every logit, as in sampling.
         entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
+        label_smoothing: of log-probabilities in training; see `TokenDistribution`.
         most_tokens: the most tokens of a batch on any process.
         chunk_size: logits in memory at a time, the same on every process (`chunk_size_for`).
     """
@@ -52,9 +54,11 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         most_tokens: int = 1,
         chunk_size: int = lm_head.CHUNK_SIZE,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.label_smoothing = label_smoothing
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.chunk_size = chunk_size
@@ -93,24 +97,30 @@ class Policy(nn.Module):
         if self.window:
             self.window = packing_window(lm_head.trunk(self.model), training=True)
 
-    def forward(self, batch: Batch) -> PolicyOutput:
-        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every predicted token."""
+    def forward(self, batch: Batch, compares: bool = False) -> PolicyOutput:
+        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every predicted token, and if it
+        `compares` whether the token is the likeliest.
+        """
         if self.head is not None:
-            return self.score(batch, self.hidden_states(batch))
+            return self.score(batch, self.hidden_states(batch), compares)
         slots = batch.predicted_slots()
+        logits = self.logits(batch).flatten(0, 1)[slots]
+        tokens = batch.completion_ids.flatten()[slots]
+        right = [logits.argmax(-1) == tokens] if compares else []
         scores = lm_head.token_scores(
-            self.logits(batch).flatten(0, 1)[slots],
-            batch.completion_ids.flatten()[slots],
+            logits,
+            tokens,
             self.temperature,
             self.entropy_gradient,
+            smoothing=self.label_smoothing * self.training,
         )
-        return _spread(batch, slots, *scores)
+        return _spread(batch, slots, scores, right)
 
     def hidden_states(self, batch: Batch) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
         return hidden_states(lm_head.trunk(self.model), batch, self.window)
 
-    def score(self, batch: Batch, trunk: Hidden) -> PolicyOutput:
+    def score(self, batch: Batch, trunk: Hidden, compares: bool = False) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.predicted_slots()
@@ -120,8 +130,9 @@ class Policy(nn.Module):
         if self.teacher is not None and batch.teacher_hidden is not None:
             teacher = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        scores = self.head(before, tokens, teacher)
-        return _spread(batch, slots, *scores)
+        scores = self.head(before, tokens, teacher, self.label_smoothing * self.training)
+        right = [self.head.likeliest(before) == tokens] if compares else []
+        return _spread(batch, slots, scores, right)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the model's logits for all tokens of the completions, (B,T,V), not of trees."""
@@ -154,18 +165,25 @@ def _before(trunk: Hidden, slots: Tensor) -> Tensor:
     return trunk.states[:, :-1].flatten()[slots]
 
 
-def _spread(batch: Batch, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
+def _spread(
+    batch: Batch,
+    slots: Tensor,
+    scores: lm_head.Scores,
+    right: Sequence[Tensor],
+) -> PolicyOutput:
     """Put numbers of the predicted tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
-    spread = []
-    for x in numbers:
+
+    def spread(x: Tensor) -> Tensor:
         zeros = x.new_zeros(mask.numel())
-        spread.append(zeros.scatter(0, slots, x).view(mask.shape))
-    logprobs, entropy, *divergence = spread
+        return zeros.scatter(0, slots, x).view(mask.shape)
+
+    logprobs, entropy, *divergence = map(spread, scores)
     return PolicyOutput(
         logprobs,
         entropy,
         divergence=divergence[0] if divergence else None,
+        right=spread(right[0]) if right else None,
     )
 
 

@@ -83,6 +83,25 @@ def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature)
     assert_same(found, expected, [hidden, model.lm_head.weight], EXACT, entropy)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_smoothed_log_probabilities_match_cross_entropy(monkeypatch, parts) -> None:
+    """Of torch, which has the same smoothing; tokens that the head calls likeliest are argmax."""
+    monkeypatch.setattr(module, "BLOCK", 2 * V + 1)
+    model = tiny_model("llama", dtype=torch.float64)
+    hidden, tokens = rows()
+    head = ChunkedLMHead(model, 1.0, False, parts)
+    found, _ = head(hidden, tokens, smoothing=0.3)
+    logits = hidden @ model.lm_head.weight.T
+    expected = -nn.functional.cross_entropy(logits, tokens, reduction="none", label_smoothing=0.3)
+    torch.testing.assert_close(found, expected, **EXACT)
+    weights = torch.linspace(-1, 2, N, dtype=torch.float64)
+    inputs = [hidden, model.lm_head.weight]
+    own, other = (torch.autograd.grad((weights * x).sum(), inputs) for x in (found, expected))
+    for a, b in zip(own, other, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+    assert head.likeliest(hidden).equal(logits.argmax(1))
+
+
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_divergence_from_teacher_matches_explicit_softmax(monkeypatch, parts, entropy) -> None:
