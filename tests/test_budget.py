@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11311,
     "rewards": 13068,
     "rng.py": 455,
-    "rollout": 16799,
+    "rollout": 16802,
     "run": 5005,
     "running_stats.py": 397,
     "runtime": 9051,

@@ -167,3 +167,13 @@ def test_coverage_includes_whole_ground_floor() -> None:
     asked = project["tool"]["coverage"]["report"]["include"]
     files = {path for pattern in asked for path in ROOT.parent.glob(pattern)}
     assert {FILES[name] for name in GROUND_FLOOR} <= files
+
+
+def test_classes_have_names_of_their_own() -> None:
+    """A reader who meets a name knows which it is."""
+    homes: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: files for name, files in homes.items() if len(files) > 1}

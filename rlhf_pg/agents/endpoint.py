@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from rlhf_pg.agents import formats
 from rlhf_pg.agents.connections import KEEP_ALIVE, Connection, raise_file_limit
-from rlhf_pg.agents.history import Answer, History, Json, common
+from rlhf_pg.agents.history import History, Json, PolicyAnswer, common
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.boundary.user_code import once_per_process
 from rlhf_pg.data.messages import read_tools
@@ -47,7 +47,7 @@ MOST_CHOICES = 16
 ENDED = "no running episode has this key"
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """An answer to a call that is not sampled. Clients try some statuses again, but not 400."""
 
     def __init__(self, text: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -94,27 +94,27 @@ class Agent:
     seed: int  # of the run
     history: History
     arrivals: SimpleQueue[Any]  # to the thread that samples
-    max_tokens: int  # of a line after its first prompt
-    max_calls: int | None  # of a line
+    max_tokens: int  # of a branch after its first prompt
+    max_calls: int | None  # of a branch
     longest: int | None  # tokens of a prompt and its answer
     timeout: float | None  # seconds for a call
     truncated: bool = False  # by a limit of the run
-    overlaps: bool = False  # calls of one line ran side by side
+    overlaps: bool = False  # calls of one branch ran side by side
     closed: bool = False
     responses: dict[str, list[Json]] = field(default_factory=dict)  # messages, by id
-    lines: "dict[str, Line]" = field(default_factory=dict)  # by key
+    branches: "dict[str, Branch]" = field(default_factory=dict)  # by key
     waiting: "set[Call]" = field(default_factory=set)
     connections: set[Connection] = field(default_factory=set)
 
-    def full(self) -> Refused:
+    def full(self) -> CallRefused:
         """Return the answer to a call for which there is no room."""
         self.truncated = True
         told = "no tokens of the context length are left"  # words that clients look for
-        return Refused(told, code="context_length_exceeded")
+        return CallRefused(told, code="context_length_exceeded")
 
 
 @dataclass(eq=False)
-class Line:
+class Branch:
     """Calls that follow one another: an agent's own, or those of a part that runs beside it.
 
     Its limits count what was there when it was forked, but not what runs beside it, whose progress
@@ -124,7 +124,7 @@ class Line:
     agent: Agent
     path: tuple[int, ...] = ()
     # Of its calls, and of those before its fork.
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PolicyAnswer] = field(default_factory=list)
     calls: int = 0
     tokens: int = 0  # after the first prompt, each counted once
     count: int = 0  # numbers that were given
@@ -136,11 +136,11 @@ class Line:
         return (*self.path, self.count - 1)
 
     def room(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens may be sampled after a prompt; Refused if there is no room."""
+        """Return how many tokens may be sampled after a prompt; CallRefused if there is no room."""
         agent = self.agent
         if agent.max_calls is not None and self.calls >= agent.max_calls:
             agent.truncated = True
-            raise Refused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
+            raise CallRefused(f"an episode has at most {agent.max_calls} calls", code="max_turns")
         room = agent.max_tokens - self.tokens - self.new(prompt)
         if agent.longest is not None:
             room = min(room, agent.longest - len(prompt))
@@ -154,7 +154,7 @@ class Line:
         known = [common(prompt, tokens) for tokens in before] or [len(prompt)]
         return len(prompt) - max(known)
 
-    def keep(self, answers: Sequence[Answer]) -> None:
+    def keep(self, answers: Sequence[PolicyAnswer]) -> None:
         """Count the answers to a call, and find their words in later histories."""
         sampled = sum(len(answer.completion.tokens) for answer in answers)
         self.tokens += self.new(answers[0].prompt) + sampled
@@ -196,8 +196,8 @@ class Endpoint:
     api_key: str
     model: str = formats.MODEL
     seed: int  # for the program's own randomness; by the run's seed, prompt, sample and fork
-    line: Line = field(repr=False)
-    server: "Server" = field(repr=False)
+    branch: Branch = field(repr=False)
+    server: "EndpointServer" = field(repr=False)
 
     def fork(self) -> "Endpoint":
         """Return an endpoint for a part of the program that runs beside others.
@@ -205,28 +205,28 @@ class Endpoint:
         Calls side by side at one endpoint are numbered as they arrive, which depends on the clock;
         those at forks are numbered by the order of the forks.
         """
-        line = self.line
-        fork = Line(
-            line.agent,
-            path=line.next(),
-            answers=list(line.answers),
-            calls=line.calls,
-            tokens=line.tokens,
+        branch = self.branch
+        fork = Branch(
+            branch.agent,
+            path=branch.next(),
+            answers=list(branch.answers),
+            calls=branch.calls,
+            tokens=branch.tokens,
         )
         return self.server.open(fork)
 
 
 @once_per_process
-def serve(host: str) -> "Server":
+def serve(host: str) -> "EndpointServer":
     """Return the server of this process on a host, started at the first call."""
-    return Server(host)
+    return EndpointServer(host)
 
 
-class Server:
+class EndpointServer:
     """Answers the agents of a process, in a thread of its own."""
 
     def __init__(self, host: str) -> None:
-        self.lines: dict[str, Line] = {}
+        self.branches: dict[str, Branch] = {}
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", partial(self._answer, self._chat), methods=["POST"]),
@@ -252,32 +252,32 @@ class Server:
         run = partial(uvicorn.Server(config).run, sockets=[listening])
         threading.Thread(target=run, name="endpoint", daemon=True).start()
 
-    def open(self, line: Line) -> Endpoint:
-        """Return an endpoint with a new key; Refused if the episode has ended."""
+    def open(self, branch: Branch) -> Endpoint:
+        """Return an endpoint with a new key; CallRefused if the episode has ended."""
         key = secrets.token_urlsafe(24)
-        episode = line.agent.episode
-        if line.agent.closed:
-            raise Refused(ENDED, 401, "invalid_api_key")
-        self.lines[key] = line.agent.lines[key] = line
+        episode = branch.agent.episode
+        if branch.agent.closed:
+            raise CallRefused(ENDED, 401, "invalid_api_key")
+        self.branches[key] = branch.agent.branches[key] = branch
         seed = request_seed(
-            line.agent.seed,
+            branch.agent.seed,
             episode.prompt_index,
             episode.sample,
-            noise(line.path),
+            noise(branch.path),
         )
         return Endpoint(
             base_url=self.url,
             api_key=key,
             seed=seed,
-            line=line,
+            branch=branch,
             server=self,
         )
 
     def close(self, agent: Agent) -> None:
         """Refuse whatever else the agent asks, and give up what it waits for."""
         agent.closed = True
-        for key in agent.lines:
-            self.lines.pop(key, None)
+        for key in agent.branches:
+            self.branches.pop(key, None)
         for call in list(agent.waiting):
             call.done.cancel()
         for connection in list(agent.connections):
@@ -287,13 +287,13 @@ class Server:
 
     async def _answer(
         self,
-        answer: Callable[[HttpRequest, Line, CallOptions], Awaitable[Response]],
+        answer: Callable[[HttpRequest, Branch, CallOptions], Awaitable[Response]],
         request: HttpRequest,
     ) -> Response:
         """Answer a request, or say what is wrong with it."""
         try:
-            line = self._line(request)
-            agent = line.agent
+            branch = self._branch(request)
+            agent = branch.agent
             connection = request.state.connection
             connection.agent = agent
             agent.connections.add(connection)
@@ -301,21 +301,21 @@ class Server:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MOST_BYTES:
-                    raise Refused(f"the body has more than {MOST_BYTES} bytes", 413)
+                    raise CallRefused(f"the body has more than {MOST_BYTES} bytes", 413)
                 if agent.longest is not None:
                     most = BYTES_BESIDE + BYTES_PER_TOKEN * agent.longest
                     if len(body) > most:
                         raise agent.full()
             options = CallOptions.model_validate_json(bytes(body))
-            return await answer(request, line, options)
+            return await answer(request, branch, options)
         except ValidationError as invalid:
             first = invalid.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            refused = Refused(f"{quote(place)}: {first['msg']}")
-        except Refused as known:
+            refused = CallRefused(f"{quote(place)}: {first['msg']}")
+        except CallRefused as known:
             refused = known
         except Exception as other:  # a template, a message of a strange shape, a client that left
-            refused = Refused(tell(other))
+            refused = CallRefused(tell(other))
         error = {
             "message": str(refused),
             "type": "invalid_request_error",
@@ -324,28 +324,28 @@ class Server:
         }
         return as_json({"error": error}, refused.status)
 
-    def _line(self, request: HttpRequest) -> Line:
+    def _branch(self, request: HttpRequest) -> Branch:
         key = request.headers.get("authorization", "").rpartition(" ")[2]
-        if key not in self.lines:
-            raise Refused(ENDED, 401, "invalid_api_key")
-        return self.lines[key]
+        if key not in self.branches:
+            raise CallRefused(ENDED, 401, "invalid_api_key")
+        return self.branches[key]
 
     async def _sample(
         self,
         request: HttpRequest,
-        line: Line,
+        branch: Branch,
         options: CallOptions,
         prompt: list[int],
         chat: Any,
         box: Toolbox | None = None,
-    ) -> list[Answer]:
+    ) -> list[PolicyAnswer]:
         """Wait for the answers to a call, and keep them unless the client has left."""
-        self._line(request)  # the episode may have ended while the call was read
-        agent = line.agent
+        self._branch(request)  # the episode may have ended while the call was read
+        agent = branch.agent
         count = options.n or 1
-        room = max(1, line.room(prompt) // count)
+        room = max(1, branch.room(prompt) // count)
         most = min(room, options.limit or room)
-        number = line.next()
+        number = branch.next()
         calls = [
             Call(
                 agent=agent,
@@ -357,7 +357,7 @@ class Server:
             for i in range(count)
         ]
         answered = False
-        line.open += 1
+        branch.open += 1
         agent.waiting.update(calls)
         try:
             for call in calls:
@@ -370,22 +370,22 @@ class Server:
                         raise ClientDisconnect
             answered = True
         except TimeoutError:
-            raise Refused(f"no answer within {agent.timeout:g} s", 504, "timeout") from None
+            raise CallRefused(f"no answer within {agent.timeout:g} s", 504, "timeout") from None
         finally:
-            line.open -= 1
+            branch.open -= 1
             agent.waiting.difference_update(calls)
             for call in calls:
                 call.done.cancel()
-            if not answered and line.count == number[-1] + 1:  # as if it had never been asked
-                line.count -= 1
-        self._line(request)  # the episode may have ended
+            if not answered and branch.count == number[-1] + 1:  # as if it had never been asked
+                branch.count -= 1
+        self._branch(request)  # the episode may have ended
         answers = [self._read(call, box, chat) for call in calls]
         if most == room and any(x.completion.finish_reason == "length" for x in answers):
             agent.truncated = True  # by the run's limits, not by the program's own
-        line.keep(answers)
+        branch.keep(answers)
         return answers
 
-    def _read(self, call: Call, box: Toolbox | None, chat: Any) -> Answer:
+    def _read(self, call: Call, box: Toolbox | None, chat: Any) -> PolicyAnswer:
         """Turn a completion into an answer, with its calls of tools."""
         history = call.agent.history
         episode = call.agent.episode
@@ -400,7 +400,7 @@ class Server:
         if box is not None and not ends:
             tools = [tool for tool in box.parse(raw, chat) if tool.error is None]
         numbers = (episode.prompt_index, episode.sample, *call.number)
-        return Answer(
+        return PolicyAnswer(
             number=call.number,
             name="-".join(map(str, numbers)),
             prompt=call.prompt,
@@ -417,12 +417,12 @@ class Server:
 
     def _encode(
         self,
-        line: Line,
+        branch: Branch,
         options: CallOptions,
         sent: Any,
     ) -> tuple[list[Json], list[int], Toolbox | None]:
         """Return messages in plain form, their ids, and what reads calls of their tools."""
-        history = line.agent.history
+        history = branch.agent.history
         messages = formats.plain(sent)
         schemas = read_tools(options.tools, "tools")
         if options.tool_choice == "none" or not schemas:
@@ -436,7 +436,7 @@ class Server:
             return history.encode_text(prompt), prompt
         size = len(history.tokenizer)
         if not all(0 <= i < size for i in prompt):
-            raise Refused("prompt: an id is not in the vocabulary")
+            raise CallRefused("prompt: an id is not in the vocabulary")
         return prompt, history.tokenizer.decode(prompt)
 
     # ------------------------------------------------------------------------- the three interfaces
@@ -450,41 +450,45 @@ class Server:
         }
         return as_json({"object": "list", "data": [model]})
 
-    async def _chat(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
+    async def _chat(self, request: HttpRequest, branch: Branch, options: CallOptions) -> Response:
         sent = options.messages
-        messages, prompt, box = await self._beside(self._encode, line, options, sent)
-        answers = await self._sample(request, line, options, prompt, messages, box)
-        body = formats.of_chat(answers, bool(options.logprobs), line.agent.history.tokenizer)
+        messages, prompt, box = await self._beside(self._encode, branch, options, sent)
+        answers = await self._sample(request, branch, options, prompt, messages, box)
+        body = formats.of_chat(answers, bool(options.logprobs), branch.agent.history.tokenizer)
         usage = bool((options.stream_options or {}).get("include_usage"))
         if options.stream:
             return events(formats.chat_chunks(body, usage))
         return as_json(body)
 
-    async def _text(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        history = line.agent.history
+    async def _text(self, request: HttpRequest, branch: Branch, options: CallOptions) -> Response:
+        history = branch.agent.history
         prompt = options.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
-            raise Refused("prompt: one text, or a list of token ids, is needed")
+            raise CallRefused("prompt: one text, or a list of token ids, is needed")
         ids, text = await self._beside(self._encode_text, history, prompt)
-        answers = await self._sample(request, line, options, ids, text)
+        answers = await self._sample(request, branch, options, ids, text)
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         if options.stream:
             return events([body, None])
         return as_json(body)
 
-    async def _response(self, request: HttpRequest, line: Line, options: CallOptions) -> Response:
-        kept = line.agent.responses
+    async def _response(
+        self, request: HttpRequest, branch: Branch, options: CallOptions
+    ) -> Response:
+        kept = branch.agent.responses
         before = options.previous_response_id
         if before is not None and before not in kept:
-            raise Refused("previous_response_id: there is no such response in this episode", 404)
+            raise CallRefused(
+                "previous_response_id: there is no such response in this episode", 404
+            )
         rule = options.instructions
         first = [{"role": "system", "content": rule}] if rule else []
         sent = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
-        messages, prompt, box = await self._beside(self._encode, line, options, sent)
+        messages, prompt, box = await self._beside(self._encode, branch, options, sent)
         options.n = 1
-        (answer,) = await self._sample(request, line, options, prompt, messages, box)
+        (answer,) = await self._sample(request, branch, options, prompt, messages, box)
         body = formats.of_response(answer)
         kept[body["id"]] = [*messages[len(first) :], *formats.plain([answer.message])]
         if options.stream:

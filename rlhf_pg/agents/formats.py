@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.agents.history import Answer, Json
+from rlhf_pg.agents.history import Json, PolicyAnswer
 from rlhf_pg.data.messages import normalise
 from rlhf_pg.rollout.engine import Completion
 
@@ -59,13 +59,13 @@ def of_items(items: str | Sequence[Mapping[str, Any]]) -> list[Json]:
     return chat
 
 
-def finish(answer: Answer) -> str:
+def finish(answer: PolicyAnswer) -> str:
     if answer.tools:
         return "tool_calls"
     return answer.completion.finish_reason
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(answers: Sequence[PolicyAnswer]) -> dict[str, int]:
     read = len(answers[0].prompt)
     written = sum(len(answer.completion.tokens) for answer in answers)
     return {
@@ -76,7 +76,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, int]:
 
 
 def of_chat(
-    answers: Sequence[Answer],
+    answers: Sequence[PolicyAnswer],
     logprobs: bool,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Json:
@@ -142,7 +142,7 @@ def chat_chunks(body: Json, usage: bool) -> Iterator[Json | None]:
 
 
 def of_text(
-    answers: Sequence[Answer],
+    answers: Sequence[PolicyAnswer],
     logprobs: bool,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Json:
@@ -172,7 +172,7 @@ def of_text(
     }
 
 
-def of_response(answer: Answer) -> Json:
+def of_response(answer: PolicyAnswer) -> Json:
     message = answer.message
     output = list[Json]()
     if message["content"] is not None:

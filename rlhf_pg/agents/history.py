@@ -28,7 +28,7 @@ HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the tokens of a chara
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PolicyAnswer:
     """The policy's answer to a call."""
 
     number: tuple[int, ...]  # orders the calls of an episode by their creation
@@ -85,11 +85,11 @@ class History:
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: Sequence[int]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PolicyAnswer] = field(default_factory=list)
     encoded_again: int = 0  # tokens of what the policy has said
     skip_special_tokens: bool = True  # in the text of an answer without calls
 
-    def _words(self, answer: Answer, text: str) -> list[int]:
+    def _words(self, answer: PolicyAnswer, text: str) -> list[int]:
         """Return the first ids of an answer, which are its `text`; none if a token is cut."""
         words = list(answer.words)
 
@@ -103,7 +103,7 @@ class History:
             return words
         return []
 
-    def _decode(self, answer: Answer, ids: list[int]) -> str:
+    def _decode(self, answer: PolicyAnswer, ids: list[int]) -> str:
         skips = self.skip_special_tokens and not answer.tools
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skips)
         return text
@@ -140,7 +140,7 @@ class History:
         """
         chat = normalise(messages, WHERE)
         chat, _ = known_roles(chat, self.tokenizer, WHERE, tools)
-        known = dict[int, list[Answer]]()
+        known = dict[int, list[PolicyAnswer]]()
         for place, message in enumerate(chat):
             if message["role"] == "assistant":
                 chat[place], answers = self._recognise(message)
@@ -174,7 +174,7 @@ class History:
             return ids[1:]
         return ids
 
-    def _recognise(self, message: Json) -> tuple[Json, list[Answer]]:
+    def _recognise(self, message: Json) -> tuple[Json, list[PolicyAnswer]]:
         """Return an assistant's message, with calls of tools in the words that were sampled, and
         the answers that it may be.
         """
@@ -195,7 +195,7 @@ class History:
         self,
         ids: list[int],
         piece: str,
-        answer: Answer,
+        answer: PolicyAnswer,
         strips: bool,
     ) -> tuple[bool, list[int], int]:
         """Find an answer's words at the end of a piece of a chat, which follows `ids`.
@@ -276,7 +276,7 @@ class TokenTree:
             places = following
         return len(ids), places[0]
 
-    def add(self, answer: Answer, branch: int = 0) -> None:
+    def add(self, answer: PolicyAnswer, branch: int = 0) -> None:
         """Add what is new in the prompt, and the whole answer: it was sampled anew."""
         known, last = self.find(answer.prompt)
         context = list(answer.prompt[known:])

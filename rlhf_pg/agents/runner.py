@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rlhf_pg.agents.endpoint import Agent, Call, Endpoint, Line, Refused, serve
+from rlhf_pg.agents.endpoint import Agent, Branch, Call, CallRefused, Endpoint, serve
 from rlhf_pg.agents.history import History, TokenTree, common
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
@@ -75,7 +75,7 @@ class AgentRunner(EpisodeRunner):
                 longest=longest,
                 timeout=self.call_timeout,
             )
-            endpoint = server.open(Line(agent))
+            endpoint = server.open(Branch(agent))
             row = copy.deepcopy(dict(episode.example))  # the program may add to its chat
             ended = call_beside(self.timeout, self.program, row, endpoint)
             running[ended] = episode, agent
@@ -98,7 +98,7 @@ class AgentRunner(EpisodeRunner):
                         session.add(arrived.request)
                         sampled[id(arrived.request)] = arrived
                     except ValueError as error:
-                        arrived.done.set_exception(Refused(f"the prompt {error}"))
+                        arrived.done.set_exception(CallRefused(f"the prompt {error}"))
         finally:  # an engine may fail
             for ended, (_, agent) in running.items():
                 server.close(agent)
@@ -134,7 +134,7 @@ class AgentRunner(EpisodeRunner):
         if not answers:
             return
         tree = TokenTree()
-        paths = sorted(line.path for line in agent.lines.values())
+        paths = sorted(branch.path for branch in agent.branches.values())
         for answer in answers:
             tree.add(answer, paths.index(answer.number[:-2]))
         first = answers[0]

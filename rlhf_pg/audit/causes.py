@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_pg.audit.expectation import Measured, changed, measure
+from rlhf_pg.audit.expectation import MeasuredGradient, changed, measure
 from rlhf_pg.config.fields import default_of, metadata
 from rlhf_pg.models.policy import PolicyOutput
 
@@ -40,7 +40,7 @@ UNBIASED = {
 }
 
 
-def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, Measured, str]]:
+def audit(args: Any, foreign: Any = None) -> Iterator[tuple[str, MeasuredGradient, str]]:
     """Yield a name, a measurement and an explanation: of the config, then without each choice that
     changes its expected gradient, and at last without all.
     """

@@ -35,7 +35,7 @@ MOST = 3  # completions of a prompt in a step
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredGradient:
     """An expected gradient, to ascend, and the true one, both flat."""
 
     gradient: Tensor  # with a scale of 1 for weights of 1 / (N length)
@@ -104,7 +104,7 @@ def make_trainer(args: Any) -> Any:
     return trainer
 
 
-def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured:
+def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> MeasuredGradient:
     """Return a step's expected gradient by this config, or by a foreign loss, and the true one."""
     trainer = make_trainer(args)
     n = len(world.COMPLETIONS)
@@ -187,4 +187,4 @@ def measure(args: Any, foreign: Callable[..., Tensor] | None = None) -> Measured
     mean = (base.completion_mask.sum(1) * chances).sum() / len(world.PROMPTS)
     length = longest if args.aggregation == "constant" else mean
     shape = len(steps[0]) // size, size
-    return Measured(-length * expected, truth, variance.item(), shape)
+    return MeasuredGradient(-length * expected, truth, variance.item(), shape)

@@ -67,7 +67,7 @@ STYLES = {
 }
 
 
-class Shown(NamedTuple):
+class ShownText(NamedTuple):
     """A text of a row."""
 
     title: str
@@ -80,7 +80,7 @@ class Preview(NamedTuple):
 
     data: Dataset
     columns: Mapping[str, str]  # what each column is for
-    rows: Sequence[Shown]
+    rows: Sequence[ShownText]
     ends: Sequence[int] = ()  # the last token that is learnt of each row that is not cut
 
 
@@ -203,7 +203,7 @@ def of_examples(
     rows = []
     for number, example in enumerate(made):
         learnt = [label != examples.UNLABELLED for label in example["labels"]]
-        rows.append(Shown(f"example {number}", list(example["input_ids"]), learnt))
+        rows.append(ShownText(f"example {number}", list(example["input_ids"]), learnt))
     return Preview(
         data, columns_of(data, used, args), rows, examples.ends_of(made, args, positions)
     )
@@ -223,8 +223,8 @@ def of_pairs(
     return Preview(data, columns_of(data, used, args), rows)
 
 
-def read_only(title: str, ids: Sequence[int]) -> Shown:
-    return Shown(title, list(ids), [False] * len(ids))
+def read_only(title: str, ids: Sequence[int]) -> ShownText:
+    return ShownText(title, list(ids), [False] * len(ids))
 
 
 def columns_of(data: Dataset, used: set[str], args: Any) -> dict[str, str]:
@@ -301,7 +301,7 @@ def print_preview(
         console.print(Text("«learnt»"))
 
 
-def as_text(row: Shown, tokenizer: PreTrainedTokenizerBase, has_colours: bool) -> Text:
+def as_text(row: ShownText, tokenizer: PreTrainedTokenizerBase, has_colours: bool) -> Text:
     """Return tokens as text, with special ones marked and learnt ones coloured, or in brackets."""
     special = special_tokens(tokenizer).ids
     text = Text()

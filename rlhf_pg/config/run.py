@@ -25,7 +25,7 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 Optim = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"]
-Trackers = Annotated[
+TrackerNames = Annotated[
     tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...],
     BeforeValidator(lambda value: as_list(value) or ()),
     AfterValidator(lambda names: tuple(dict.fromkeys(x for x in names if x != "none"))),
@@ -56,7 +56,7 @@ class TrainingConfig:
         "Clip the gradient to this norm; 0: no clipping.")
     save_total_limit: int | None = option(2, "output", ge=1, help=
         "Newest checkpoints to keep. None: all.")
-    report_to: Trackers = option((), "output", help=
+    report_to: TrackerNames = option((), "output", help=
         "Trackers; W&B and TensorBoard write into output_dir, trackio to TRACKIO_DIR.")
     run_name: Text | None = option(None, "output", help="Name of the run in W&B and trackio.")
 

@@ -60,7 +60,7 @@ OF_TOOLS = -1  # the number of the message of a word that is in a schema
 Lose = Callable[[Chat], tuple[list["Word"], ValueError | None]]
 
 
-class Shown(NamedTuple):
+class ShownChat(NamedTuple):
     """A chat in the form in which its template shows it."""
 
     messages: Chat  # quoted for `render`
@@ -152,7 +152,7 @@ def prepare(
     where: str,
     tools: Schemas = (),
     learnt: Collection[int] = (),
-) -> Shown:
+) -> ShownChat:
     """Return messages, quoted, in the form in which the chat template shows all their words.
 
     Templates differ in the form that they read (`FORMS`): the first that loses nothing is taken.
@@ -188,7 +188,7 @@ def prepare(
         if not word.is_thought or word.message in must_show:
             raise ValueError(_explain(word, unquoted, where))
     hides_last = any(word.message == last for word in lost)
-    return Shown(chat, hides_last)
+    return ShownChat(chat, hides_last)
 
 
 def _place_thoughts(chat: Chat, lost: list[Word], lose: Lose) -> tuple[Chat, list[Word]]:
@@ -430,7 +430,7 @@ def _say_developer() -> None:
 
 
 def last_turn(
-    chat: Shown, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any] = ()
+    chat: ShownChat, tokenizer: PreTrainedTokenizerBase, where: str, tools: Sequence[Any] = ()
 ) -> tuple[str, str]:
     """Return a chat through the last words, which are the assistant's, and what ends the turn.
 

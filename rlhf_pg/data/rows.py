@@ -28,7 +28,7 @@ class Row:
     actions: Sequence[bool] | None = None  # which tokens the policy chose; None: all
     # The distance back to the token that each token follows, as `Batch.parent_offsets`; None: 1.
     offsets: Sequence[int] | None = None
-    # Which branch of an agent's calls each token is of; see `rlhf_pg.agents.endpoint.Line`.
+    # Which branch of an agent's calls each token is of; see `rlhf_pg.agents.endpoint.Branch`.
     branches: Sequence[int] | None = None
     # The environment's, at the last token of a turn, and NaN elsewhere.
     rewards: Sequence[float] | None = None

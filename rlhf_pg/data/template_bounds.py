@@ -56,7 +56,7 @@ def _size(value: Any) -> int:
 chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
-class Watch:
+class TemplateWatch:
     """The thread that ends templates of this process."""
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class Watch:
 
 
 @once_per_process
-def _watch() -> Watch:
-    return Watch()
+def _watch() -> TemplateWatch:
+    return TemplateWatch()
 
 
 def bounded(function: Callable[[], T]) -> T:

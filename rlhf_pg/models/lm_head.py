@@ -411,7 +411,7 @@ class _Scores(torch.autograd.Function):
         return output, None, None, None
 
 
-class Measured(FakeTensorMode):  # type: ignore[no-untyped-call]
+class MeasuringMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The mode of fake tensors that measure the memory of a `kind` of device."""
 
     kind = "cpu"
@@ -421,7 +421,7 @@ def _blocks(output: Tensor) -> Iterator[slice]:
     """Yield the rows in blocks that fit a CPU's caches; a GPU takes all rows at once."""
     count, vocabulary = output.shape
     mode = output.fake_mode if isinstance(output, FakeTensor) else None
-    kind = mode.kind if isinstance(mode, Measured) else output.device.type
+    kind = mode.kind if isinstance(mode, MeasuringMode) else output.device.type
     block = count
     if kind != "cuda":
         block = BLOCK * torch.get_num_threads() // vocabulary

@@ -21,7 +21,7 @@ from rlhf_pg.boundary.quoted import tell, visible
 from rlhf_pg.checkpoint.run_dir import set_aside
 from rlhf_pg.data.chat import last_text
 from rlhf_pg.report import run_files
-from rlhf_pg.report.troubles import Line, troubles
+from rlhf_pg.report.troubles import MetricsLine, troubles
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Journal:
                 self._warned.add(trouble.title)
                 self.say(f"step {trouble.step}: {trouble.title} ({trouble.key}). {trouble.text}")
 
-    def trace(self, line: Line) -> None:
+    def trace(self, line: MetricsLine) -> None:
         """Save a line of trace.jsonl."""
         if self.is_main:
             self._trace.write(line)
@@ -178,7 +178,7 @@ def _text(turns: Any) -> str:
     return repr(text)
 
 
-def _summarize(metrics: Line, *names: str) -> str:
+def _summarize(metrics: MetricsLine, *names: str) -> str:
     """Return the metrics that the run computes as text, a reward with its sources if several."""
     parts = []
     for name in names:

@@ -27,7 +27,7 @@ from rlhf_pg.boundary.input_files import MOST_LINES, read_file, read_yaml
 from rlhf_pg.boundary.output_files import open_own, write_file
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.data.row_files import UNREADABLE, StepTokens
-from rlhf_pg.report.troubles import Line, is_number
+from rlhf_pg.report.troubles import MetricsLine, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,10 @@ class Start:
 class StepRecord:
     """The record of a step; complete only on the main process."""
 
-    trace: Line
+    trace: MetricsLine
     tokens: StepTokens | None = None  # of all completions
     greedy: StepTokens | None = None  # of the greedy completions that an estimator needs
-    completions: Sequence[Line] = ()  # for completions.jsonl, if due
+    completions: Sequence[MetricsLine] = ()  # for completions.jsonl, if due
     shown: Sequence[int] = ()  # indices of those for the console
 
 
@@ -209,7 +209,7 @@ class JsonLines:
         self._synced = synced
         self._has_failed = False
 
-    def write(self, *records: Line) -> None:
+    def write(self, *records: MetricsLine) -> None:
         """Append a line for each record; if the disk is full, warn once and drop them."""
         size = None
         try:
@@ -236,7 +236,7 @@ def _step(line: bytes) -> float:
         return math.inf
 
 
-def line_of(record: Line) -> str:
+def line_of(record: MetricsLine) -> str:
     """Return a record as a line of JSON; NaN and infinities become null, other objects text."""
     return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
@@ -291,7 +291,7 @@ def _is_record(line: Any, kinds: Mapping[str, type]) -> bool:
     return _is_shallow(line)
 
 
-def _has(line: Line, names: Sequence[str]) -> bool:
+def _has(line: MetricsLine, names: Sequence[str]) -> bool:
     return all(line.get(name) is not None for name in names)
 
 

@@ -30,7 +30,7 @@ from rlhf_pg.report.run_files import (
     RunFiles,
     tokens_file,
 )
-from rlhf_pg.report.troubles import Line, is_number
+from rlhf_pg.report.troubles import MetricsLine, is_number
 
 MOST_COMPLETIONS = 10_000
 MOST_TOKENS = 3_000_000
@@ -188,7 +188,7 @@ class LoggedSteps:
         return sorted(chosen), note
 
 
-def _facts(record: Line, weights: Mapping[str, float]) -> Record:
+def _facts(record: MetricsLine, weights: Mapping[str, float]) -> Record:
     """Return the data of a completion other than its tokens."""
     scores = []
     terms = []

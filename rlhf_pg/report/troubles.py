@@ -17,7 +17,7 @@ LENGTH = "completions/mean_length"
 ALIKE = "All groups equal"
 FAR = "Steps too large"
 
-Line = Mapping[str, Any]
+MetricsLine = Mapping[str, Any]
 Points = list[tuple[int, float]]  # step, value
 
 
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     window: int = WINDOW
 
 
-def troubles(lines: Sequence[Line]) -> list[Trouble]:
+def troubles(lines: Sequence[MetricsLine]) -> list[Trouble]:
     """Return the troubles of a run, from the lines of its steps; the earliest first."""
     entropy = values(lines, "entropy")
     kl = values(lines, "kl")
@@ -166,13 +166,13 @@ def troubles(lines: Sequence[Line]) -> list[Trouble]:
     return sorted(stretches, key=lambda trouble: trouble.step)
 
 
-def _rewards(lines: Sequence[Line]) -> list[tuple[int, float, float]]:
+def _rewards(lines: Sequence[MetricsLine]) -> list[tuple[int, float, float]]:
     """Return the steps that have a reward, each with its mean and its standard deviation."""
     spread = dict(values(lines, "reward_std"))
     return [(step, reward, spread.get(step, 0.0)) for step, reward in values(lines, "reward")]
 
 
-def _falls(lines: Sequence[Line]) -> Points:
+def _falls(lines: Sequence[MetricsLine]) -> Points:
     """Return how far the mean of two rewards is below the best earlier mean, 1 being alarming.
 
     Alarming is half of the best mean's height above 0 (or above the lowest reward, if that is less)
@@ -197,7 +197,7 @@ def _falls(lines: Sequence[Line]) -> Points:
     return points
 
 
-def _early_entropy(lines: Sequence[Line]) -> Points:
+def _early_entropy(lines: Sequence[MetricsLine]) -> Points:
     """Return the entropy of the first steps, infinite where the reward has clearly risen."""
     entropy = dict(values(lines, "entropy"))
     rows = _rewards(lines)[:WINDOW]
@@ -209,7 +209,7 @@ def _early_entropy(lines: Sequence[Line]) -> Points:
     return points
 
 
-def _paid_lengths(lines: Sequence[Line]) -> tuple[Points, Callable[[float], bool]]:
+def _paid_lengths(lines: Sequence[MetricsLine]) -> tuple[Points, Callable[[float], bool]]:
     """Return lengths, 0 where the reward has not risen, and the test for too long ones."""
     reward_at = dict(values(lines, "reward"))
     lengths = [(step, length) for step, length in values(lines, LENGTH) if step in reward_at]
@@ -225,7 +225,7 @@ def _paid_lengths(lines: Sequence[Line]) -> tuple[Points, Callable[[float], bool
     return points, lambda mean: mean > max(2 * before, before + 32)
 
 
-def values(lines: Sequence[Line], key: str) -> Points:
+def values(lines: Sequence[MetricsLine], key: str) -> Points:
     """Return the steps in which a metric was computed, with its values."""
     return [(line["step"], float(line[key])) for line in lines if is_number(line.get(key))]
 

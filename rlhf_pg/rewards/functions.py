@@ -77,7 +77,7 @@ class RewardInputs:
 
         return replace(self, columns=pick(self.columns), **pick(self.lists()))
 
-    def arguments(self, source: Source, answer: "Answer") -> dict[str, Any]:
+    def arguments(self, source: Source, answer: "CallResult") -> dict[str, Any]:
         """Return a function's arguments; its logged values go into the answer."""
         offered = self.lists()
         if source.kind == "model":  # needs no columns, and does not change its arguments
@@ -103,7 +103,7 @@ class RewardInputs:
 
 
 @dataclass
-class Answer:
+class CallResult:
     """The scores of a call on `count` completions, and the values that the function logged."""
 
     count: int
@@ -132,7 +132,7 @@ def _as_json(value: Any) -> Any:
     return show(value)
 
 
-def call(function: Any, arguments: Mapping[str, Any], answer: Answer) -> Answer:
+def call(function: Any, arguments: Mapping[str, Any], answer: CallResult) -> CallResult:
     """Call a plain function; if it returns an awaitable, wait for that.
 
     CallFailed if it raised, or did not return one score per completion.
@@ -160,9 +160,9 @@ def _failed(error: BaseException, arguments: Mapping[str, Any]) -> CallFailed:
 async def call_async(
     function: Any,
     arguments: Mapping[str, Any],
-    answer: Answer,
+    answer: CallResult,
     timeout: float | None,
-) -> Answer:
+) -> CallResult:
     """Call an async function like `call`; after `timeout` seconds it is cancelled (CallFailed)."""
     try:
         async with asyncio.timeout(timeout) as limit:

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import CallFailed, begin
-from rlhf_pg.rewards.functions import Answer, RewardInputs, Source, call, call_async
+from rlhf_pg.rewards.functions import CallResult, RewardInputs, Source, call, call_async
 from rlhf_pg.rewards.scores import last_true
 
 RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedModel
-PendingCalls = dict[int, Future[Answer]]  # calls for one prompt, by number of the source
+PendingCalls = dict[int, Future[CallResult]]  # calls for one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
 BESIDE = ("worker", "async")  # kinds of sources that are called during sampling
@@ -152,15 +152,15 @@ class Rewards:
             if source.kind in BESIDE
         }
 
-    def _call(self, source: Source, inputs: RewardInputs) -> Future[Answer]:
+    def _call(self, source: Source, inputs: RewardInputs) -> Future[CallResult]:
         """Call a function in a worker, on the event loop, or right here."""
-        answer = Answer(len(inputs.completions))
+        answer = CallResult(len(inputs.completions))
         arguments = (source.function, inputs.arguments(source, answer), answer)
         if source.kind == "worker":
             return self.pool.schedule(call, *arguments, timeout=self.timeout)
         if source.kind == "async":
             return begin(lambda: call_async(*arguments, self.timeout))
-        done: Future[Answer] = Future()
+        done: Future[CallResult] = Future()
         try:
             done.set_result(call(*arguments))
         except CallFailed as failure:
@@ -228,7 +228,7 @@ class Rewards:
                         result.failed[source.name] += len(rows)
                         result.lost[rows] = True
                         value = self.error_value if self.on_error == "value" else None
-                        answer = Answer(len(rows))
+                        answer = CallResult(len(rows))
                         placed = _place([value] * len(rows), part.completion_ids, mask[rows])
                     scores[rows, :, k] = placed
                     for name, values in answer.extra.items():

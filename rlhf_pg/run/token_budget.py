@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Batch, Row
 from rlhf_pg.models.attention import measurable_experts
-from rlhf_pg.models.lm_head import Measured, chunk_size_for
+from rlhf_pg.models.lm_head import MeasuringMode, chunk_size_for
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import (
     Policy,
@@ -280,7 +280,7 @@ def blueprint(module: nn.Module, device: torch.device | str, kind: str | None = 
     """Copy a module with fake tensors, which have a device and shapes but no data, to measure a
     `kind` of device, by default the same.
     """
-    fake = Measured(allow_non_fake_inputs=True)  # masks and lengths stay real: they are read
+    fake = MeasuringMode(allow_non_fake_inputs=True)  # masks and lengths stay real: they are read
     fake.kind = kind or torch.device(device).type
 
     def empty(like: Tensor) -> Tensor:

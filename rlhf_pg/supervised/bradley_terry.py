@@ -54,7 +54,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, LossModule, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def _tokenize_pair(
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 
-class Preference(Objective):
+class Preference(LossModule):
     """The Bradley-Terry loss of pairs, with `center_rewards_coefficient` times their centering."""
 
     def __init__(self, model: PreTrainedModel, pad: int, args: RewardModelConfig) -> None:

@@ -30,8 +30,8 @@ UNLABELLED = -100  # the label that losses of transformers ignore
 
 Made = TypeVar("Made")
 S = TypeVar("S", bound=SupervisedConfig)
-Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Dataset | Sequence[Row]
+DataRow: TypeAlias = Mapping[str, Any]
+Rows: TypeAlias = Dataset | Sequence[DataRow]
 Marked = tuple[list[int], list[bool]]  # token ids, and the mask of those to train on
 
 
@@ -64,7 +64,7 @@ class ExampleMaker:
     limit: int | None  # most tokens of an example
     repeats_prompt: bool = False  # every completion begins with its prompt, which is not learnt
 
-    def __call__(self, row: Row, number: int) -> Example | None:
+    def __call__(self, row: DataRow, number: int) -> Example | None:
         """Make the example of a row; None if it is dropped, ValueError if it is invalid."""
         if self.completion is not None:
             ids, mask = self._complete(row, row[self.completion], number)
@@ -92,7 +92,7 @@ class ExampleMaker:
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
 
-    def _complete(self, row: Row, completion: Any, number: int) -> Marked:
+    def _complete(self, row: DataRow, completion: Any, number: int) -> Marked:
         prompt = row["prompt"]
         if not completion:
             raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
@@ -114,7 +114,7 @@ class ExampleMaker:
         read = 0 if self.args.completion_only_loss is False else len(prompt)
         return self._chat(row, [*prompt, *completion], read, where)
 
-    def _chat(self, row: Row, messages: Any, read: int, where: str) -> Marked:
+    def _chat(self, row: DataRow, messages: Any, read: int, where: str) -> Marked:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
             raise ValueError(f"{where} must be a list of messages, got {show(messages)}")
         system = system_of(row, self.args)

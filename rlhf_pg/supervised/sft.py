@@ -33,7 +33,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Inputs, Metrics, Objective, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, Metrics, LossModule, SupervisedTrainer, weight_dtype
 
 
 def train_sft(
@@ -126,7 +126,7 @@ def fit(
     return trainer.train(partial(trainer.checkpointer.save_models, final=True))
 
 
-class Likelihood(Objective):
+class Likelihood(LossModule):
     """The negative log-likelihood of trained tokens.
 
         L = -sum_t [(1 - s) log p(y_t) + s/V sum_v log p(v)]

@@ -45,7 +45,7 @@ Inputs = dict[str, Tensor]
 Metrics = dict[str, float]
 
 
-class Objective(nn.Module, ABC):
+class LossModule(nn.Module, ABC):
     """A model and its loss on rows of data."""
 
     vocabulary = 1  # logits of a token
@@ -101,7 +101,7 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: LossModule,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         rows: Sequence[Any],

@@ -17,7 +17,7 @@ from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers.sampler import Sampler, merge
 
-Answer = Callable[[Any], Hashable]
+AnswerFunction = Callable[[Any], Hashable]
 
 
 def stripped_text(completion: Any) -> str:
@@ -29,7 +29,7 @@ def evaluate_set(
     sampler: Sampler,
     prompts: Prompts,
     temperature: float,
-    answer: Answer = stripped_text,
+    answer: AnswerFunction = stripped_text,
 ) -> dict[str, float]:
     """Sample completions of every prompt and score them.
 
@@ -119,7 +119,7 @@ def _attempts(
     scored: Batch,
     weights: Tensor,
     n: int,
-    answer: Answer,
+    answer: AnswerFunction,
 ) -> Tensor:
     """Return (P,n,K+2) for `attempt_metrics`: scores without penalties, clipping and scaling."""
     scores = sum_step_scores(scored.scores)[:, : len(weights)]
@@ -135,7 +135,7 @@ def _attempts(
     return torch.cat([scores, votes], dim=2)
 
 
-def _votes(scores: Tensor, completions: Sequence[Any], answer: Answer) -> Any:
+def _votes(scores: Tensor, completions: Sequence[Any], answer: AnswerFunction) -> Any:
     """Return the score of each prompt's most frequent answer, from (P,n) scores of completions, of
     which failed episodes (-inf) have no vote; NaN without a vote.
     """

@@ -40,7 +40,7 @@ from rlhf_pg.run.objective import (
 )
 from rlhf_pg.run.optimizer import Optimizers
 from rlhf_pg.runtime import broadcasts_failure
-from rlhf_pg.trainers.evaluator import Answer, evaluate_set, stripped_text
+from rlhf_pg.trainers.evaluator import AnswerFunction, evaluate_set, stripped_text
 from rlhf_pg.trainers.inputs import Inputs
 from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.parts import make_parts
@@ -536,7 +536,7 @@ class PolicyGradientTrainer(TrainingLoop):
         eval_dataset: Any = None,
         temperature: float | None = None,
         metric_key_prefix: str = "eval",
-        answer: Answer | None = None,
+        answer: AnswerFunction | None = None,
     ) -> dict[str, float]:
         """Score completions of every evaluation prompt, with the same noise at every call.
 

@@ -21,7 +21,7 @@ from rlhf_pg.models.adapters import share_frozen
 from rlhf_pg.models.attention import max_positions, settle_positions
 from rlhf_pg.models.loading import load_model
 from rlhf_pg.models.policy import Policy, Teacher
-from rlhf_pg.rewards.functions import Answer, RewardInputs, Source
+from rlhf_pg.rewards.functions import CallResult, RewardInputs, Source
 
 KEY = "teacher_model_name_or_path"
 
@@ -145,7 +145,7 @@ def privileged_batch(
         for _, run in groupby(range(len(groups)), key=lambda i: groups[i]):
             rows = list(run)
             try:
-                of_group = function(**inputs.select(rows).arguments(source, Answer(len(rows))))
+                of_group = function(**inputs.select(rows).arguments(source, CallResult(len(rows))))
             except (Exception, SystemExit) as error:
                 raise ValueError(f"{PRIVILEGED} raised {tell(error)}{frames(error)}") from error
             if not isinstance(of_group, list) or len(of_group) != len(rows):

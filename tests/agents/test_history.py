@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.agents import formats
-from rlhf_pg.agents.history import Answer, History, TokenTree
+from rlhf_pg.agents.history import History, PolicyAnswer, TokenTree
 from rlhf_pg.data.chat import encode
 from rlhf_pg.rollout import Completion
 
@@ -72,13 +72,13 @@ def as_part(message: dict) -> dict:
 
 def say(
     history: History, chat: list, words: str, whole: bool = True, ids: list[int] | None = None
-) -> Answer:
+) -> PolicyAnswer:
     """Answer a call letter by letter, as the tokenizer itself would not."""
     tokenizer = history.tokenizer
     ids = ids or [i for letter in words for i in tokenizer(letter)["input_ids"]]
     tokens = [*ids, tokenizer.eos_token_id] if whole else ids
     number = (len(history.answers), 0)
-    answer = Answer(
+    answer = PolicyAnswer(
         number=number,
         name=str(number[0]),
         chat=chat,
@@ -91,7 +91,7 @@ def say(
     return answer
 
 
-def branches(answers: list[Answer]) -> int:
+def branches(answers: list[PolicyAnswer]) -> int:
     tree = TokenTree()
     for answer in answers:
         tree.add(answer)

@@ -16,7 +16,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from rlhf_pg.agents.endpoint import Endpoint, Refused, noise
+from rlhf_pg.agents.endpoint import CallRefused, Endpoint, noise
 from rlhf_pg.agents.runner import AgentRunner, program_of
 from rlhf_pg.rollout import Request, SamplingParams
 from tests.agents.test_history import tokenizer_with
@@ -454,7 +454,7 @@ def test_nothing_goes_on_after_its_episode() -> None:
     assert (episode.turns, episode.error) == (1, None)
     threads[0].join(5)
     assert left[1:] == [401]
-    with pytest.raises(Refused):
+    with pytest.raises(CallRefused):
         left[0].fork()
 
 

@@ -66,7 +66,7 @@ async def _look(
         action_key = action_key or _only_text(action)
         if action_key not in action:
             raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
-        return EnvironmentSource(partial(Session, url, observation_key, action_key))
+        return EnvironmentSource(partial(OpenEnvSession, url, observation_key, action_key))
     async with GenericEnvClient(base_url=url, mode="simulation") as client:
         listed = await client.step({"type": "list_tools"})
     schemas = []
@@ -78,11 +78,11 @@ async def _look(
             "parameters": parameters,
         }
         schemas.append({"type": "function", "function": function})
-    return EnvironmentSource(partial(Session, url, observation_key, None), schemas)
+    return EnvironmentSource(partial(OpenEnvSession, url, observation_key, None), schemas)
 
 
 @dataclass
-class Session(SettlingEnvironment):
+class OpenEnvSession(SettlingEnvironment):
     """One episode: a session with the server, which rewards each turn."""
 
     url: str

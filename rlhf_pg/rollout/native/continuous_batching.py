@@ -24,7 +24,7 @@ PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
 
 
 @dataclass(eq=False)
-class Prompt:
+class PromptState:
     """A request and its progress."""
 
     request: Request
@@ -40,10 +40,10 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Row:
+class SampleState:
     """One sample being drawn."""
 
-    prompt: Prompt
+    prompt: PromptState
     sample: int
     key: int  # seed of the row's noise
     tokens: list[int] = field(default_factory=list)
@@ -94,9 +94,9 @@ class BatchingSession:
     row_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.queue = deque[Prompt]()
-        self.prompts = list[Prompt]()  # by slot
-        self.rows = list[Row]()  # by slot
+        self.queue = deque[PromptState]()
+        self.prompts = list[PromptState]()  # by slot
+        self.rows = list[SampleState]()  # by slot
         spare = self.cache_tokens // 2
         self.prompt_cache = KeyValues(spare, longest=self.cache_tokens)
         self.own_cache = KeyValues(spare, longest=self.params.max_tokens)
@@ -107,7 +107,7 @@ class BatchingSession:
     def add(self, request: Request) -> None:
         if request.samples:
             limit = request.limit(self.params)
-            prompt = Prompt(request, limit, deque(request.samples))
+            prompt = PromptState(request, limit, deque(request.samples))
             self.queue.append(prompt)
 
     @property
@@ -130,8 +130,8 @@ class BatchingSession:
         enough = min(waiting, 1 + len(self.rows) // 8)
         if self._room(self.queue[0], 0) < enough:
             return False
-        entering = list[tuple[Prompt, int]]()
-        fresh = list[Prompt]()
+        entering = list[tuple[PromptState, int]]()
+        fresh = list[PromptState]()
         while self.queue:
             prompt = self.queue[0]
             room = self._room(prompt, len(entering))
@@ -151,7 +151,7 @@ class BatchingSession:
         self._enter(entering)
         return True
 
-    def _room(self, prompt: Prompt, entering: int) -> int:
+    def _room(self, prompt: PromptState, entering: int) -> int:
         """Return how many samples of a prompt may enter with room for their full length."""
         lengths = [other.length for other in self.prompts]
         if prompt.slot < 0:
@@ -163,13 +163,13 @@ class BatchingSession:
         room = min(MAX_ROWS, fitting) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
-    def _prefill(self, fresh: list[Prompt]) -> None:
+    def _prefill(self, fresh: list[PromptState]) -> None:
         """Compute the keys and values of new prompts, and the logits after each."""
         if not fresh:
             return
         longest = max(prompt.length for prompt in self.prompts)
         self.prompt_cache.reserve(len(self.prompts), longest)
-        chunks = list[list[Prompt]]()
+        chunks = list[list[PromptState]]()
         size = PREFILL_TOKENS
         for prompt in sorted(fresh, key=lambda prompt: prompt.length):
             if size + prompt.length > PREFILL_TOKENS:
@@ -200,7 +200,7 @@ class BatchingSession:
             for prompt, row in zip(chunk, logits, strict=True):
                 prompt.logits = row
 
-    def _enter(self, entering: Sequence[tuple[Prompt, int]]) -> None:
+    def _enter(self, entering: Sequence[tuple[PromptState, int]]) -> None:
         """Draw the first token of new rows."""
         prompts = [prompt for prompt, _ in entering]
         keys = row_key(
@@ -208,7 +208,7 @@ class BatchingSession:
             torch.tensor([prompt.request.prompt_index for prompt in prompts]),
             torch.tensor([sample for _, sample in entering]),
         )
-        new = [Row(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
+        new = [SampleState(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
         slots = [prompt.slot for prompt in prompts]
         self.own_states.copy(self.prompt_states, slots, len(self.rows))
         self.rows += new
@@ -280,7 +280,7 @@ class BatchingSession:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _draw(self, rows: Sequence[Row], logits: Tensor, noise: Tensor) -> None:
+    def _draw(self, rows: Sequence[SampleState], logits: Tensor, noise: Tensor) -> None:
         """Draw the next token of each row from logits (R,V)."""
         ids, logprobs = sample(logits, self.params, noise.to(logits.device))
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
@@ -312,7 +312,7 @@ class BatchingSession:
         self._places = None
         return finished
 
-    def _remove_prompt(self, prompt: Prompt) -> None:
+    def _remove_prompt(self, prompt: PromptState) -> None:
         last = self.prompts.pop()
         if last is not prompt:
             self.prompt_cache.move([last.slot], [prompt.slot])

@@ -30,7 +30,12 @@ from rlhf_pg.models.attention import AttentionSupport, max_positions
 from rlhf_pg.models.lm_head import bare, evaluating
 from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
-from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession, Prompt, Row
+from rlhf_pg.rollout.native.continuous_batching import (
+    MAX_ROWS,
+    BatchingSession,
+    PromptState,
+    SampleState,
+)
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 logger = logging.getLogger(__name__)
@@ -178,14 +183,14 @@ class HFGenerateSession:
 
     def __post_init__(self) -> None:
         self.model = bare(self.model)  # peft's `generate` would change the generation config
-        self.waiting = list[Row]()
+        self.waiting = list[SampleState]()
 
     def add(self, request: Request) -> None:
-        prompt = Prompt(request, request.limit(self.params), deque())
+        prompt = PromptState(request, request.limit(self.params), deque())
         samples = torch.tensor(request.samples, dtype=torch.int64)
         keys = row_key(self.seed, torch.full_like(samples, request.prompt_index), samples)
         pairs = zip(request.samples, keys.tolist(), strict=True)
-        self.waiting += [Row(prompt, number, key) for number, key in pairs]
+        self.waiting += [SampleState(prompt, number, key) for number, key in pairs]
 
     @property
     def idle(self) -> bool:

@@ -46,7 +46,7 @@ ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
 
 
-class Refused(RolloutError):
+class RequestRefused(RolloutError):
     """The server answered, but refused the request."""
 
 
@@ -104,7 +104,7 @@ class VllmServerEngine(RolloutEngine):
                 self.own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
             weakref.finalize(self, _remove, self.own, os.getpid())
         urls = [urls] if isinstance(urls, str) else urls
-        self.servers = [Server(url, timeout, self.eos_token_ids[0]) for url in urls]
+        self.servers = [VllmServer(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
@@ -118,16 +118,16 @@ class VllmServerEngine(RolloutEngine):
         return closing(_ServerSession(self, params, seed))
 
     @property
-    def alive(self) -> list["Server"]:
+    def alive(self) -> list["VllmServer"]:
         return [server for server in self.servers if not server.lost]
 
-    def server_of(self, prompt_index: int) -> "Server":
+    def server_of(self, prompt_index: int) -> "VllmServer":
         """Return the server to ask about a prompt: the next that has not failed."""
         first = prompt_index % len(self.servers)
         order = self.servers[first:] + self.servers[:first]
         return next(server for server in order if not server.lost)
 
-    def leave_out(self, server: "Server", error: RolloutError) -> None:
+    def leave_out(self, server: "VllmServer", error: RolloutError) -> None:
         """Ask a server no more that has failed; raise the error if it was the last."""
         lost = server.lost
         server.lost = True
@@ -222,7 +222,7 @@ class WeightsCopy:
             weakref.finalize(self, _remove, place, os.getpid())
 
 
-class Server:
+class VllmServer:
     """One `vllm serve`; the constructor asks it what it is, and may raise what the engine may."""
 
     def __init__(self, url: str, timeout: float, token: int) -> None:
@@ -231,7 +231,7 @@ class Server:
         self.instance: str | None = None  # changes when the server is started again
         try:
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
-        except (Refused, TypeError, LookupError) as error:
+        except (RequestRefused, TypeError, LookupError) as error:
             raise ValueError(
                 f"vllm_server_base_url: no vLLM server at {self.client.url} ({tell(error)})"
             ) from error
@@ -254,14 +254,14 @@ class Server:
                 self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
             except RolloutError as error:
                 # If the first answer was lost, the server refuses the retry of a completed load.
-                if not (isinstance(error, Refused) and name in self._models()):
+                if not (isinstance(error, RequestRefused) and name in self._models()):
                     raise RolloutError(
                         f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
                         "below lora_r, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
                     ) from error
         if self.name != self.served:
             # Unloading only saves memory; the server may have lost the old adapter already.
-            with suppress(Refused):
+            with suppress(RequestRefused):
                 self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
 
     def replace_weights(self, place: Path) -> None:
@@ -284,7 +284,7 @@ class Server:
             try:
                 return await self.client.ask(path, body, read)
             except http.Refused as error:
-                raise Refused(str(error)) from error
+                raise RequestRefused(str(error)) from error
             except http.Unanswered as error:
                 raise RolloutError(f"{error}: {REMEDY}") from error
 
@@ -323,7 +323,7 @@ class Server:
     def check_replaceable(self, model: PreTrainedModel) -> None:
         try:
             self.instance, on_cpu = self.identity()
-        except Refused as error:
+        except RequestRefused as error:
             raise ValueError(
                 f"the server at {self.client.url} does not take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
@@ -385,7 +385,7 @@ class _ServerSession(FutureSession):
         self.wait_for(future, (server, request, sample, max_tokens))
 
     def read(
-        self, future: "Future[Any]", asked: tuple[Server, Request, int, int]
+        self, future: "Future[Any]", asked: tuple[VllmServer, Request, int, int]
     ) -> list[Finished]:
         server, request, sample, max_tokens = asked
         try:
