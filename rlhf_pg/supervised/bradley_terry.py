@@ -54,7 +54,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Inputs, Metrics, LossModule, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, LossModule, Metrics, SupervisedTrainer, weight_dtype
 
 logger = logging.getLogger(__name__)
 

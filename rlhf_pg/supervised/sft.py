@@ -33,7 +33,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Inputs, Metrics, LossModule, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Inputs, LossModule, Metrics, SupervisedTrainer, weight_dtype
 
 
 def train_sft(
