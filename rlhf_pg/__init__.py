@@ -36,7 +36,7 @@ NAMES_OF_TRL = {
     "SFTConfig": "it is rlhf_pg.config.SFTConfig",
     "SFTTrainer": "rlhf_pg.supervised.train_sft(SFTConfig(...), model=..., train_dataset=...)",
     "RewardConfig": "it is rlhf_pg.config.RewardModelConfig",
-    "RewardTrainer": "rlhf_pg.rewards.train_reward_model(RewardModelConfig(...), model=...)",
+    "RewardTrainer": "rlhf_pg.supervised.train_reward_model(RewardModelConfig(...), model=...)",
 }
 
 if not TYPE_CHECKING:  # else type checkers would accept any name

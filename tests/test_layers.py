@@ -21,8 +21,8 @@ FLOORS = {
     "settings, and what comes from outside": ("config", "boundary", "failpoints"),
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
-    "samples and scores": ("rollout", "episodes", "agents", "rewards", "tasks", "supervised"),
-    "the loop and the algorithms": ("run", "trainers"),
+    "samples and scores": ("rollout", "episodes", "agents", "rewards"),
+    "the loop and the algorithms": ("run", "trainers", "supervised", "tasks"),
     "runs, before and after": ("plan", "replay", "audit"),
     "the command": ("cli",),
 }

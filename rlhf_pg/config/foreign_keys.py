@@ -61,10 +61,10 @@ HINTS = _by_key({
 SUPERVISED_HINTS = _by_key({
     "batch_size, over all processes": "prompts_per_step per_device_train_batch_size "
         "gradient_accumulation_steps train_batch_size mini_batch_size",
-    "micro_batch_size, which never changes the result":
-        "per_device_eval_batch_size auto_find_batch_size micro_batch_tokens",
+    "micro_batch_tokens, which never changes the result":
+        "per_device_eval_batch_size auto_find_batch_size micro_batch_size",
     "max_length": "max_seq_length max_prompt_length max_completion_length",
-    'dataset_columns: {"text": "its name"}': "dataset_text_field", "packing": "padding_free",
+    'dataset_columns: {"text": "its name"}': "dataset_text_field",
 })
 # Keys without a replacement: the reason, or another way.
 REASONS = _by_key({
@@ -83,7 +83,7 @@ REASONS = _by_key({
     "set OMP_NUM_THREADS in the environment": "cpu_threads",
     "set HF_TOKEN in the environment, since config.yaml would keep a token": "hub_token",
     "accelerate launch --config_file recipes/accelerate/zero3.yaml": "deepspeed fsdp fsdp_config",
-    "a run with rewards never computes padding": "packing",
+    "padding is never computed": "packing padding_free",
     "a run takes the GPU if there is one, and CUDA_VISIBLE_DEVICES= in the environment hides it":
         "use_cpu no_cuda device use_mps_device",
     "a callback ends a run by trainer.stop(), see examples/early_stopping.py":

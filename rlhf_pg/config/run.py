@@ -50,10 +50,24 @@ class TrainingConfig:
     num_train_epochs: float = option(1.0, "later", gt=0, help=
         "Passes over the data, if max_steps is -1.")
     max_steps: int = option(-1, "later", ge=-1, help="Number of steps; -1: by num_train_epochs.")
+    micro_batch_tokens: Auto = option("auto", "cost", help=
+        "Most tokens per forward pass; never changes the result. auto: as many as fit.")
+    optim: Optim = option("adamw_torch_fused", "update", help=
+        "AdamW in one kernel (fused), in several, or with 8-bit moments (bitsandbytes).")
+    adam_beta1: float = option(0.9, "update", ge=0, lt=1, help=
+        "Decay rate of AdamW's first moment.")
+    adam_beta2: float = option(0.999, "update", ge=0, lt=1, help=
+        "Decay rate of AdamW's second moment.")
+    adam_epsilon: float = option(1e-08, "update", gt=0, help=
+        "Epsilon of AdamW, outside the square root.")
     weight_decay: float = option(0.0, "update", ge=0, help=
         "Weight decay of AdamW, except biases and norms.")
     max_grad_norm: float = option(1.0, "update", ge=0, help=
         "Clip the gradient to this norm; 0: no clipping.")
+    max_skipped_steps: int = option(3, "cost", ge=0, help=
+        "Most consecutive steps skipped for non-finite gradients; one more ends the run.")
+    ddp_timeout: int = option(1800, "output", gt=0, help=
+        "Seconds that a process waits for the slowest one.")
     save_total_limit: int | None = option(2, "output", ge=1, help=
         "Newest checkpoints to keep. None: all.")
     report_to: TrackerNames = option((), "output", help=
@@ -85,26 +99,11 @@ class RunConfig:
         "Passes over each rollout batch (PPO epochs).")
     num_mini_batches: int = option(1, "update", ge=1, bias="num_iterations", help=
         "Updates per pass; each has whole groups.")
-    micro_batch_tokens: Auto = option("auto", "cost", help=
-        "Most tokens per forward pass; never changes the result. auto: as many as fit.")
-    optim: Optim = option("adamw_torch_fused", "update", help=
-        "AdamW in one kernel (fused), in several, or with 8-bit moments (bitsandbytes).")
     learning_rate: float = option(1e-06, "later", gt=0, help="Peak learning rate.")
     lr_scheduler_type: Text = option("linear", "update", names=SCHEDULES, help=
         "Schedule of the learning rate; the first four span the whole run.")
     warmup_steps: int = option(0, "update", ge=0, help=
         "Steps of linear warm-up to the peak learning rate.")
-    adam_beta1: float = option(0.9, "update", ge=0, lt=1, help=
-        "Decay rate of AdamW's first moment.")
-    adam_beta2: float = option(0.999, "update", ge=0, lt=1, help=
-        "Decay rate of AdamW's second moment.")
-    adam_epsilon: float = option(1e-08, "update", gt=0, help=
-        "Epsilon of AdamW, outside the square root.")
-    max_skipped_steps: int = option(3, "cost", ge=0, help=
-        "Most consecutive steps skipped for non-finite gradients; one more ends the run.")
-    ddp_timeout: int = option(1800, "output", gt=0, help=
-        "Seconds that a process waits for the slowest one.")
-
     save_steps: int = option(100, "output", ge=0, help=
         "Steps between checkpoints, the last step included; 0: only if interrupted.")
     eval_steps: int = option(0, "evaluation", ge=0, help="Steps between evaluations; 0: none.")

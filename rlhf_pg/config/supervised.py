@@ -17,7 +17,7 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     output_dir: Text = option("runs/supervised", help=
         "Directory of the run: the model in final/, held-out metrics in metrics.json.")
     dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
-        "Data type of the computation; trained weights have at least float32.")
+        "Data type of weights and computation; bfloat16 updates float32 master weights.")
 
     max_length: int | None = option(None, "run", ge=1, help=
         "Most tokens of a text. None: the model's.")
@@ -25,8 +25,9 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
 
     batch_size: int = option(32, "run", ge=1, help=
         "Examples or pairs per step, over all processes.")
-    micro_batch_size: Auto = option("auto", "cost", help=
-        "Examples per forward pass; never changes the result. auto: by the longest example.")
+    micro_batch_tokens: Auto = option("auto", "cost", help=
+        "Most tokens per forward pass; never changes the result. auto: as are still faster, up to "
+        "16384.")
     learning_rate: float = option(2e-05, "later", gt=0, help=
         "Peak learning rate of AdamW; adapters need about ten times more.")
     lr_scheduler_type: Text = option("cosine", "update", names=SCHEDULES, help=
@@ -56,8 +57,6 @@ class SFTConfig(SupervisedConfig):
         "Train only on the assistant's turns of a chat.")
     long_examples: Literal["error", "drop", "truncate"] = option("error", "update", help=
         "Refuse examples longer than max_length, drop them, or truncate them.")
-    packing: bool = option(False, "update", help=
-        "Pack a micro-batch's examples into one row without padding, each with its own positions.")
     label_smoothing: float = option(0.0, "update", ge=0, lt=1, help=
         "Probability spread over the vocabulary, which keeps some exploration for RL.")
 

@@ -136,16 +136,15 @@ def policy_of(
     peft_config: Any,
     quantization_config: Any = None,
     empty: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Load a model to train by a config, by default with weights in its dtype."""
+    """Load a model to train by a config, with weights in its dtype."""
     computes: torch.dtype = getattr(torch, args.dtype)
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     bits = quantization(computes) if args.load_in_4bit else quantization_config
     loaded = load_policy(
         model,
-        dtype or computes,
+        computes,
         device,
         peft_config,
         bits,

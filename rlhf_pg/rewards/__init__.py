@@ -11,7 +11,8 @@ if TYPE_CHECKING:
         accuracy_reward as accuracy_reward,
         think_format_reward as think_format_reward,
     )
-    from rlhf_pg.supervised.bradley_terry import train_reward_model as train_reward_model
+
+    train_reward_model: Any  # of rlhf_pg.supervised, which stands above
 else:
     PLACES = {
         "RewardModel": "rewards.reward_model",

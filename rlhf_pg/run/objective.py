@@ -24,7 +24,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime
 
 Tokens = Callable[[Batch], Tensor]  # (B,T) bool
-LossFunction = Callable[[PolicyOutput, Batch], Loss]
+LossFunction = Callable[[Any, Batch], Loss]  # of what the module returns
 
 
 def action_tokens(batch: Batch) -> Tensor:
@@ -39,7 +39,7 @@ class Term:
         Term(name="entropy", loss=entropy, coef=-0.01, entropy_gradient=True)
 
     Attributes:
-        loss: given the policy's output and the batch, returns the loss of every token, (B,T), and
+        loss: given the module's output and the batch, returns the loss of every token, (B,T), and
             numbers (B,T) or (B,) by name, whose means over the tokens, or the rows that have some,
             are logged; the names are the same on all processes. In other slots the loss is finite.
         tokens: the tokens (B,T) that the term is over, of whatever rows.
@@ -109,7 +109,7 @@ class Objective:
 
     def __call__(
         self,
-        new: PolicyOutput,
+        new: Any,
         batch: Batch,
         counts: Sequence[Tensor],
         meter: Meter,

@@ -1,6 +1,6 @@
 """AdamW and a schedule, with separate rates and warm-ups for policy and critic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.config.run import TrainingConfig
 from rlhf_pg.models.critic import Critic
 
 Optimizers = tuple[Optimizer | None, LRScheduler | None]
@@ -47,10 +48,17 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
-    """Make an optimizer without decay for vectors (biases, norms), with the critic's own rate."""
+    """Make the optimizer of policy and critic, which has a rate of its own."""
     modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
         modules.append((critic, args.value_learning_rate or args.learning_rate))
+    return adamw(modules, args)
+
+
+def adamw(modules: Sequence[tuple[nn.Module, float]], args: TrainingConfig) -> Optimizer:
+    """Make AdamW of the trained parameters of modules, each with its peak learning rate; vectors
+    (biases, norms) do not decay.
+    """
     groups = []
     for module, rate in modules:
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -69,7 +77,6 @@ def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientCon
                     }
                 )
     options: Any = {
-        "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }

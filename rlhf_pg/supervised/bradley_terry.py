@@ -6,9 +6,10 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from datasets import Dataset
@@ -26,11 +27,13 @@ from rlhf_pg.boundary.quoted import about, show
 from rlhf_pg.boundary.user_code import LARGEST, finite
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.data.batch import pad_rows
+from rlhf_pg.data import Batch, Row
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.messages import read_tools
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import SHARE, refuse_columns_of_chats, system_of, with_system
+from rlhf_pg.losses import Loss
+from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import add_adapter, merge
 from rlhf_pg.models.loading import (
     adapter_of,
@@ -44,7 +47,12 @@ from rlhf_pg.models.loading import (
     opening,
     set_options,
 )
+from rlhf_pg.models.packing import lay_out_padded
+from rlhf_pg.models.policy import checkpoint_activations, train_as_evaluated
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
+from rlhf_pg.rewards.scores import at_end
+from rlhf_pg.run.learner import Outputs
+from rlhf_pg.run.objective import Term
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     left_over,
@@ -54,7 +62,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Inputs, LossModule, Metrics, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Metrics, SupervisedTrainer, token_budget
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +81,13 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
         P(chosen over rejected) = sigmoid(r_chosen - r_rejected)
         L = -mean log sigmoid(r_chosen - r_rejected - m)
     """
+    return pair_losses(chosen, rejected, margin).mean()
+
+
+def pair_losses(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """Compute the loss of each pair, (B,), whose mean is `bradley_terry_loss`."""
     apart = chosen - rejected if margin is None else chosen - rejected - margin
-    return -nn.functional.logsigmoid(apart).mean()
+    return -nn.functional.logsigmoid(apart)
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -145,9 +158,22 @@ def train_reward_model(
         load_pairs, args, scorer, processing_class, data, runtime.today(), needs_eos=False
     )
     scorer.config.pad_token_id = tokenizer.pad_token_id
-    trained = scorer if adapter is None else _adapt(scorer, adapter, args.dtype)
-    objective = Preference(scorer, tokenizer.pad_token_id, args)
-    trainer = SupervisedTrainer(objective, trained, tokenizer, pairs, held_out, args, runtime)
+    trained = scorer if adapter is None else _adapt(scorer, adapter)
+    if args.gradient_checkpointing:
+        checkpoint_activations(trained, args.gradient_checkpointing == "offload")
+    longest = 0
+    for pair in chain(pairs, *held_out.values()):
+        longest = max(longest, len(pair.chosen) + len(pair.rejected))
+    trainer = RewardModelTrainer(
+        PairScorer(scorer, not args.disable_dropout),
+        trained,
+        tokenizer,
+        pairs,
+        held_out,
+        args,
+        runtime,
+        token_budget(args, longest, runtime),
+    )
 
     def save(saving: atomic.Save, path: Path) -> None:
         weights = trainer.checkpointer.parts["model"]
@@ -155,7 +181,7 @@ def train_reward_model(
             if runtime.is_main:
                 final = weights.module
                 for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
-                    parameter.data = parameter.data.to(weight_dtype(args))
+                    parameter.data = widen(parameter.data)
                 merge(final).save_pretrained(path)
                 tokenizer.save_pretrained(path)
 
@@ -265,38 +291,93 @@ def _tokenize_pair(
     return Pair(array("i", both[0]), array("i", both[1]), margin)
 
 
-class Preference(LossModule):
-    """The Bradley-Terry loss of pairs, with `center_rewards_coefficient` times their centering."""
+class PairScores(NamedTuple):
+    """The scores of the texts of each pair, (B,), in at least float32."""
 
-    def __init__(self, model: PreTrainedModel, pad: int, args: RewardModelConfig) -> None:
-        super().__init__(model, args)
-        self.pad = pad
-        self.center = args.center_rewards_coefficient
+    chosen: Tensor
+    rejected: Tensor
 
-    def size(self, row: Pair) -> int:
-        return 2 * max(len(row.chosen), len(row.rejected))
 
-    def collate(self, rows: Sequence[Pair]) -> Inputs:
-        """Pad pairs to (B,2,T) ids and mask, chosen before rejected, and margins (B,)."""
-        ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], self.pad)
-        margins = torch.tensor([row.margin for row in rows])
-        shape = (len(rows), 2, -1)
-        return {"ids": ids.view(shape), "mask": mask.view(shape), "margins": margins}
+class PairScorer(nn.Module):
+    """A classifier that scores pairs; it trains with dropout if it `drops`."""
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Return the scores of the chosen and the rejected texts, and the margins, (B,3)."""
-        ids = inputs["ids"].flatten(0, 1)
-        mask = inputs["mask"].flatten(0, 1)
-        with self.autocast(inputs):
-            scores = sequence_scores(self.model, ids, mask).view(-1, 2)
-        return torch.cat([scores, inputs["margins"][:, None]], dim=1)
+    window = 0.0  # no row is packed
 
-    def loss(self, numbers: Tensor) -> Tensor:
-        chosen, rejected, margins = numbers.unbind(1)
-        loss = bradley_terry_loss(chosen, rejected, margins)
-        if self.center is not None:
-            loss = loss + self.center * centering_loss(chosen, rejected)
-        return loss * len(numbers)
+    def __init__(self, model: PreTrainedModel, drops: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.drops = drops
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch train mode; without dropout the model trains in evaluation mode."""
+        super().train(mode)
+        if mode and not self.drops:
+            train_as_evaluated(self.model)
+        return self
+
+    def forward(self, batch: Batch) -> PairScores:
+        """Score the texts of each pair: the first and the last path of its row."""
+        inputs = lay_out_padded(batch).inputs
+        scores = sequence_scores(self.model, inputs["input_ids"], inputs["attention_mask"])
+        paths = torch.tensor([row.paths for row in batch.with_counts().host_rows or ()])
+        ends = paths.cumsum(0).to(scores.device)
+        starts = ends - paths.to(scores.device)
+        return PairScores(scores[starts], scores[ends - 1])
+
+
+def row_of(pair: Pair, group: int = 0) -> Row:
+    """Return a pair as a tree: two branches, chosen before rejected, that follow the tokens with
+    which both begin. The loss of the pair is at the last token.
+
+        >>> row = row_of(Pair([5, 6, 7], [5, 8]))
+        >>> row.prompt_ids, row.ids, row.offsets, row.actions
+        ([5], [6, 7, 8], [1, 1, 3], [False, False, True])
+    """
+    shared = 0
+    while shared < min(len(pair.chosen), len(pair.rejected)) - 1:
+        if pair.chosen[shared] != pair.rejected[shared]:
+            break
+        shared += 1
+    chosen = list(pair.chosen[shared:])
+    rejected = list(pair.rejected[shared:])
+    ids = chosen + rejected
+    offsets = [1] * len(ids)
+    offsets[len(chosen)] = len(chosen) + 1
+    if not shared:  # two texts that begin differently
+        offsets[0] = offsets[len(chosen)] = 0
+    return Row(
+        prompt_ids=list(pair.chosen[:shared]),
+        ids=ids,
+        logprobs=[0.0] * len(ids),
+        actions=[False] * (len(ids) - 1) + [True],
+        offsets=offsets,
+        group=group,
+    )
+
+
+class RewardModelTrainer(SupervisedTrainer[Pair]):
+    """Trains a classifier on the Bradley-Terry loss of pairs."""
+
+    args: RewardModelConfig
+
+    def terms(self) -> list[Term]:
+        """Return the loss, and `center_rewards_coefficient` times the centring."""
+        terms = [Term(name="bradley_terry", loss=pair_loss)]
+        if self.args.center_rewards_coefficient is not None:
+            coef = self.args.center_rewards_coefficient
+            terms.append(Term(name="centering", loss=pair_centering, coef=coef))
+        return terms
+
+    def batch_of(self, examples: Sequence[Pair]) -> Batch:
+        """Return the rows of pairs, with the margins as rewards at their last tokens."""
+        batch = Batch.of([row_of(pair, i) for i, pair in enumerate(examples)], self.runtime.device)
+        margins = torch.tensor([pair.margin for pair in examples], device=self.runtime.device)
+        return batch.with_columns(rewards=at_end(margins, batch.action_mask))
+
+    def measure(self, batch: Batch) -> Outputs:
+        """Return the scores of each pair, and its margin, (B,) each."""
+        scores: PairScores = self.learner.backend(batch)
+        return {**scores._asdict(), "margin": batch.rewards.nansum(1)}
 
     def summarize(self, numbers: Tensor) -> Metrics:
         """Compute the share of pairs in the right order (a tie is wrong), calibration and loss."""
@@ -308,15 +389,23 @@ class Preference(LossModule):
         }
 
 
-def _adapt(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
+def pair_loss(new: PairScores, batch: Batch) -> Loss:
+    """Return the Bradley-Terry loss of each pair, (B,1)."""
+    margins = batch.rewards.nansum(1)
+    return pair_losses(new.chosen, new.rejected, margins)[:, None], {}
+
+
+def pair_centering(new: PairScores, batch: Batch) -> Loss:
+    """Return the centring of each pair, (B,1), whose mean is `centering_loss`."""
+    return (new.chosen + new.rejected).square()[:, None], {}
+
+
+def _adapt(model: PreTrainedModel, config: Any) -> PeftModel:
     """Freeze a classifier and add an adapter, in place; its head is trained in full."""
     config = copy.deepcopy(config)
     config.task_type = "SEQ_CLS"
     head = next(name for name in HEADS if hasattr(model, name))
     config.modules_to_save = sorted({*(config.modules_to_save or ()), head})
-    for name, parameter in model.named_parameters():
-        if not name.startswith(head):  # fully trained weights stay in float32
-            parameter.data = parameter.data.to(getattr(torch, dtype))
     return add_adapter(model, config)
 
 
@@ -329,17 +418,16 @@ def _load(
     options = init_options(args)
     if not isinstance(model, str | PathLike):
         set_options(model, options)
-        return model.to(weight_dtype(args))
+        return model.to(getattr(torch, args.dtype))
 
     def classifier_of(path: str) -> PreTrainedModel:
         check_options(path, options, args.trust_remote_code)
-        # The checkpoint's dtype may be bfloat16, which would lose small updates.
         return from_pretrained(
             AutoModelForSequenceClassification,
             path,
             NEW_HEADS,
             trust_remote_code=args.trust_remote_code,
-            **{"num_labels": 1, "dtype": weight_dtype(args), **options},
+            **{"num_labels": 1, "dtype": getattr(torch, args.dtype), **options},
         )
 
     path = str(model)
@@ -356,7 +444,10 @@ def _load(
                 "of a language model and names its base model, or merge it first"
             )
         adapted = load_model(
-            path, weight_dtype(args), trust_remote_code=args.trust_remote_code, options=options
+            path,
+            getattr(torch, args.dtype),
+            trust_remote_code=args.trust_remote_code,
+            options=options,
         )
         classifier = classifier_of(base)
         classifier.base_model.load_state_dict(merge(adapted).base_model.state_dict())

@@ -2,27 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from os import PathLike
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from transformers import (
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.data.batch import pad_rows
+from rlhf_pg.data import Batch, Row
 from rlhf_pg.data.rendering import special_tokens
-from rlhf_pg.models.attention import max_positions
-from rlhf_pg.models.lm_head import evaluating
+from rlhf_pg.losses import Loss
+from rlhf_pg.models.attention import max_positions, settle_positions
 from rlhf_pg.models.loading import adapter_of, add_stop_tokens, policy_of, stop_token_ids
+from rlhf_pg.models.policy import (
+    Policy,
+    PolicyOutput,
+    checkpoint_activations,
+    disable_dropout,
+)
+from rlhf_pg.run.learner import Outputs
+from rlhf_pg.run.objective import Term
+from rlhf_pg.run.token_budget import chunk_size
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
     UNLABELLED,
@@ -33,7 +36,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Inputs, LossModule, Metrics, SupervisedTrainer, weight_dtype
+from rlhf_pg.supervised.training import Metrics, SupervisedTrainer, token_budget
 
 
 def train_sft(
@@ -80,7 +83,6 @@ def train_sft(
         args,
         runtime.loading_device,
         peft_config,
-        dtype=weight_dtype(args) if peft_config is None else None,  # frozen weights do not change
     )
     args, tokenizer, examples, held_out = load_all(
         load_examples,
@@ -119,99 +121,62 @@ def fit(
     runtime: Runtime,
 ) -> Metrics:
     """Train a loaded model on examples, and save it; see `train_sft`."""
-    if args.packing:
-        check_packing(model, examples)
-    likelihood = Likelihood(model, tokenizer.pad_token_id, args)
-    trainer = SupervisedTrainer(likelihood, model, tokenizer, examples, held_out, args, runtime)
+    longest = max(len(row["input_ids"]) for row in chain(examples, *held_out.values()))
+    settle_positions(model, longest)  # the same for rows of all lengths
+    tokens = token_budget(args, longest, runtime)
+    policy = Policy(
+        model,
+        most_tokens=tokens,
+        chunk_size=chunk_size(runtime),
+        label_smoothing=args.label_smoothing,
+    )
+    if args.disable_dropout:
+        disable_dropout(policy)
+    else:
+        policy.keep_dropout()
+    if args.gradient_checkpointing:
+        checkpoint_activations(model, args.gradient_checkpointing == "offload")
+    trainer = SFTTrainer(policy, model, tokenizer, examples, held_out, args, runtime, tokens)
     return trainer.train(partial(trainer.checkpointer.save_models, final=True))
 
 
-class Likelihood(LossModule):
-    """The negative log-likelihood of trained tokens.
+class SFTTrainer(SupervisedTrainer[Example]):
+    """Trains a policy on the likelihood of labelled tokens."""
 
-        L = -sum_t [(1 - s) log p(y_t) + s/V sum_v log p(v)]
+    def terms(self) -> list[Term]:
+        """Return the negative log-likelihood, smoothed by the head (`TokenDistribution`)."""
+        return [Term(name="nll", loss=likelihood_loss)]
 
-    with the label smoothing s (Szegedy et al. 2016) over a vocabulary of V tokens, in training.
-    """
+    def batch_of(self, examples: Sequence[Example]) -> Batch:
+        """Return the rows of examples: the first token is the prompt, since nothing predicts it."""
+        rows = []
+        for number, example in enumerate(examples):
+            ids = example["input_ids"][1:]
+            row = Row(
+                prompt_ids=example["input_ids"][:1],
+                ids=ids,
+                logprobs=[0.0] * len(ids),
+                actions=[label != UNLABELLED for label in example["labels"][1:]],
+                group=number,
+            )
+            rows.append(row)
+        return Batch.of(rows, self.runtime.device)
 
-    def __init__(self, model: PreTrainedModel, pad: int, args: SFTConfig) -> None:
-        super().__init__(model, args)
-        self.vocabulary = model.config.get_text_config().vocab_size
-        self.pad = pad
-        self.smoothing = args.label_smoothing
-        self.packs = DataCollatorWithFlattening() if args.packing else None
-
-    def count(self, row: Example) -> int:
-        return int((np.asarray(row["labels"][1:]) != UNLABELLED).sum())
-
-    def size(self, row: Example) -> int:
-        return len(row["input_ids"])
-
-    def collate(self, rows: Sequence[Example]) -> Inputs:
-        """Pad examples on the right to (B,T) ids, labels and mask, or pack them."""
-        if self.packs is not None and self.training:  # held-out rows are counted one by one
-            return dict(self.packs(rows))
-        ids, mask = pad_rows([row["input_ids"] for row in rows], self.pad)
-        labels, _ = pad_rows([row["labels"] for row in rows], UNLABELLED)
+    def measure(self, batch: Batch) -> Outputs:
+        """Return loss, right tokens and learnt tokens of each row, (B,) each."""
+        output: PolicyOutput = self.learner.backend(batch, compares=True)
+        assert output.right is not None
         return {
-            "input_ids": ids,
-            "labels": labels,
-            "attention_mask": mask.long(),
+            "loss": -output.logprobs.double().sum(1),
+            "right": output.right.double().sum(1),
+            "learnt": batch.action_mask.double().sum(1),
         }
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Return loss, correct tokens and trained tokens of each row, (B,3)."""
-        inputs = inputs.copy()
-        labels = inputs.pop("labels")
-        with self.autocast(inputs):
-            logits = self.model(**inputs, use_cache=False).logits
-            return token_sums(logits, labels, self.smoothing * self.training)
-
-    def loss(self, numbers: Tensor) -> Tensor:
-        return numbers[:, 0].sum()
 
     def summarize(self, numbers: Tensor) -> Metrics:
         loss, right, learnt = numbers.sum(0).tolist()
         return {"loss": loss / learnt, "mean_token_accuracy": right / learnt}
 
 
-def token_sums(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the loss, the correct tokens and the trained tokens of each row, (B,3), from logits
-    (B,T,V), each for the next token, and labels (B,T), `UNLABELLED` for tokens not trained on.
-    """
-    logits = logits[:, :-1]
-    labels = labels[:, 1:]
-    learnt = labels != UNLABELLED
-    losses = nn.functional.cross_entropy(
-        logits.flatten(0, 1),
-        labels.flatten(),
-        reduction="none",
-        label_smoothing=smoothing,
-    )
-    losses = losses.view(labels.shape)
-    right = (logits.argmax(-1) == labels) & learnt
-    return torch.stack([losses.sum(1), right.sum(1), learnt.sum(1)], dim=1)
-
-
-@torch.no_grad()
-def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
-    """Refuse to pack if an example changes the logits of the next one in its row (ValueError)."""
-    short = [list(row["input_ids"][:16]) for row in examples[:2]]
-    first = short[0]
-    second = short[-1]
-    rows = model.get_input_embeddings().weight.shape[0]
-    other = [(token + 1) % rows for token in first]
-    collate = DataCollatorWithFlattening()
-    logits = []
-    with evaluating(model):
-        for before in (first, other):
-            batch = collate([{"input_ids": before}, {"input_ids": second}])
-            del batch["labels"]
-            inputs = {name: value.to(model.device) for name, value in batch.items()}
-            logits.append(model(**inputs, use_cache=False).logits[0, len(first) :].float())
-    change = (logits[0] - logits[1]).abs().max() / logits[0].std()
-    rounding = 0.05 if model.dtype == torch.bfloat16 else 1e-3  # in deviations
-    if not change <= rounding:
-        raise ValueError(
-            f"packing: the attention of {type(model).__name__} mixes packed examples: leave it out"
-        )
+def likelihood_loss(new: PolicyOutput, batch: Batch) -> Loss:
+    """Return -log p(y_t), with label smoothing in training."""
+    return -new.logprobs, {}

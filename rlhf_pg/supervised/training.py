@@ -1,26 +1,23 @@
 """The loop of supervised runs, on the backends, checkpoints and trackers of the RL trainers.
 
 A step trains on `batch_size` rows over all processes; the last step of an epoch has what is left.
-Its loss is a mean over the units (tokens, pairs) of all its rows, however they are split.
+Its loss is a mean over the tokens of its term (one of each pair) in all its rows, however they are
+split.
 """
 
 import hashlib
 import json
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from rlhf_pg.boundary.output_files import write_file
@@ -28,123 +25,66 @@ from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.data import vocabulary_fingerprint
-from rlhf_pg.models import policy
-from rlhf_pg.models.policy import checkpoint_activations, train_as_evaluated
+from rlhf_pg.data import Batch, vocabulary_fingerprint
 from rlhf_pg.report.journal import Journal, due
-from rlhf_pg.runtime import FullWeights, Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.run.learner import Learner, Outputs
+from rlhf_pg.run.objective import Objective, Term
+from rlhf_pg.run.optimizer import adamw
+from rlhf_pg.run.token_budget import most
+from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.runtime.trackers import Trackers
 
-# Limits of an automatic micro-batch: padded tokens, and their logits. The logits are 1 GiB in
-# float32, and the loss needs three to four times as much at its peak.
-TOKENS = 16384
-LOGITS = 2**28
-MOST_SKIPPED = 3  # consecutive steps without a finite gradient
+TOKENS = 16384  # most in an automatic micro-batch
 
-Inputs = dict[str, Tensor]
 Metrics = dict[str, float]
+E = TypeVar("E")  # an example, of which a row is made
 
 
-class LossModule(nn.Module, ABC):
-    """A model and its loss on rows of data."""
+class SupervisedTrainer(ABC, Generic[E]):
+    """Trains a module on rows by the terms of an objective.
 
-    vocabulary = 1  # logits of a token
-
-    def __init__(self, model: PreTrainedModel, args: SupervisedConfig) -> None:
-        super().__init__()
-        self.model = model
-        self._dtype = getattr(torch, args.dtype)
-
-    def autocast(self, inputs: Inputs) -> AbstractContextManager[Any]:
-        """Compute in bfloat16 inside the block, if the config says so."""
-        kind = next(iter(inputs.values())).device.type  # weights may be offloaded
-        return torch.autocast(kind, torch.bfloat16, self._dtype == torch.bfloat16)
-
-    def count(self, row: Any) -> int:
-        """Return the units of a row over which the loss is a mean."""
-        return 1
-
-    @abstractmethod
-    def size(self, row: Any) -> int:
-        """Return the tokens of a row."""
-
-    @abstractmethod
-    def collate(self, rows: Sequence[Any]) -> Inputs:
-        """Make the inputs of `forward`."""
-
-    @abstractmethod
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Return (B,K) numbers of the rows."""
-
-    @abstractmethod
-    def loss(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all units, from the numbers of a micro-batch."""
-
-    @abstractmethod
-    def summarize(self, numbers: Tensor) -> Metrics:
-        """Return metrics, from the float64 numbers of all held-out rows."""
-
-
-def weight_dtype(args: SupervisedConfig) -> torch.dtype:
-    """Return the dtype of trained weights: bfloat16 would lose small updates."""
-    if args.dtype == "float64":
-        return torch.float64
-    return torch.float32
-
-
-class SupervisedTrainer:
-    """Trains an objective on rows of data.
-
-    It saves `model`, the objective's or its adapter. Rows to evaluate on are `held_out`, by name; a
-    single set has the name "".
+    Args:
+        module: given a batch, returns what the terms need; it has `window`, the tokens of the
+            longest row that it packs.
+        model: what is saved: the module's model, or its adapter.
+        examples: of the training data.
+        held_out: examples to evaluate on, by name; a single set has the name "".
     """
 
     def __init__(
         self,
-        objective: LossModule,
+        module: nn.Module,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        rows: Sequence[Any],
-        held_out: Mapping[str, Sequence[Any]],
+        examples: Sequence[E],
+        held_out: Mapping[str, Sequence[E]],
         args: SupervisedConfig,
         runtime: Runtime,
+        token_budget: int,
     ) -> None:
-        data = fingerprint(rows)
+        data = fingerprint(examples)
         if args.dataset_fingerprint not in (None, data):
             raise ValueError(
                 f"the training data have the fingerprint {data}, not dataset_fingerprint "
                 f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave it out"
             )
         args = replace(args.on(runtime.device.type), dataset_fingerprint=data)
-        if args.gradient_checkpointing:
-            checkpoint_activations(model, args.gradient_checkpointing == "offload")
         self.args = args
-        self.objective = objective
-        self.rows = rows
+        self.examples = examples
         self.held_out = held_out
         self.runtime = runtime
         self.state = TrainState()
-        self.steps_per_epoch = math.ceil(len(rows) / args.batch_size)
+        self.steps_per_epoch = math.ceil(len(examples) / args.batch_size)
         steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
         self.total = args.max_steps if args.max_steps > 0 else steps
-        longest = max(map(objective.size, chain(rows, *held_out.values())))
-        self.rows_per_pass = micro_batch_size(args, objective.vocabulary, longest, runtime.world)
-        fingerprints = {
-            "reference": None,
-            "critic": None,
-            "model": policy.fingerprint(model),
-            "train_dataset": data,
-            "tokenizer": vocabulary_fingerprint(tokenizer),
-        }
-        parts = {"model": FullWeights(model, runtime.splits, runtime.watch)}
-        objective.to(runtime.loading_device)
-        trained = [p for p in objective.parameters() if p.requires_grad]
-        groups = []
-        if wide := [p for p in trained if p.ndim >= 2]:
-            groups.append({"params": wide, "weight_decay": args.weight_decay})
-        if narrow := [p for p in trained if p.ndim < 2]:  # biases and norms do not decay
-            groups.append({"params": narrow, "weight_decay": 0.0})
-        optimizer = AdamW(groups, lr=args.learning_rate, fused=True)
+        self.objective = Objective(
+            self.terms(),
+            aggregation="token_mean",
+            max_completion_length=1,
+            all_sum=runtime.all_reduce_sum,
+        )
+        optimizer = adamw([(module, args.learning_rate)], args)
         warmup = args.warmup_steps
         if warmup < 1:  # a share of all steps
             warmup *= self.total
@@ -154,18 +94,46 @@ class SupervisedTrainer:
             math.ceil(warmup),
             self.total,
         )
-        self.backend = runtime.prepare(objective, optimizer, args.max_grad_norm)
+        module.to(runtime.loading_device)
+        self.learner = Learner(
+            module=module,
+            parts={"model": model},
+            packers=[module],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            runtime=runtime,
+            max_grad_norm=args.max_grad_norm,
+            token_budget=token_budget,
+            state=self.state,
+        )
+        described = {"train_dataset": data, "tokenizer": vocabulary_fingerprint(tokenizer)}
         self.checkpointer = Checkpointer(
             directory=Path(args.output_dir) / "checkpoints",
-            parts=parts,
+            parts=self.learner.parts,
             tokenizer=tokenizer,
-            backend=self.backend,
+            backend=self.learner.backend,
             scheduler=scheduler,
             state=self.state,
             config=asdict(args),
-            fingerprints=lambda: fingerprints,
+            fingerprints=lambda: self.learner.fingerprints | described,
             limit=args.save_total_limit,
         )
+
+    @abstractmethod
+    def terms(self) -> list[Term]:
+        """Return the terms of the objective."""
+
+    @abstractmethod
+    def batch_of(self, examples: Sequence[E]) -> Batch:
+        """Return the rows of examples."""
+
+    @abstractmethod
+    def measure(self, batch: Batch) -> Outputs:
+        """Return numbers (B,) of the held-out rows of a micro-batch, by name."""
+
+    @abstractmethod
+    def summarize(self, numbers: Tensor) -> Metrics:
+        """Return metrics, from the float64 numbers of all held-out rows, (N,K)."""
 
     @broadcasts_failure
     def train(self, save: Callable[[atomic.Save, Path], None]) -> Metrics:
@@ -231,71 +199,62 @@ class SupervisedTrainer:
         return measured
 
     def step(self) -> dict[str, Any]:
-        """Make one update, and count it; the loss is a mean over the units of all its rows."""
+        """Make one update, and count it; the loss is a mean over the tokens of all its rows."""
         args = self.args
         state = self.state
-        begun = time.perf_counter()
-        rate = self.backend.optimizer.param_groups[0]["lr"]
-        places = order(len(self.rows), args.batch_size, args.seed, state.step)
-        rows = [self.rows[i] for i in places]
-        units = sum(map(self.objective.count, rows))
-        self.objective.train()
-        if args.disable_dropout:
-            train_as_evaluated(self.objective.model)
-        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        for inputs, size, is_last in self._micro_batches(rows):
-            with self.backend.micro_batch(is_last):
-                loss = self.objective.loss(self.backend(inputs)) * (min(size, 1) / units)
-                self.backend.backward(loss)
-            total += loss.detach()
-        norm = self.backend.step()
-        self.checkpointer.scheduler.step()
+        runtime = self.runtime
+        meter = Meter()
+        rate = self.learner.optimizer.param_groups[0]["lr"]
+        places = order(len(self.examples), args.batch_size, args.seed, state.step)
+        examples = [self.examples[i] for i in places[runtime.rank :: runtime.world]]
+        self.learner.module.train()
+        self.learner.accumulate(self.batch_of(examples), self.objective, meter)
+        norm = self.learner.backend.step()
+        self.learner.scheduler.step()
         state.step += 1
         state.skipped_in_a_row += 1
         if math.isfinite(norm):
             state.skipped_in_a_row = 0
-        if state.skipped_in_a_row > MOST_SKIPPED:
+        if state.skipped_in_a_row > args.max_skipped_steps:
             raise FloatingPointError(
-                f"step {state.step}: {MOST_SKIPPED + 1} gradients in a row are not finite: lower "
-                "learning_rate"
+                f"step {state.step}: {state.skipped_in_a_row} gradients in a row are not finite: "
+                "lower learning_rate"
             )
         return {
             "step": state.step,
-            "loss": float(self.runtime.all_reduce_sum(total)),
+            **meter.means(runtime.all_reduce_sum(meter.sums())),
             "grad_norm": norm,
             "learning_rate": rate,
             "epoch": state.step / self.steps_per_epoch,
-            "step_time": time.perf_counter() - begun,
+            "step_time": meter.age,
         }
 
-    @torch.no_grad()
     def evaluate(self) -> Metrics:
         """Return the metrics on every held-out set."""
-        self.objective.eval()
+        runtime = self.runtime
+        self.learner.module.eval()
         metrics = Metrics()
-        for name, rows in self.held_out.items():
-            parts = [self.backend(inputs)[:n] for inputs, n, _ in self._micro_batches(rows)]
-            numbers, _ = self.runtime.gather(torch.cat(parts).double())
-            summary = self.objective.summarize(numbers.cpu())
+        for name, examples in self.held_out.items():
+            parts = []
+            for start in range(0, len(examples), self.args.batch_size):
+                some = examples[start : start + self.args.batch_size]
+                batch = self.batch_of(some[runtime.rank :: runtime.world])
+                columns = self.learner.map_micro_batches(batch, self.measure)
+                parts.append(torch.stack([*columns.values()], dim=1))
+            numbers, _ = runtime.gather(torch.cat(parts).double())
             prefix = f"eval_{name}_" if name else "eval_"
-            for key, value in summary.items():
+            for key, value in self.summarize(numbers.cpu()).items():
                 metrics[prefix + key] = value
         return metrics
 
-    def _micro_batches(self, rows: Sequence[Any]) -> Iterator[tuple[Inputs, int, bool]]:
-        """Yield the inputs of this process's micro-batches, as many as on every other process, with
-        their number of rows (0 for blank inputs), and whether they are the last.
-        """
-        runtime = self.runtime
-        size = self.rows_per_pass
-        local = rows[runtime.rank :: runtime.world]
-        most = math.ceil(len(rows) / runtime.world)  # rows of a process
-        number = math.ceil(most / size)
-        for i in range(number):
-            part = local[i * size : (i + 1) * size]
-            inputs = self.objective.collate(part or rows[:1])
-            inputs = {name: value.to(runtime.device) for name, value in inputs.items()}
-            yield inputs, len(part), i + 1 == number
+
+def token_budget(args: SupervisedConfig, longest: int, runtime: Runtime) -> int:
+    """Return `micro_batch_tokens`, for rows of at most `longest` tokens; for "auto" as many as are
+    still faster, up to `TOKENS`.
+    """
+    if args.micro_batch_tokens != "auto":
+        return int(args.micro_batch_tokens)
+    return max(longest, min(TOKENS, most(runtime.device.type, longest)))
 
 
 def order(size: int, batch: int, seed: int, step: int) -> list[int]:
@@ -308,14 +267,6 @@ def order(size: int, batch: int, seed: int, step: int) -> list[int]:
 def _permutation(size: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return list(torch.randperm(size, generator=generator).tolist())
-
-
-def micro_batch_size(args: SupervisedConfig, vocabulary: int, longest: int, world: int) -> int:
-    """Return the rows of a micro-batch; for "auto" as `TOKENS` and `LOGITS` allow."""
-    if isinstance(args.micro_batch_size, int):
-        return args.micro_batch_size
-    fit = max(1, min(TOKENS, LOGITS // vocabulary) // longest)
-    return min(fit, math.ceil(args.batch_size / world))
 
 
 def fingerprint(rows: Any) -> str:

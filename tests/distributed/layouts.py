@@ -204,11 +204,11 @@ LAYOUTS = [
 # Supervised runs on 11 rows in batches of 4: the last of an epoch has three.
 SUPERVISED: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
-    "sft, one by one": {"algorithm": "sft", "micro_batch_size": 1},
-    "sft, packed": {"algorithm": "sft", "packing": True, "label_smoothing": 0.1},
+    "sft, one by one": {"algorithm": "sft", "micro_batch_tokens": 1},
+    "sft, smoothed": {"algorithm": "sft", "label_smoothing": 0.1},
     "sft, LoRA": {"algorithm": "sft", "use_peft": True, "lora_r": 2},
     "reward model": {"algorithm": "reward_model"},
-    "reward model, one by one": {"algorithm": "reward_model", "micro_batch_size": 1},
+    "reward model, one by one": {"algorithm": "reward_model", "micro_batch_tokens": 1},
     "reward model, LoRA": {"algorithm": "reward_model", "use_peft": True, "lora_r": 2},
 }
 SUPERVISED_DOUBLE = {

@@ -1,5 +1,6 @@
 """Training a reward model: the loss, what it learns, what it leaves behind, what is refused."""
 
+import copy
 import json
 import math
 
@@ -10,15 +11,20 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_pg.config import RewardModelConfig
+from rlhf_pg.data import Batch
 from rlhf_pg.rewards import RewardModel, train_reward_model
+from rlhf_pg.rewards.reward_model import sequence_scores
+from rlhf_pg.run.learner import Learner
 from rlhf_pg.supervised.bradley_terry import (
     Pair,
-    Preference,
+    PairScorer,
+    RewardModelTrainer,
     _load,
     bradley_terry_loss,
     calibration_error,
     centering_loss,
     load_pairs,
+    row_of,
 )
 from tests.rewards.test_reward_model import TEMPLATE, by_hand, classifier, close, letters, says
 from tests.supervised.test_sft import copy_to_step
@@ -84,22 +90,67 @@ def test_centering_is_mean_squared_sum():
     assert centering_loss(chosen, rejected).item() == pytest.approx((9 + 0.25) / 2)
 
 
-def preference(model, pad=0, **options):
-    return Preference(model, pad, RewardModelConfig(**options))
+def scored(model, rows):
+    with torch.no_grad():
+        return PairScorer(model)(Batch.of([row_of(pair, i) for i, pair in enumerate(rows)]))
 
 
-def test_loss_of_pairs_is_their_sum():
-    model, rows = classifier("gpt2"), [Pair([5, 9, 2], [7], -100.0), Pair([0], [4, 6, 2, 2])]
-    objective = preference(model, center_rewards_coefficient=0.1)
-    numbers = objective(objective.collate(rows))
-    chosen, rejected, margins = numbers.unbind(1)
-    expected = bradley_terry_loss(chosen, rejected, margins) + 0.1 * centering_loss(
-        chosen, rejected
+APART = [
+    Pair([5, 9, 2], [7]),  # nothing in common
+    Pair([0], [4, 6, 2, 2]),
+    Pair([3, 4, 5, 2], [3, 4, 6]),  # two tokens in common
+    Pair([3, 4], [3, 4, 6, 2]),  # one text begins with the other
+    Pair([3, 4, 6, 2], [3]),
+]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_each_text_of_a_pair_is_scored_as_alone(arch):
+    model = classifier(arch)
+    scores = scored(model, APART)
+    for own, other in zip(scores, zip(*APART, strict=True), strict=False):
+        assert close(own.tolist(), [by_hand(model, ids) for ids in other])
+
+
+def test_gradient_of_a_step_is_that_of_the_losses_by_hand(tmp_path, monkeypatch):
+    """Of pairs in micro-batches of one, with margins and centring."""
+    model = classifier("gpt2", scale=0.2).double()
+    data = pairs(6).add_column("margin", [0.5, -0.25, 0.0, 1.0, 0.0, 0.75])
+    args = config(
+        tmp_path,
+        dtype="float64",
+        center_rewards_coefficient=0.1,
+        micro_batch_tokens=1,
+        batch_size=6,
+        max_grad_norm=0.0,
+        max_steps=1,
     )
-    assert margins.tolist() == [-100, 0]
-    parts = sum(objective.loss(objective(objective.collate([row]))) for row in rows)
-    assert objective.loss(numbers).item() == pytest.approx(2 * expected.item())
-    assert parts.item() == pytest.approx(2 * expected.item())
+    found = []
+    step = Learner.accumulate
+
+    def kept(learner, *arguments):
+        step(learner, *arguments)
+        found.append([p.grad.clone() for p in model.parameters()])
+        return {}
+
+    monkeypatch.setattr(Learner, "accumulate", kept)
+    loaded = load_pairs(data, args, letters(), None, "data")
+    before = copy.deepcopy(model)
+    train_reward_model(args, model, letters(), data, pairs(8))
+    chosen, rejected = (
+        torch.stack(
+            [
+                sequence_scores(before, torch.tensor([list(ids)]), torch.ones(1, len(ids)))[0]
+                for ids in texts
+            ]
+        )
+        for texts in ([pair.chosen for pair in loaded], [pair.rejected for pair in loaded])
+    )
+    margins = torch.tensor(data["margin"], dtype=torch.float64)
+    loss = bradley_terry_loss(chosen, rejected, margins) + 0.1 * centering_loss(chosen, rejected)
+    loss.backward()
+    for own, parameter in zip(found[0], before.parameters(), strict=True):
+        assert own.allclose(parameter.grad, rtol=0, atol=1e-9)
 
 
 def test_calibration_error_by_hand():
@@ -119,20 +170,9 @@ def test_calibration_error_of_ties_and_certainty():
     assert calibration_error(-far, far) == 1
 
 
-def test_batch_is_scored_pair_by_pair():
-    model = classifier("gpt2")
-    rows = [Pair([5, 9, 2], [7]), Pair([0], [4, 6, 2, 2])]
-    for pad in (0, 2):
-        with torch.no_grad():
-            objective = preference(model, pad)
-            numbers = objective(objective.collate(rows))
-        expected = [[by_hand(model, ids) for ids in (row.chosen, row.rejected)] for row in rows]
-        assert close(numbers[:, :2].flatten().tolist(), [x for pair in expected for x in pair])
-
-
 def test_tie_counts_as_wrong():
     numbers = torch.tensor([[1.0, 0.5, 0], [0.5, 0.5, 0], [0.0, 0.5, 0], [-1.0, -2.0, 0]])
-    assert preference(classifier()).summarize(numbers.double())["accuracy"] == 0.5
+    assert RewardModelTrainer.summarize(None, numbers.double())["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize("chat", [False, True])

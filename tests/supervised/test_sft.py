@@ -1,10 +1,12 @@
 """Fine-tuning: its loss and its metrics, packing, adapters, resuming, and what is left behind."""
 
+import copy
 import json
 import math
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,19 +15,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg.config import SFTConfig
+from rlhf_pg.config.parse import parse
 from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
+from rlhf_pg.run.learner import Learner
 from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.sft import Likelihood, check_packing, token_sums
-from rlhf_pg.supervised.training import SupervisedTrainer, micro_batch_size, order
+from rlhf_pg.supervised.training import SupervisedTrainer, order, token_budget
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
-
-ROWS = [
-    {"input_ids": [5, 9, 4, 7, 2], "labels": [-100, -100, 4, 7, 2]},
-    {"input_ids": [8, 3, 2], "labels": [-100, 3, 2]},
-    {"input_ids": [6, 6, 11, 12, 13, 14, 2], "labels": [-100, 6, 11, 12, 13, 14, 2]},
-]
 
 
 def upper(count=24):
@@ -75,63 +72,46 @@ def test_held_out_metrics_are_means_over_learnt_tokens(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
 
 
-def test_token_sums_by_hand():
-    logits = torch.tensor([[[0.0, math.log(3)], [math.log(4), 0.0], [9.0, 9.0]]])
-    sums = token_sums(logits, torch.tensor([[1, 1, 1]]))
-    assert sums[0].tolist() == pytest.approx([math.log(4 / 3) + math.log(5), 1, 2])
-    sums = token_sums(logits, torch.tensor([[1, -100, 0]]))
-    assert sums[0].tolist() == pytest.approx([math.log(5 / 4), 1, 1])
+def gradient_of_a_step(directory, monkeypatch, model, data, **options):
+    found = []
+    accumulate = Learner.accumulate
+
+    def kept(learner, *arguments):
+        accumulate(learner, *arguments)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        return {}
+
+    monkeypatch.setattr(Learner, "accumulate", kept)
+    defaults = {"dtype": "float64", "max_steps": 1, "max_grad_norm": 0.0, "batch_size": len(data)}
+    train(directory, model, data, **(defaults | options))
+    monkeypatch.undo()
+    return found[0], read(directory / "metrics.jsonl")[0]["loss"]
 
 
-def test_packing_is_refused_where_attention_mixes_examples(tmp_path):
-    shape = {"n_layer": 2, "n_head": 4}  # Bloom's mask counts columns
-    with pytest.raises(ValueError, match="packing: the attention of BloomForCausalLM mixes"):
-        train(tmp_path, tiny_model("bloom", **shape), packing=True)
-    assert not (tmp_path / "final").exists()
-
-
-def likelihood(arch="llama", **options):
-    model = tiny_model(arch, scale=0.2, dtype=torch.float64)
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_gradient_of_a_step_is_that_of_a_loop_over_rows(tmp_path, monkeypatch, arch, smoothing):
+    """(1 - s) of -log p(y) and s of the mean of -log p(v), over the labels of all rows; whether
+    rows are packed or not (Bloom's mask counts columns).
+    """
+    shape = {"n_layer": 2, "n_head": 4} if arch == "bloom" else {}
+    model = tiny_model(arch, scale=0.2, **shape).double()
     disable_dropout(model)
-    return Likelihood(model, 0, SFTConfig(dtype="float64", **options)).train()
-
-
-def loss_and_gradient(objective, rows):
-    loss = objective.loss(objective(objective.collate(rows)))
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in objective.parameters()])
-
-
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3"])
-def test_packed_loss_and_gradient_match_unpadded(arch):
-    pairs = [
-        loss_and_gradient(likelihood(arch, packing=packing), ROWS) for packing in (True, False)
-    ]
-    assert pairs[0][0] == pytest.approx(pairs[1][0], rel=1e-6)  # norms of Llama are in float32
-    assert pairs[0][1].allclose(pairs[1][1], atol=1e-5)
-    check_packing(tiny_model(arch), ROWS)
-
-
-def test_smoothed_loss_by_loop():
-    """(1 - s) of -log p(y) and s of the mean of -log p(v), over the labels of every row."""
-    objective = likelihood(label_smoothing=0.2)
-    expected = 0.0
-    for row in ROWS:
-        logits = objective.model(torch.tensor([row["input_ids"]])).logits[0]
-        for t, label in enumerate(row["labels"][1:]):
-            if label != -100:
-                log_p = logits[t].log_softmax(0)
-                expected -= (0.8 * log_p[label] + 0.2 * log_p.mean()).item()
-    assert objective.loss(objective(objective.collate(ROWS))).item() == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert sum(map(objective.count, ROWS)) == 3 + 2 + 6
-
-
-def test_precision_is_that_of_the_inputs_device():
-    with torch.device("meta"):  # as offloaded weights are elsewhere
-        objective = Likelihood(tiny_model("llama"), 0, SFTConfig(dtype="bfloat16"))
-    assert objective.autocast({"input_ids": torch.zeros(1, 1)}).device == "cpu"
+    before = copy.deepcopy(model)
+    data = upper(5)
+    own, loss = gradient_of_a_step(tmp_path, monkeypatch, model, data, label_smoothing=smoothing)
+    tokenizer, losses = letters(), []
+    for row in data:
+        ids = tokenizer(row["prompt"] + row["completion"])["input_ids"] + [2]
+        log_p = before(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for place in range(len(row["prompt"]), len(ids)):
+            said = log_p[place - 1]
+            losses.append(-(1 - smoothing) * said[ids[place]] - smoothing * said.mean())
+    mean = torch.stack(losses).mean()
+    assert loss == pytest.approx(mean.item(), rel=1e-6)  # norms of Llama are in float32
+    mean.backward()
+    for name, parameter in before.named_parameters():
+        assert own[name].allclose(parameter.grad, rtol=0, atol=1e-5), name
 
 
 def test_rows_of_every_epoch_come_once():
@@ -142,10 +122,9 @@ def test_rows_of_every_epoch_come_once():
     assert first != second
 
 
-def test_micro_batches_and_packing_change_no_step(tmp_path):
+def test_micro_batches_and_packing_change_no_step(tmp_path, monkeypatch):
     """22 rows in batches of 8: the last of an epoch has six."""
-    runs = {"whole": {}, "one": {"micro_batch_size": 1}, "three": {"micro_batch_size": 3}}
-    runs |= {"packed": {"packing": True, "micro_batch_size": 5}}
+    runs = {"whole": {}, "one": {"micro_batch_tokens": 1}, "some": {"micro_batch_tokens": 20}}
     found = {}
     for name, options in runs.items():
         model = tiny_model("gpt2", scale=0.2)
@@ -157,13 +136,23 @@ def test_micro_batches_and_packing_change_no_step(tmp_path):
         assert all(after[k].allclose(x, rtol=0, atol=1e-9) for k, x in found["whole"][1].items())
 
 
-def test_automatic_micro_batch_fits_tokens_and_logits():
-    args = SFTConfig(batch_size=12)
-    assert micro_batch_size(args, vocabulary=40, longest=7, world=1) == 12
-    assert micro_batch_size(args, vocabulary=40, longest=7, world=5) == 3
-    assert micro_batch_size(args, vocabulary=40, longest=16384 // 2, world=1) == 2
-    assert micro_batch_size(args, vocabulary=2**24, longest=7, world=1) == 2  # 16 rows of logits
-    assert micro_batch_size(args, vocabulary=2**30, longest=7, world=1) == 1
+def test_automatic_micro_batch_holds_the_longest_row():
+    runtime = SimpleNamespace(device=torch.device("cpu"))
+    assert token_budget(SFTConfig(), 7, runtime) == 1024
+    assert token_budget(SFTConfig(), 1000, runtime) == 4000
+    assert token_budget(SFTConfig(), 9000, runtime) == 16384
+    assert token_budget(SFTConfig(), 20000, runtime) == 20000
+    assert token_budget(SFTConfig(micro_batch_tokens=5), 7, runtime) == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [("micro_batch_size", "micro_batch_tokens"), ("packing", "padding is never computed")],
+)
+def test_keys_of_the_past_are_answered(key, answer, capsys):
+    with pytest.raises(SystemExit):
+        parse(SFTConfig, [f"--{key}", "4"])
+    assert answer in capsys.readouterr().err
 
 
 def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
