@@ -7,6 +7,7 @@ Shapes: B rows, P prompt width, T completion width; N computed tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -258,7 +259,10 @@ class Segment(NamedTuple):
 
 
 def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
-    """Cut rows at every branch, in order of creation; the prompt of a family is in its first."""
+    """Cut rows at every branch, in order of creation; the prompt of a family is in its first, and
+    apart from the completion if there are several.
+    """
+    sizes = Counter(row.family for row in rows)
     firsts = dict[int, int]()
     # The first token of each segment, and the token that it follows.
     follows = dict[_Place, _Place | None]()
@@ -266,7 +270,9 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
         first = firsts.setdefault(row.family, i)
         if first == i:
             follows[i, -row.prompt] = None
-        jumps = {0: 1} | dict(row.jumps) if row.completion else {}
+        jumps = dict(row.jumps)
+        if row.completion and sizes[row.family] > 1:
+            jumps = {0: 1} | jumps
         for column, offset in jumps.items():
             follows[i, column] = None
             if offset:

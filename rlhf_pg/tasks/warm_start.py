@@ -7,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.utils import get_json_schema
 
@@ -25,6 +26,7 @@ def warm_start(args: SFTConfig) -> Path:
     set_seed(args.seed)
     model, tokenizer = task.new_model()
     rows = examples(task.demonstrations(), tokenizer, [get_json_schema(one) for one in task.tools])
+    model = model.to(getattr(torch, args.dtype))
     fit(args, model, tokenizer, rows, {}, Runtime(cpu=True))
     return Path(args.output_dir) / "final"
 

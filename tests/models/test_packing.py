@@ -127,7 +127,10 @@ def test_different_prompts_in_group_are_not_shared():
     batch = batch_of([[5, 9], [5, 8], [6, 8]], [[[7], [8]], [[7, 7]], [[9], [2]]])
     batch = replace(batch, groups=torch.zeros_like(batch.groups))
     assert batch.shared_prefixes().tolist() == [0, 0, 1, 2, 2]
-    assert lay_out_packed(batch).inputs["input_ids"].numel() == 3 * 2 + 6
+    inputs = lay_out_packed(batch).inputs
+    assert inputs["input_ids"].numel() == 3 * 2 + 6
+    # The prompt of a single row is no segment of its own: its attention is one call, not three.
+    assert [span.length for span in inputs["layout"].spans] == [2, 1, 1, 4, 2, 1, 1]
     model = tiny_model("gpt2", dtype=torch.float64)
     assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
 

@@ -90,6 +90,12 @@ def test_two_step_warm_start_begins_at_its_seed_and_loads_with_lower_loss(tmp_pa
     assert losses[1] < losses[0] - 0.05
 
 
+def test_warm_start_has_the_dtype_of_its_config(tmp_path):
+    args = SFTConfig(task="arithmetic", output_dir=str(tmp_path), max_steps=1, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(warm_start(args))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 def test_each_task_is_warm_started_once_with_own_recipe(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
