@@ -14,7 +14,6 @@ from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import Batch, Row
 from rlhf_pg.data.rendering import special_tokens
-from rlhf_pg.losses import Loss
 from rlhf_pg.models.attention import max_positions, settle_positions
 from rlhf_pg.models.loading import adapter_of, add_stop_tokens, policy_of, stop_token_ids
 from rlhf_pg.models.policy import (
@@ -24,7 +23,7 @@ from rlhf_pg.models.policy import (
     disable_dropout,
 )
 from rlhf_pg.run.learner import Outputs
-from rlhf_pg.run.objective import Term
+from rlhf_pg.run.objective import Term, action_tokens, likelihood
 from rlhf_pg.run.token_budget import chunk_size
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
@@ -145,7 +144,7 @@ class SFTTrainer(SupervisedTrainer[Example]):
 
     def terms(self) -> list[Term]:
         """Return the negative log-likelihood, smoothed by the head (`TokenDistribution`)."""
-        return [Term(name="nll", loss=likelihood_loss)]
+        return [likelihood("nll", action_tokens, 1.0)]
 
     def batch_of(self, examples: Sequence[Example]) -> Batch:
         """Return the rows of examples: the first token is the prompt, since nothing predicts it."""
@@ -175,8 +174,3 @@ class SFTTrainer(SupervisedTrainer[Example]):
     def summarize(self, numbers: Tensor) -> Metrics:
         loss, right, learnt = numbers.sum(0).tolist()
         return {"loss": loss / learnt, "mean_token_accuracy": right / learnt}
-
-
-def likelihood_loss(new: PolicyOutput, batch: Batch) -> Loss:
-    """Return -log p(y_t), with label smoothing in training."""
-    return -new.logprobs, {}
