@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.native.continuous_batching import BatchingSession, Row
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession, SampleState
 
 EOS, PAD = 1, 0
 
@@ -100,7 +100,7 @@ def forced(wanted: Tensor) -> AbstractContextManager[Any]:
     draw = BatchingSession._draw
 
     def forced_draw(
-        self: BatchingSession, rows: Sequence[Row], logits: Tensor, noise: Tensor
+        self: BatchingSession, rows: Sequence[SampleState], logits: Tensor, noise: Tensor
     ) -> None:
         places = [(row.prompt.request.prompt_index % len(wanted), row.sample) for row in rows]
         ends = torch.stack([wanted[place] for place in places])

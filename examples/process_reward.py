@@ -12,11 +12,13 @@ from statistics import fmean
 import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-from rlhf_pg import GRPOConfig, GRPOTrainer, models
+from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config import parse
 from rlhf_pg.data.batch import pad_rows
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.micro_batches import RowLengths, split_padded
+from rlhf_pg.models.attention import max_positions
+from rlhf_pg.models.loading import from_pretrained
 from rlhf_pg.rewards.reward_model import SCORING_TOKENS
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
@@ -53,7 +55,7 @@ class ProcessReward:
                 for part in (step, self.separator):
                     ids += self.tokenizer.encode(part, add_special_tokens=False)
                 ends.append(len(ids) - 1)
-            if len(ids) > (models.max_positions(self.model) or len(ids)):
+            if len(ids) > (max_positions(self.model) or len(ids)):
                 raise ValueError(f"row {i} has {len(ids)} tokens, beyond max_position_embeddings")
             rows.append(ids)
             judged.append(ends)
@@ -93,7 +95,7 @@ class ProcessReward:
 def new_trainer(path, flags):
     """A trainer that is paid by the classifier at a path, whose steps its own tokenizer reads."""
     kind = AutoModelForTokenClassification
-    classifier = models.from_pretrained(kind, path, dtype="auto", trust_remote_code=False)
+    classifier = from_pretrained(kind, path, dtype="auto", trust_remote_code=False)
     reward = ProcessReward(classifier, AutoTokenizer.from_pretrained(path))
     args = parse(GRPOConfig, ["--advantage_estimator", "process_group_normalized", *flags])
     trainer = GRPOTrainer(args=args, reward_funcs=reward)

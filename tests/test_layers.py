@@ -177,3 +177,38 @@ def test_classes_have_names_of_their_own() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def names_in(path: Path) -> set[str]:
+    """What a file defines or imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_names_that_examples_tests_and_benchmarks_import_exist() -> None:
+    """Many of these files are not run by most commands."""
+    root = ROOT.parent
+    known = {name: names_in(path) for name, path in FILES.items()}
+    wrong = []
+    for folder in ("benchmarks", "docs", "examples", "recipes", "tests"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or node.module is None:
+                    continue
+                if not node.module.startswith("rlhf_pg."):
+                    continue
+                home = node.module.removeprefix("rlhf_pg.")
+                for alias in node.names:
+                    if (
+                        alias.name not in known.get(home, ())
+                        and f"{home}.{alias.name}" not in FILES
+                    ):
+                        wrong.append(f"{path.relative_to(root)}: {node.module}.{alias.name}")
+    assert not wrong

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from rlhf_pg.data.sources import SHARE, refuse_columns_of_chats, system_of, with
 from rlhf_pg.losses import Loss
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import add_adapter, merge
+from rlhf_pg.models.attention import settle_positions
 from rlhf_pg.models.loading import (
     adapter_of,
     check_directory,
@@ -104,9 +106,12 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
         error = sum_b n_b/N |share of pairs in the right order in b - mean confidence in b|
 
     The bins divide the confidences of the (N,) scores from 1/2 to 1 into equal parts. 0 is perfect:
-    80 % of the pairs preferred with 80 % are in the right order. A tie is half right.
+    80 % of the pairs preferred with 80 % are in the right order. A tie is half right. NaN if a
+    score is.
     """
     apart = (chosen - rejected).double()
+    if apart.isnan().any():
+        return math.nan
     confidence = torch.sigmoid(apart.abs())
     right = (apart > 0).double() + (apart == 0).double() / 2
     places = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
@@ -142,7 +147,7 @@ def train_reward_model(
     """
     args = args.locate()
     check_precision(args.dtype)
-    runtime = Runtime()
+    runtime = Runtime(args.ddp_timeout)
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)
     names_held_out = args.eval_dataset_name or args.dataset_test_split
@@ -161,9 +166,9 @@ def train_reward_model(
     trained = scorer if adapter is None else _adapt(scorer, adapter)
     if args.gradient_checkpointing:
         checkpoint_activations(trained, args.gradient_checkpointing == "offload")
-    longest = 0
-    for pair in chain(pairs, *held_out.values()):
-        longest = max(longest, len(pair.chosen) + len(pair.rejected))
+    sizes = [(len(x.chosen), len(x.rejected)) for x in chain(pairs, *held_out.values())]
+    settle_positions(scorer, max(map(max, sizes)))  # the same for rows of all lengths
+    longest = max(map(sum, sizes))
     trainer = RewardModelTrainer(
         PairScorer(scorer, not args.disable_dropout),
         trained,
@@ -316,7 +321,9 @@ class PairScorer(nn.Module):
         return self
 
     def forward(self, batch: Batch) -> PairScores:
-        """Score the texts of each pair: the first and the last path of its row."""
+        """Score the texts of each pair: the first and the last path of its row, which come row by
+        row in the order of creation. A blank row has one path.
+        """
         inputs = lay_out_padded(batch).inputs
         scores = sequence_scores(self.model, inputs["input_ids"], inputs["attention_mask"])
         paths = torch.tensor([row.paths for row in batch.with_counts().host_rows or ()])

@@ -70,7 +70,7 @@ def train_sft(
     """
     args = args.locate()
     check_precision(args.dtype)
-    runtime = Runtime()
+    runtime = Runtime(args.ddp_timeout)
     set_seed(args.seed)
     data = settle_data(args, train_dataset, eval_dataset)
     peft_config = adapter_of(args, peft_config)

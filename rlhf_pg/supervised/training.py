@@ -169,14 +169,19 @@ class SupervisedTrainer(ABC, Generic[E]):
             with termination.handle_signals(), tracked, journal.progress(self.total):
                 while state.step < self.total:
                     metrics = self.step()
+                    saves = due(state.step, args.save_steps, self.total)
+                    if saves:  # before an evaluation, which may fail
+                        saver.save(runtime)
                     evaluates = state.step == self.total or due(state.step, args.eval_steps)
-                    measured = self.evaluate() if evaluates else {}
-                    metrics |= measured
-                    journal.step(metrics)
+                    try:
+                        measured = self.evaluate() if evaluates else {}
+                        metrics |= measured
+                    finally:
+                        journal.step(metrics)
                     if evaluates or due(state.step, args.logging_steps):
                         trackers.log(metrics)
                     number = termination.agree()
-                    if number or due(state.step, args.save_steps, self.total):
+                    if number and not saves:
                         saver.save(runtime)
                     if number:
                         journal.say(f"--resume_from_checkpoint latest resumes {saver.path()}")

@@ -35,7 +35,8 @@ Check = Callable[[Batch], dict[str, float]]
 
 
 class PolicyLearner(Learner):
-    """The policy, critic, reference, teacher and optimizer of a run.
+    """The policy, critic, reference, teacher and optimizer of a run. The trained module is the
+    policy or an `ActorCritic`, and returns a `PolicyOutput`.
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
@@ -136,6 +137,14 @@ class PolicyLearner(Learner):
             # The head that the divergence of the update needs, whole.
             self.policy.teacher = teacher.head(lambda w: full(w).to(self.runtime.device))
         return batch.with_columns(**columns)
+
+    def observe(self, batch: Batch, outputs: PolicyOutput, meter: Meter) -> tuple[Batch, Outputs]:
+        """Keep the policy's log-probabilities, which are the old ones of an only update."""
+        meter.add_masked("entropy", outputs.entropy, batch.action_mask)
+        logprobs = torch.where(batch.action_mask, outputs.logprobs.detach(), 0.0)
+        if batch.old_logprobs is None:
+            batch = batch.with_columns(old_logprobs=logprobs)
+        return batch, {"logprobs": logprobs}
 
     def update(
         self,
@@ -305,14 +314,6 @@ class PolicyLearner(Learner):
         means = seen.means(self.runtime.all_reduce_sum(seen.sums()))
         # The factor of Spinning Up and Stable-Baselines3.
         return means["approx_kl"] > 1.5 * self.args.target_kl
-
-    def observe(self, batch: Batch, outputs: PolicyOutput, meter: Meter) -> tuple[Batch, Outputs]:
-        """Keep the policy's log-probabilities, which are the old ones of an only update."""
-        meter.add_masked("entropy", outputs.entropy, batch.action_mask)
-        logprobs = torch.where(batch.action_mask, outputs.logprobs.detach(), 0.0)
-        if batch.old_logprobs is None:
-            batch = batch.with_columns(old_logprobs=logprobs)
-        return batch, {"logprobs": logprobs}
 
 
 def _size(models: Models, dtype: str) -> str:

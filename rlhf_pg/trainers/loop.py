@@ -77,7 +77,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 class TrainingLoop(Parts, ABC):
     """Runs the steps of a run, and what happens between them. It has the parts as attributes, which
-    are never replaced.
+    are never replaced (`Parts` is frozen; the attributes of its own are not).
     """
 
     config_type: ClassVar[type[PolicyGradientConfig]]

@@ -168,6 +168,7 @@ def test_calibration_error_of_ties_and_certainty():
     assert calibration_error(torch.zeros(3), torch.zeros(3)) == 0
     assert calibration_error(far, -far) == 0
     assert calibration_error(-far, far) == 1
+    assert math.isnan(calibration_error(far * math.nan, far))
 
 
 def test_tie_counts_as_wrong():

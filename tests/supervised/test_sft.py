@@ -155,6 +155,19 @@ def test_keys_of_the_past_are_answered(key, answer, capsys):
     assert answer in capsys.readouterr().err
 
 
+def test_evaluation_that_fails_loses_neither_weights_nor_the_step(tmp_path, monkeypatch):
+    def fails(trainer):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SupervisedTrainer, "evaluate", fails)
+        with pytest.raises(RuntimeError):
+            train(tmp_path, held_out=upper(6), max_steps=3, save_steps=50)
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    options = {"max_steps": 3, "save_steps": 50, "resume_from_checkpoint": "latest"}
+    assert train(tmp_path, held_out=upper(6), **options)["eval_loss"] > 0
+
+
 def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
     model = tiny_model("llama", scale=0.05)
     model.lm_head.weight.data[3] = math.inf

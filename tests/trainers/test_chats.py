@@ -10,9 +10,10 @@ import yaml
 from transformers import GenerationConfig
 from transformers.utils import chat_template_utils
 
-from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, models
+from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.episodes.tools import Toolbox
+from rlhf_pg.models.loading import set_template, tokenizer_from_pretrained
 from rlhf_pg.runtime import processes
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.tasks.tiny import tiny_decoder, tool_tokenizer
@@ -49,9 +50,7 @@ def grpo(model: str, directory: Path, rows: list[dict], reward=length, **keys) -
 def test_end_of_a_learnt_turn_ends_completions(tmp_path, capsys, caplog, adapter) -> None:
     """SFT learns `<tool>` as the end of a turn; RL before it warns, and RL on it stops there."""
     model = base_model(tmp_path / "base")
-    end = models.tokenizer_from_pretrained(model, trust_remote_code=False).convert_tokens_to_ids(
-        "<tool>"
-    )
+    end = tokenizer_from_pretrained(model, trust_remote_code=False).convert_tokens_to_ids("<tool>")
     trainer = grpo(model, tmp_path / "before", [{"prompt": CHAT}])
     assert end not in trainer.sampler.player.stop_token_ids
     assert "set eos_token to '<tool>'" in caplog.text
@@ -101,7 +100,7 @@ def test_template_arguments_reach_the_parser_of_calls() -> None:
     tokenizer = tool_tokenizer("0123456789-", ())
     tokenizer.chat_template = TEMPLATE + "{{ mode }}"
     tokenizer.response_template = {}
-    models.loading.set_template(tokenizer, GRPOConfig(chat_template_kwargs={"mode": "9"}))
+    set_template(tokenizer, GRPOConfig(chat_template_kwargs={"mode": "9"}))
     seen = []
 
     def parse(text, prefix, tools):

@@ -112,13 +112,13 @@ def test_vllm_start_failure_on_one_rank_selects_native_on_all(vllm):
 
 def test_engine_is_chosen_before_sharding_renames_the_model(make, monkeypatch):
     build, order = sys.modules["rlhf_pg.trainers.parts"], []
-    for module, name in ((factory, "choose_engine"), (build, "Learner")):
+    for module, name in ((factory, "choose_engine"), (build, "PolicyLearner")):
         made = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, n=name, f=made: (order.append(n), f(*given))[1]
         )
     make()
-    assert order == ["choose_engine", "Learner"]
+    assert order == ["choose_engine", "PolicyLearner"]
 
 
 def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
