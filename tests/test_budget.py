@@ -42,7 +42,7 @@ TOKENS = {
     "run": 5040,
     "running_stats.py": 397,
     "runtime": 9051,
-    "supervised": 7525,
+    "supervised": 7543,
     "tasks": 5083,
     "trainers": 23033,
 }

@@ -96,7 +96,12 @@ def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """Compute the mean of (r_chosen + r_rejected)^2 of (B,) scores, which the differences of the
     Bradley-Terry loss leave open (Eisenstein et al. 2023).
     """
-    return (chosen + rejected).square().mean()
+    return pair_centerings(chosen, rejected).mean()
+
+
+def pair_centerings(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Compute the square of each pair, (B,), whose mean is `centering_loss`."""
+    return (chosen + rejected).square()
 
 
 def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float:
@@ -403,8 +408,8 @@ def pair_loss(new: PairScores, batch: Batch) -> Loss:
 
 
 def pair_centering(new: PairScores, batch: Batch) -> Loss:
-    """Return the centring of each pair, (B,1), whose mean is `centering_loss`."""
-    return (new.chosen + new.rejected).square()[:, None], {}
+    """Return the centring of each pair, (B,1)."""
+    return pair_centerings(new.chosen, new.rejected)[:, None], {}
 
 
 def _adapt(model: PreTrainedModel, config: Any) -> PeftModel:
