@@ -1,6 +1,7 @@
 """The final model of a run as `from_pretrained` reads it, and its upload to the Hub."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -9,20 +10,25 @@ from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.boundary.quoted import quote, tell
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
-from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.run import TrainingConfig
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 
-def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Save the model (or its adapter), tokenizer, critic and model card, all or none: if it fails,
-    the old directory is kept, and all processes raise OSError.
+def save_final(
+    checkpointer: Checkpointer,
+    runtime: Runtime,
+    path: Path,
+    write_model: Callable[[atomic.Save, Path], None],
+) -> None:
+    """Save what `write_model` writes, and a model card, all or none: if it fails, the old directory
+    is kept, and all processes raise OSError.
     """
     saving = atomic.Save(runtime, path)
     partial = atomic.partial_of(path)
     saving.main(lambda: atomic.begin(path))
-    checkpointer.save_models(saving, partial, final=True)
+    write_model(saving, partial)
     if runtime.is_main:
         try:
             from rlhf_pg.report.model_card import model_card
@@ -35,13 +41,13 @@ def save_final(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None
     saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
 
 
-def check_hub(args: PolicyGradientConfig) -> None:
+def check_hub(args: TrainingConfig) -> None:
     """Refuse to train with push_to_hub but without a token (ValueError)."""
     if args.push_to_hub and huggingface_hub.get_token() is None:
         raise ValueError("push_to_hub needs a Hub token: set HF_TOKEN, or run `hf auth login`")
 
 
-def push(path: Path, args: PolicyGradientConfig) -> str | None:
+def push(path: Path, args: TrainingConfig) -> str | None:
     """Upload a saved model to the Hub, and return its address; on failure warn and return None."""
     name = args.hub_model_id or Path(args.output_dir).name
     try:

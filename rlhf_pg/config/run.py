@@ -42,6 +42,8 @@ class TrainingConfig:
         "Directory for the run's files.")
     resume_from_checkpoint: Text | None = option(None, "output", help=
         'Checkpoint directory to resume from, or "latest" for the newest in output_dir.')
+    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
+        "Data type of weights and computation; bfloat16 updates float32 master weights.")
     seed: int = option(42, "run", ge=0, le=2 ** 32 - 1, help="Seed of all random numbers.")
     disable_dropout: bool = option(True, "update", help="Train without dropout or router jitter.")
     pad_token: Text | None = option(None, "run", help="Pad token for a tokenizer without one.")
@@ -52,6 +54,9 @@ class TrainingConfig:
     max_steps: int = option(-1, "later", ge=-1, help="Number of steps; -1: by num_train_epochs.")
     micro_batch_tokens: Auto = option("auto", "cost", help=
         "Most tokens per forward pass; never changes the result. auto: as many as fit.")
+    learning_rate: float = option(1e-06, "later", gt=0, help="Peak learning rate.")
+    lr_scheduler_type: Text = option("linear", "update", names=SCHEDULES, help=
+        "Schedule of the learning rate; the first four span the whole run.")
     optim: Optim = option("adamw_torch_fused", "update", help=
         "AdamW in one kernel (fused), in several, or with 8-bit moments (bitsandbytes).")
     adam_beta1: float = option(0.9, "update", ge=0, lt=1, help=
@@ -68,11 +73,21 @@ class TrainingConfig:
         "Most consecutive steps skipped for non-finite gradients; one more ends the run.")
     ddp_timeout: int = option(1800, "output", gt=0, help=
         "Seconds that a process waits for the slowest one.")
+    eval_steps: int = option(0, "evaluation", ge=0, help="Steps between evaluations; 0: none.")
+    save_steps: int = option(100, "output", ge=0, help=
+        "Steps between checkpoints, the last step included; 0: only if interrupted.")
     save_total_limit: int | None = option(2, "output", ge=1, help=
         "Newest checkpoints to keep. None: all.")
     report_to: TrackerNames = option((), "output", help=
         "Trackers; W&B and TensorBoard write into output_dir, trackio to TRACKIO_DIR.")
     run_name: Text | None = option(None, "output", help="Name of the run in W&B and trackio.")
+    logging_steps: int = option(1, "output", ge=1, help="Steps between lines sent to trackers.")
+    push_to_hub: bool = option(False, "output", help=
+        "Upload final/ at the end, with HF_TOKEN or `hf auth login`. A failure is a warning.")
+    hub_model_id: Text | None = option(None, "output", needs="push_to_hub", help=
+        "Id of the model on the Hub, such as me/my-model. None: the name of output_dir.")
+    hub_private_repo: bool | None = option(None, "output", needs="push_to_hub", help=
+        "Make a new model on the Hub private. None: the account's default.")
 
 
 @config
@@ -83,8 +98,6 @@ class RunConfig:
         "Trainer of your own, a class whose config may have more keys: my_trainer.py:CLASS.")
     given_in_python: Names = option((), "cost", help=
         "Arguments given in Python, required again to resume.")
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
-        "Data type of weights and computation; bfloat16 updates float32 master weights.")
 
     shuffle_dataset: bool = option(True, "run", help="Shuffle the prompts in each epoch.")
     max_prompt_length: int | None = option(None, "run", ge=1, help=
@@ -99,14 +112,8 @@ class RunConfig:
         "Passes over each rollout batch (PPO epochs).")
     num_mini_batches: int = option(1, "update", ge=1, bias="num_iterations", help=
         "Updates per pass; each has whole groups.")
-    learning_rate: float = option(1e-06, "later", gt=0, help="Peak learning rate.")
-    lr_scheduler_type: Text = option("linear", "update", names=SCHEDULES, help=
-        "Schedule of the learning rate; the first four span the whole run.")
     warmup_steps: int = option(0, "update", ge=0, help=
         "Steps of linear warm-up to the peak learning rate.")
-    save_steps: int = option(100, "output", ge=0, help=
-        "Steps between checkpoints, the last step included; 0: only if interrupted.")
-    eval_steps: int = option(0, "evaluation", ge=0, help="Steps between evaluations; 0: none.")
     num_generations_eval: int = option(1, "evaluation", ge=1, help=
         "Completions per prompt in evaluation; several give eval_pass@k and eval_majority@n.")
     eval_success_threshold: float = option(1.0, "evaluation", needs="num_generations_eval above 1",
@@ -118,13 +125,6 @@ class RunConfig:
         "Steps between saving (and printing some) completions, beside the first and last; 0: none.")
     num_completions_to_print: int = option(2, "output", ge=1, help=
         "Prompts with a printed completion.")
-    logging_steps: int = option(1, "output", ge=1, help="Steps between lines sent to trackers.")
-    push_to_hub: bool = option(False, "output", help=
-        "Upload final/ at the end, with HF_TOKEN or `hf auth login`. A failure is a warning.")
-    hub_model_id: Text | None = option(None, "output", needs="push_to_hub", help=
-        "Id of the model on the Hub, such as me/my-model. None: the name of output_dir.")
-    hub_private_repo: bool | None = option(None, "output", needs="push_to_hub", help=
-        "Make a new model on the Hub private. None: the account's default.")
 
 
 def effect_of(key: str) -> str:

@@ -16,8 +16,6 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     algorithm: Text = option("supervised")
     output_dir: Text = option("runs/supervised", help=
         "Directory of the run: the model in final/, held-out metrics in metrics.json.")
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
-        "Data type of weights and computation; bfloat16 updates float32 master weights.")
 
     max_length: int | None = option(None, "run", ge=1, help=
         "Most tokens of a text. None: the model's.")
@@ -30,16 +28,14 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
         "16384.")
     learning_rate: float = option(2e-05, "later", gt=0, help=
         "Peak learning rate of AdamW; adapters need about ten times more.")
-    lr_scheduler_type: Text = option("cosine", "update", names=SCHEDULES, help=
-        "Learning-rate schedule.")
+    lr_scheduler_type: Text = option("cosine", names=SCHEDULES)
     warmup_steps: float = option(0.0, "update", ge=0, help=
         "Steps of warm-up; below 1, a share of all.")
 
     eval_steps: int = option(0, "evaluation", ge=0, help=
         "Steps between evaluations; 0: at the end only.")
-    save_steps: int = option(500, "output", ge=0, help=
-        "Steps between checkpoints, the last step included; 0: only if interrupted.")
-    logging_steps: int = option(10, "output", ge=1, help="Steps between lines sent to trackers.")
+    save_steps: int = option(500, ge=0)
+    logging_steps: int = option(10, ge=1)
 
     def __post_init__(self) -> None:
         rules.check(self)

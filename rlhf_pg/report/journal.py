@@ -27,14 +27,17 @@ logger = logging.getLogger(__name__)
 
 FIRST = 3.0  # seconds until the first page, which a short run does not need
 SHARE = 100  # updating the page takes at most 1 / SHARE of the time
-SHOWN = ("reward", "teacher/divergence", "kl", "entropy")
 
 
 class Journal:
     """Console and run directory of the main process; other processes write nothing."""
 
     def __init__(
-        self, directory: Path, after_step: int, is_main: bool, shown: Sequence[str] = SHOWN
+        self,
+        directory: Path,
+        after_step: int,
+        is_main: bool,
+        shown: Sequence[str] = (),
     ) -> None:
         self.is_main = is_main
         self._shown = shown
@@ -110,9 +113,7 @@ class Journal:
         self._report(running=True)
         self._warn(metrics)
         step = metrics["step"]
-        if held_out := _summarize(metrics, "eval_reward", "eval_greedy_reward"):
-            self.say(f"step {step}  held out: {held_out}")
-        summary = _summarize(metrics, *self._shown)
+        summary = summarize(metrics, *self._shown)
         if not self._bar.disable:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
@@ -178,7 +179,7 @@ def _text(turns: Any) -> str:
     return repr(text)
 
 
-def _summarize(metrics: MetricsLine, *names: str) -> str:
+def summarize(metrics: MetricsLine, *names: str) -> str:
     """Return the metrics that the run computes as text, a reward with its sources if several."""
     parts = []
     for name in names:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rlhf_pg.report.run_files import PACKAGES, RunFiles, version
 
 MOST_ROWS = 12  # rows in the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
+SUPERVISED_COLUMNS = ("loss", "eval_loss", "eval_mean_token_accuracy", "eval_accuracy")
 ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # a server's address
 LONGEST_RUBRIC = 80  # characters
 # Files that may name the base model, with its key: in a model's directory, or in its run's.
@@ -45,10 +46,14 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     settings = {key: value for key, value in shown.items() if value not in (None, [], {}, "")}
     text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
     data = settings.get("dataset_name") or [settings.get("task")]
-    rewards = [
-        settings.get("reward_model_name_or_path"),
-        *settings.get("reward_funcs", ()),
-    ]
+    tags = ["rlhf_pg", algorithm.lower()]
+    columns: Sequence[str] = SUPERVISED_COLUMNS
+    rewards = None
+    if "reward_funcs" in config:
+        tags.insert(1, "reinforcement-learning")
+        columns = COLUMNS
+        rewards = [settings.get("reward_model_name_or_path"), *settings.get("reward_funcs", ())]
+        rewards = [name for name in rewards if name]
     datasets = [name for name in config.get("dataset_name") or () if _is_hub_id(name)]
     fence = "```"
     while fence in text:
@@ -57,7 +62,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         library_name="peft" if config.get("use_peft") else "transformers",
         base_model=_base_model(model) if model else None,
         datasets=datasets or None,
-        tags=["rlhf_pg", "reinforcement-learning", algorithm.lower()],
+        tags=tags,
     )
     card = ModelCard.from_template(
         header,
@@ -68,8 +73,8 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         model=settings.get("model_name_or_path"),
         data=list(filter(None, data)),
         fingerprint=fingerprint,
-        rewards=list(filter(None, rewards)),
-        curve=_curve(directory),
+        rewards=rewards,
+        curve=_curve(directory, columns),
         settings=text,
         fence=fence,
         versions=", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
@@ -123,18 +128,18 @@ def _redact_text(text: str) -> str:
     return text.removesuffix(place) + Path(place).name
 
 
-def _curve(directory: Path) -> list[list[str]]:
+def _curve(directory: Path, columns: Sequence[str]) -> list[list[str]]:
     """Return the rows of a table of a few steps, including the last."""
     lines = RunFiles(directory).metrics
     every = -(-len(lines) // MOST_ROWS)
     kept = []
     for number, line in enumerate(lines, 1):
-        if number % every == 0 or number == len(lines) or "eval_reward" in line:
+        if number % every == 0 or number == len(lines) or columns[1] in line:  # evaluated
             kept.append(line)
     kept = kept[-2 * MOST_ROWS :]
     if not kept:
         return []
-    columns = [name for name in COLUMNS if any(line.get(name) is not None for line in kept)]
+    columns = [name for name in columns if any(line.get(name) is not None for line in kept)]
     rows = [["step", *columns]]
     rows.append(["---" for _ in rows[0]])
     for line in kept:

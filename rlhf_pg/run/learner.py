@@ -3,7 +3,9 @@
 Shapes: B rows on this rank, T completion width.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -35,7 +37,12 @@ class Learner:
         optimizer, scheduler: for all trained parameters; None where nothing is trained, as in an
             evaluation. The module is then placed like a reference model.
         token_budget: tokens in one forward pass.
-        state: the counters of the run, including consecutive steps without an update.
+        max_skipped_steps: most consecutive steps without an update.
+        state: the counters of the run, including these.
+
+    Attributes:
+        size: of the module, in words.
+        updates_begun: the step's updates that have reached the weights, or are about to.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Learner:
         scheduler: LRScheduler | None,
         runtime: Runtime,
         max_grad_norm: float,
+        max_skipped_steps: int,
         token_budget: int,
         state: TrainState,
     ) -> None:
@@ -55,8 +63,11 @@ class Learner:
         self.packers = packers
         self.scheduler = cast(LRScheduler, scheduler)
         self.runtime = runtime
+        self.max_skipped_steps = max_skipped_steps
         self.token_budget = token_budget
         self.state = state
+        self.updates_begun = 0
+        self.size = _size(module)
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch) for name, part in parts.items()
         }
@@ -80,6 +91,21 @@ class Learner:
         """
         known = {name: fingerprint(part.pieces) for name, part in self.parts.items()}
         return {"reference": None, "critic": None, **known}
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Put the module into train mode in the block, which makes a step's updates; if it fails,
+        gradients are cleared.
+        """
+        self.updates_begun = 0
+        self.module.train()
+        try:
+            yield
+        except BaseException:
+            self.backend.discard_update()
+            raise
+        finally:
+            self.module.eval()
 
     def accumulate(
         self,
@@ -115,6 +141,31 @@ class Learner:
     def observe(self, batch: Batch, outputs: Any, meter: Meter) -> tuple[Batch, Outputs]:
         """Return a micro-batch with what the terms need of its outputs, and columns to keep."""
         return batch, {}
+
+    def update_weights(self) -> float:
+        """Make an optimizer update of the gradient, or none if its norm is not finite; return the
+        norm, which all processes share.
+        """
+        self.updates_begun += 1
+        failpoint("step")
+        norm = float(self.backend.step())
+        if not math.isfinite(norm):
+            self.updates_begun -= 1
+        return norm
+
+    def count_skipped(self, updates: float) -> None:
+        """Count the step if it made no update; FloatingPointError if there are too many such in a
+        row. Steps are counted, not updates: one bad batch may spoil every pass over it.
+        """
+        state = self.state
+        before = state.skipped_in_a_row
+        state.skipped_in_a_row = 0 if updates else before + 1
+        if state.skipped_in_a_row > self.max_skipped_steps:
+            raise FloatingPointError(
+                f"step {state.step + 1}: the gradient is not finite, as in the {before} steps "
+                "before it (max_skipped_steps). Lower learning_rate or max_grad_norm, or use dtype "
+                "float32"
+            )
 
     @torch.no_grad()
     def map_micro_batches(self, batch: Batch, compute: Callable[[Batch], Outputs]) -> Columns:
@@ -154,6 +205,18 @@ def collect(columns: Columns, batch: Batch, rows: Tensor | None, outputs: Output
             chosen = to_device(rows, column.device)
             place = chosen if column.ndim == 1 else (chosen, slice(column.shape[1]))
             columns[name][place] = column
+
+
+def _size(module: nn.Module) -> str:
+    """Describe the size of a module, for example "0.43M parameters in float32"."""
+    total = 0
+    trained = 0
+    for parameter in module.parameters():
+        total += parameter.numel()
+        trained += parameter.numel() * parameter.requires_grad
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    text = f"{total / 1e6:.2f}M parameters in {dtype}"
+    return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
 
 def _spoil(loss: Tensor) -> Tensor:

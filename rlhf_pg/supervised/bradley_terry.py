@@ -54,6 +54,7 @@ from rlhf_pg.models.policy import checkpoint_activations, train_as_evaluated
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.rewards.scores import at_end
 from rlhf_pg.run.learner import Outputs
+from rlhf_pg.run.loop import Callback, check_callbacks
 from rlhf_pg.run.objective import Term
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.supervised.examples import (
@@ -64,7 +65,7 @@ from rlhf_pg.supervised.examples import (
     split_repeated,
     without_prompt,
 )
-from rlhf_pg.supervised.training import Metrics, SupervisedTrainer, token_budget
+from rlhf_pg.supervised.trainer import Metrics, SupervisedTrainer, token_budget
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def train_reward_model(
     train_dataset: Dataset | None = None,
     eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
     peft_config: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Metrics:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
@@ -150,6 +152,7 @@ def train_reward_model(
         (Bradley-Terry, with margins) and `eval_calibration_error` (see `calibration_error`); also
         in `args.output_dir/metrics.json`.
     """
+    check_callbacks(callbacks)
     args = args.locate()
     check_precision(args.dtype)
     runtime = Runtime(args.ddp_timeout)
@@ -183,19 +186,10 @@ def train_reward_model(
         args,
         runtime,
         token_budget(args, longest, runtime),
+        callbacks,
     )
-
-    def save(saving: atomic.Save, path: Path) -> None:
-        weights = trainer.checkpointer.parts["model"]
-        with weights.gathered(runtime.main_host), saving.step():
-            if runtime.is_main:
-                final = weights.module
-                for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
-                    parameter.data = widen(parameter.data)
-                merge(final).save_pretrained(path)
-                tokenizer.save_pretrained(path)
-
-    return trainer.train(save)
+    trainer.train()
+    return trainer.measured
 
 
 class Pair(NamedTuple):
@@ -379,6 +373,17 @@ class RewardModelTrainer(SupervisedTrainer[Pair]):
             coef = self.args.center_rewards_coefficient
             terms.append(Term(name="centering", loss=pair_centering, coef=coef))
         return terms
+
+    def write_model(self, save: atomic.Save, path: Path) -> None:
+        """Write the classifier, with its adapter merged, and the tokenizer."""
+        weights = self.learner.parts["model"]
+        with weights.gathered(self.runtime.main_host), save.step():
+            if self.runtime.is_main:
+                final = weights.module
+                for parameter in final.parameters():  # a merge in bfloat16 would lose small changes
+                    parameter.data = widen(parameter.data)
+                merge(final).save_pretrained(path)
+                self.processing_class.save_pretrained(path)
 
     def batch_of(self, examples: Sequence[Pair]) -> Batch:
         """Return the rows of pairs, with the margins as rewards at their last tokens."""

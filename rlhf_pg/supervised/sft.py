@@ -1,7 +1,6 @@
 """Supervised fine-tuning on completions, conversations or plain text."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from os import PathLike
 from typing import Any
@@ -23,6 +22,7 @@ from rlhf_pg.models.policy import (
     disable_dropout,
 )
 from rlhf_pg.run.learner import Outputs
+from rlhf_pg.run.loop import Callback, check_callbacks
 from rlhf_pg.run.objective import Term, action_tokens, likelihood
 from rlhf_pg.run.token_budget import chunk_size
 from rlhf_pg.runtime import Runtime
@@ -35,7 +35,7 @@ from rlhf_pg.supervised.examples import (
     load_examples,
     settle_data,
 )
-from rlhf_pg.supervised.training import Metrics, SupervisedTrainer, token_budget
+from rlhf_pg.supervised.trainer import Metrics, SupervisedTrainer, token_budget
 
 
 def train_sft(
@@ -45,6 +45,7 @@ def train_sft(
     train_dataset: Rows | None = None,
     eval_dataset: Rows | Mapping[str, Rows] | None = None,
     peft_config: Any = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Metrics:
     """Fine-tune a language model, and save it with its tokenizer in `args.output_dir/final`.
 
@@ -58,6 +59,7 @@ def train_sft(
             or `messages`, conversations; or `text`. By default the dataset `args.dataset_name`.
         eval_dataset: held-out data of the same kind, or several by name.
         peft_config: a `peft` config of the adapter to train; by default from `args.use_peft`.
+        callbacks: see `Callback`.
 
     Returns:
         `eval_loss` (nats per trained token) and `eval_mean_token_accuracy` (the share of trained
@@ -68,6 +70,7 @@ def train_sft(
         ValueError: no model or data, an invalid row, or an `args.output_dir` that another run uses
             or that cannot be written to.
     """
+    check_callbacks(callbacks)
     args = args.locate()
     check_precision(args.dtype)
     runtime = Runtime(args.ddp_timeout)
@@ -96,7 +99,7 @@ def train_sft(
     if ends and runtime.is_main:
         names = ", ".join(repr(tokenizer.decode([end])) for end in ends)
         say(f"{names} ends what is learnt: from now on it ends completions of this model too")
-    return fit(args, policy, tokenizer, examples, held_out, runtime)
+    return fit(args, policy, tokenizer, examples, held_out, runtime, callbacks)
 
 
 def learn_stops(
@@ -118,6 +121,7 @@ def fit(
     examples: list[Example],
     held_out: Mapping[str, list[Example]],
     runtime: Runtime,
+    callbacks: Sequence[Callback] = (),
 ) -> Metrics:
     """Train a loaded model on examples, and save it; see `train_sft`."""
     longest = max(len(row["input_ids"]) for row in chain(examples, *held_out.values()))
@@ -135,8 +139,19 @@ def fit(
         policy.keep_dropout()
     if args.gradient_checkpointing:
         checkpoint_activations(model, args.gradient_checkpointing == "offload")
-    trainer = SFTTrainer(policy, model, tokenizer, examples, held_out, args, runtime, tokens)
-    return trainer.train(partial(trainer.checkpointer.save_models, final=True))
+    trainer = SFTTrainer(
+        policy,
+        model,
+        tokenizer,
+        examples,
+        held_out,
+        args,
+        runtime,
+        tokens,
+        callbacks,
+    )
+    trainer.train()
+    return trainer.measured
 
 
 class SFTTrainer(SupervisedTrainer[Example]):

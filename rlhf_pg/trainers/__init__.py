@@ -1,13 +1,13 @@
 """The algorithms, and the training step that they share."""
 
 from rlhf_pg.boundary import user_modules
+from rlhf_pg.run.loop import Callback as Callback
 from rlhf_pg.trainers.algorithms import (
     GRPOTrainer as GRPOTrainer,
     PPOTrainer as PPOTrainer,
     ReinforceTrainer as ReinforceTrainer,
     RLOOTrainer as RLOOTrainer,
 )
-from rlhf_pg.trainers.loop import Callback as Callback
 from rlhf_pg.trainers.step import PolicyGradientTrainer as PolicyGradientTrainer
 
 

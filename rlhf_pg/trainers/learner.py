@@ -17,7 +17,6 @@ from rlhf_pg.checkpoint.checkpointer import TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.batch import Batch
 from rlhf_pg.data.prompts import permutation
-from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.models.critic import Models
 from rlhf_pg.models.lm_head import evaluating
@@ -40,7 +39,6 @@ class PolicyLearner(Learner):
 
     Attributes:
         full_policy: the model that samples and is saved; sharded weights can be gathered.
-        updates_begun: the step's updates that have reached the weights, or are about to.
     """
 
     def __init__(
@@ -59,8 +57,6 @@ class PolicyLearner(Learner):
         self.teacher = models.teacher
         self.args = args
         self.passes = args.num_iterations + args.critic_only_iterations
-        self.updates_begun = 0
-        self.size = _size(models, args.dtype)
         parts: dict[str, nn.Module | None] = {
             "model": self.policy.model,
             "critic": self.critic,
@@ -80,9 +76,12 @@ class PolicyLearner(Learner):
             scheduler=scheduler,
             runtime=runtime,
             max_grad_norm=args.max_grad_norm,
+            max_skipped_steps=args.max_skipped_steps,
             token_budget=token_budget,
             state=state,
         )
+        if self.critic is not None:
+            self.size += ", with the critic"
         self.full_policy = self.parts["model"]
         for frozen in filter(None, (self.reference, self.teacher)):
             runtime.place(frozen)
@@ -153,32 +152,14 @@ class PolicyLearner(Learner):
         meter: Meter,
         check: Check | None = None,
     ) -> dict[str, float]:
-        """Make every optimizer update on the batch of a step; if one fails, gradients are cleared.
-
-        Raises:
-            FloatingPointError: more than `max_skipped_steps` steps in a row made no update. Steps
-                are counted, not updates: one bad batch may spoil every pass over it.
-        """
-        self.updates_begun = 0
+        """Make every optimizer update on the batch of a step; see `count_skipped`."""
         # The only update computes the old log-probabilities, with its dropout.
         is_comparable = batch.old_logprobs is not None or not self.policy.drops
-        self.module.train()
-        try:
+        with self.updating():
             metrics, batch = self._updates(batch, objective, meter, check)
-        except BaseException:
-            self.backend.discard_update()
-            raise
-        finally:
-            self.module.eval()
-        step = self.state.step
-        before = self.state.skipped_in_a_row
-        self.state.skipped_in_a_row = 0 if metrics["num_updates"] else before + 1
-        if self.state.skipped_in_a_row > self.args.max_skipped_steps:
-            raise FloatingPointError(
-                f"step {step + 1}: the gradient is not finite, as in the {before} steps before it "
-                "(max_skipped_steps). Lower learning_rate or max_grad_norm, or use dtype float32"
-            )
-        moves = metrics["num_updates"] and not self.trains_critic_alone(step)
+        updates = metrics["num_updates"]
+        self.count_skipped(updates)
+        moves = updates and not self.trains_critic_alone(self.state.step)
         metrics["approx_kl/after"] = math.nan
         if moves and is_comparable:
             metrics["approx_kl/after"] = self._kl_after_updates(batch)
@@ -224,14 +205,11 @@ class PolicyLearner(Learner):
                 self.backend.zero_grad_of(self.module)
                 self.backend.step()  # changes nothing, and ends the update in DeepSpeed
                 continue
-            self.updates_begun += 1
-            failpoint("step")
-            norm = self.backend.step()
+            norm = self.update_weights()
             if math.isfinite(norm):
                 if not is_extra:
                     norms.append(norm)
                 continue
-            self.updates_begun -= 1  # all processes skip together, since they share the norm
             skipped += not is_extra
             if self.runtime.is_main:
                 logger.warning(
@@ -314,14 +292,3 @@ class PolicyLearner(Learner):
         means = seen.means(self.runtime.all_reduce_sum(seen.sums()))
         # The factor of Spinning Up and Stable-Baselines3.
         return means["approx_kl"] > 1.5 * self.args.target_kl
-
-
-def _size(models: Models, dtype: str) -> str:
-    """Describe the size of the trained module, for example "0.43M parameters in float32"."""
-    sizes = [(p.numel(), p.requires_grad) for p in models.module.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    text = f"{total / 1e6:.2f}M parameters in {dtype}"
-    if models.critic is not None:
-        text += " with the critic"
-    return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"

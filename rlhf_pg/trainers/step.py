@@ -29,6 +29,7 @@ from rlhf_pg.models.policy import PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter, step_metrics
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.scoring import RewardSource
+from rlhf_pg.run.loop import Callback, check_callbacks
 from rlhf_pg.run.objective import (
     Objective,
     Term,
@@ -42,8 +43,8 @@ from rlhf_pg.run.optimizer import Optimizers
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.trainers.evaluator import AnswerFunction, evaluate_set, stripped_text
 from rlhf_pg.trainers.inputs import Inputs
-from rlhf_pg.trainers.loop import Callback, TrainingLoop, check_callbacks
 from rlhf_pg.trainers.parts import make_parts
+from rlhf_pg.trainers.rollout_loop import RolloutLoop
 from rlhf_pg.trainers.sampler import merge
 from rlhf_pg.trainers.teacher import privileged_batch
 
@@ -61,7 +62,7 @@ REPLACED = {  # methods that subclasses once overrode, and those in their place
 }
 
 
-class PolicyGradientTrainer(TrainingLoop):
+class PolicyGradientTrainer(RolloutLoop):
     """Train a language model on rewards.
 
     Args:
@@ -413,9 +414,7 @@ class PolicyGradientTrainer(TrainingLoop):
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         self.sampler.taken |= metrics.keys()
-        line = merge(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
-        self.learner.updates_begun = 0
-        return line
+        return merge(dict.fromkeys(KEYS) | metrics, batch.logged_metrics)
 
     # ------------------------ what makes it an algorithm: these, `credit` and `update` above
 

@@ -167,10 +167,8 @@ def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
 
 def test_line_has_every_reward_and_only_what_is_computed(tmp_path, capsys):
     several = {"reward": 0.5, "rewards/a/mean": 0.25, "rewards/b/mean": math.nan}
-    held_out = {"eval_reward": 0.75, "eval_rewards/a/mean": 0.75}
-    run(Journal(tmp_path, 0, is_main=True), 1, **several, **held_out)
-    said = "held out: reward 0.750\nstep 1/1  reward 0.500 (a 0.250, b -)  0.25 s/step\n"
-    assert capsys.readouterr().out == f"step 1  {said}"
+    run(Journal(tmp_path, 0, is_main=True, shown=("reward", "kl")), 1, **several)
+    assert capsys.readouterr().out == "step 1/1  reward 0.500 (a 0.250, b -)  0.25 s/step\n"
 
 
 def test_trouble_is_printed_once(tmp_path, capsys):

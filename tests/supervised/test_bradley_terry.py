@@ -309,7 +309,7 @@ def test_training_learns_preference_and_reports_accuracy(tmp_path, capsys):
     assert metrics["eval_accuracy"] > 0.95
     assert metrics["eval_loss"] < 0.3
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
-    assert f"held-out accuracy {metrics['eval_accuracy']:.3f}" in capsys.readouterr().out
+    assert f"held out: accuracy {metrics['eval_accuracy']:.3f}" in capsys.readouterr().out
     judge = RewardModel(str(tmp_path / "final"))
     assert min(judge(["w ", "x "], ["aab", "aaa"])) > max(judge(["w ", "x "], ["b", "cd"]))
 

@@ -14,13 +14,14 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_pg import Callback
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.run.learner import Learner
 from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.training import SupervisedTrainer, order, token_budget
+from rlhf_pg.supervised.trainer import SupervisedTrainer, order, token_budget
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
 
@@ -35,12 +36,14 @@ def upper(count=24):
     )
 
 
-def train(directory, model=None, data=None, held_out=None, peft_config=None, **options):
+def train(
+    directory, model=None, data=None, held_out=None, peft_config=None, callbacks=(), **options
+):
     defaults = {"max_steps": 4, "batch_size": 8, "learning_rate": 3e-3, "save_steps": 0}
     args = SFTConfig(output_dir=str(directory), **(defaults | options))
     model = tiny_model("llama", scale=0.05) if model is None else model
     data = upper() if data is None else data
-    return train_sft(args, model, letters(), data, held_out, peft_config)
+    return train_sft(args, model, letters(), data, held_out, peft_config, callbacks)
 
 
 def weights(directory):
@@ -297,6 +300,32 @@ def test_run_leaves_config_metrics_and_report(tmp_path):
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= lines[0].keys()
     assert "dataset_fingerprint: null" not in (tmp_path / "config.yaml").read_text()
     assert "eval_easy_loss" in (tmp_path / "report.html").read_text()
+    card = (tmp_path / "final" / "README.md").read_text()
+    assert "## Data\n" in card
+    assert "reinforcement" not in card
+
+
+class StopsAtTwo(Callback):
+    def on_start(self, trainer):
+        self.seen = []
+
+    def on_step(self, trainer, metrics):
+        self.seen.append(metrics["step"])
+        if metrics["step"] == 2:
+            trainer.stop()
+
+
+def test_callback_stops_the_run_which_measures_its_last_weights(tmp_path):
+    callback = StopsAtTwo()
+    data = {"data": upper(6), "held_out": upper(6)}
+    whole = train(tmp_path / "whole", max_steps=2, lr_scheduler_type="constant", **data)
+    options = {"max_steps": 4, "eval_steps": 1, "lr_scheduler_type": "constant"}
+    metrics = train(tmp_path / "run", callbacks=[callback], **options, **data)
+    assert callback.seen == [1, 2]
+    assert metrics == whole
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    with pytest.raises(ValueError, match=r"callbacks must be objects of rlhf_pg\.Callback"):
+        train(tmp_path / "other", callbacks=[StopsAtTwo])
 
 
 def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch):

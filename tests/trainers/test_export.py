@@ -19,7 +19,7 @@ def header_of(card: str) -> dict:
     return yaml.safe_load(card.split("---")[1])
 
 
-def test_final_has_card_with_method_data_curve_and_versions(make, tmp_path):
+def test_final_has_card_with_method_data_curve_and_versions(make, tmp_path, capsys):
     held_out = arithmetic().eval_dataset.select(range(4))
     trainer = make(PPOTrainer, eval_dataset=held_out, eval_steps=2, use_peft=True)
     trainer.train()
@@ -38,6 +38,7 @@ def test_final_has_card_with_method_data_curve_and_versions(make, tmp_path):
     assert "num_generations: 4" in card
     assert "transformers 5" in card
     assert str(tmp_path) not in card
+    assert "step 2  held out: reward " in capsys.readouterr().out
 
 
 def test_card_escapes_what_comes_from_outside(tmp_path):

@@ -1,34 +1,32 @@
-"""The loop around the steps of a run, which any algorithm may take: evaluate, save, resume, end."""
+"""The loop around the steps of any run: resume, evaluate, report, save, end."""
 
 import dataclasses
-import inspect
 import logging
 import math
-import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_pg.boundary.quoted import show
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.checkpoint import Checkpointer, atomic, export
+from rlhf_pg.checkpoint import Checkpointer, TrainState, atomic, export
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
-from rlhf_pg.config import PolicyGradientConfig, dump
-from rlhf_pg.data import Batch, vocabulary_fingerprint
+from rlhf_pg.config import dump
+from rlhf_pg.config.run import TrainingConfig
+from rlhf_pg.data import vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
-from rlhf_pg.report.journal import Journal, due
-from rlhf_pg.report.run_files import Start, versions
+from rlhf_pg.report.journal import Journal, due, summarize
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.rollout.factory import with_engine
-from rlhf_pg.runtime import Terminated, broadcasts_failure
-from rlhf_pg.trainers.parts import Parts
-from rlhf_pg.trainers.recorder import Recorder
+from rlhf_pg.run.learner import Learner
+from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.runtime.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -75,21 +73,34 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             )
 
 
-class TrainingLoop(Parts, ABC):
-    """Runs the steps of a run, and what happens between them. It has the parts as attributes, which
-    are never replaced (`Parts` is frozen; the attributes of its own are not).
+class TrainingLoop(ABC):
+    """Runs the steps of a run, and what happens between them; it knows no algorithm and no loss.
+
+    A subclass gives the first attributes before it calls `__init__`.
+
+    Attributes:
+        running: records that change during the run, which checkpoints hold, by name.
+        ahead: batches that were sampled ahead, which belong to the state; None without.
+        history: the lines of metrics.jsonl of this process's steps.
     """
 
-    config_type: ClassVar[type[PolicyGradientConfig]]
+    args: TrainingConfig
+    runtime: Runtime
+    trackers: Trackers
+    termination: Termination
+    state: TrainState
+    learner: Learner
+    processing_class: PreTrainedTokenizerBase
+    total_steps: int
+    running: Mapping[str, Any] = {}
+    ahead: Any = None
+    shown: ClassVar[Sequence[str]] = ("loss", "grad_norm")  # metrics on the console
+    shown_held_out: ClassVar[Sequence[str]] = ()  # of an evaluation; empty: all
 
-    def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
-        super().__init__(**vars(parts))
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
-        self.history: list[dict[str, Any]] = []  # lines of metrics.jsonl of this process's steps
+        self.history: list[dict[str, Any]] = []
         self.journal: Journal | None = None  # while the run trains
-        # Called with a batch that was trained on.
-        self.observers: Sequence[Callable[[Batch], None]] = ()
-        self.engine_name, self.why_engine = self.chosen_engine  # until a run is resumed
         self.checkpointer = Checkpointer(
             directory=Path(self.args.output_dir) / "checkpoints",
             parts=self.learner.parts,
@@ -104,12 +115,6 @@ class TrainingLoop(Parts, ABC):
             found=self.open_keys,
             ahead=self.ahead,
         )
-        self.recorder = Recorder(
-            self.runtime,
-            self.processing_class,
-            self.shaping.names,
-            parameters=lambda: self.checkpointer.parameters,
-        )
 
     @abstractmethod
     def step(self) -> dict[str, Any]:
@@ -117,7 +122,29 @@ class TrainingLoop(Parts, ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of the evaluation dataset, `eval_reward` among them."""
+        """Return metrics of the held-out data, whose names begin with "eval_"."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the run in a line or some."""
+
+    @property
+    @abstractmethod
+    def data_fingerprint(self) -> str:
+        """The SHA-256 of the training data."""
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether an evaluation follows a step."""
+        return due(step, self.args.eval_steps)
+
+    def on_evaluated(self, metrics: dict[str, Any]) -> None:  # noqa: B027 (need not do anything)
+        """Act on the metrics of an evaluation in the run."""
+
+    def on_begin(self, journal: Journal) -> None:  # noqa: B027
+        """Act before the first step."""
+
+    def on_saved(self) -> None:  # noqa: B027
+        """Act after a checkpoint has been written."""
 
     @broadcasts_failure
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
@@ -138,11 +165,7 @@ class TrainingLoop(Parts, ABC):
         """
         choice = resume_from_checkpoint
         with run_dir_lock(Path(self.args.output_dir), self.runtime):
-            try:
-                self._train(self.args.resume_from_checkpoint if choice is None else choice)
-            finally:
-                if self.ahead is not None:
-                    self.ahead.drop()
+            self._train(self.args.resume_from_checkpoint if choice is None else choice)
         losses = [line["loss"] for line in self.history]
         losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         mean = sum(losses) / len(losses) if losses else math.nan
@@ -160,15 +183,18 @@ class TrainingLoop(Parts, ABC):
             )
         self.on_resume(saved)
         directory = Path(self.args.output_dir)
-        self.journal = journal = Journal(directory, self.state.step, self.runtime.is_main)
+        self.journal = journal = Journal(
+            directory,
+            self.state.step,
+            self.runtime.is_main,
+            self.shown,
+        )
         origin = self.checkpointer.origin
         args = dataclasses.replace(self.resolved_args(), resume_from_checkpoint=origin)
         if self.runtime.is_main:
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
-        journal.trace(vars(self.began()))
-        if self._record not in self.observers:
-            self.observers = [*self.observers, self._record]
+        self.on_begin(journal)
         tracked = self.trackers.open(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )
@@ -178,7 +204,7 @@ class TrainingLoop(Parts, ABC):
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
-            export.save_final(self.checkpointer, self.runtime, directory / "final")
+            self.save_final(directory / "final")
         # Also of a signal during the last report. The caller has to end as well.
         if number := self.termination.agree():
             self._end_by_signal(number, journal)
@@ -210,6 +236,7 @@ class TrainingLoop(Parts, ABC):
         snapshot = self.checkpointer.snapshot()
         try:
             metrics = self.step()
+            self.learner.updates_begun = 0
         except BaseException:  # updates that reached the weights are not undone
             restore_rng(rng)
             self.checkpointer.roll_back(snapshot)
@@ -217,28 +244,21 @@ class TrainingLoop(Parts, ABC):
         failpoint("stepped")
         args = self.args
         step = self.state.step
-        reported = due(step, args.logging_steps, self.total_steps)
+        evaluates = self.evaluates(step)
+        reported = evaluates or due(step, args.logging_steps, self.total_steps)
         try:
             self._tell("on_step_end")
-            if due(step, args.eval_steps):
-                metrics |= self.evaluate()
-                reward = metrics["eval_reward"]
-                best = self.state.best_reward
-                # NaN (no source applied) would never be exceeded as the best reward.
-                if not math.isnan(reward) and (best is None or reward > best):
-                    self.state.best_reward = reward  # which best/ holds too
-                    try:
-                        if args.save_best:
-                            self.checkpointer.save(self.runtime, Path(args.output_dir) / "best")
-                    except BaseException:
-                        self.state.best_reward = best
-                        raise
+            if evaluates:
+                held_out = self.evaluate()
+                if summary := summarize(held_out, *(self.shown_held_out or held_out)):
+                    journal.say(f"step {step}  held out: {summary}")
+                metrics |= held_out
+                self.on_evaluated(metrics)
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # log the step even if something fails after it
             self.history.append(metrics)
             journal.step(metrics)
-            reported = reported or "eval_reward" in metrics
             if reported:
                 self.trackers.log(metrics)
         if reported:
@@ -255,36 +275,13 @@ class TrainingLoop(Parts, ABC):
             journal.say(f"stopped at step {step}; the run can be resumed from there")
             self._latest_checkpoint()
 
-    def _record(self, batch: Batch) -> None:
-        """Record a step that is not yet counted in `state`; collective."""
-        assert self.journal is not None
-        step = self.state.step + 1
-        args = self.args
-        every = args.log_completions_steps
-        logged = due(step, every, self.total_steps) or (step == 1 and every > 0)
-        shown = args.num_completions_to_print if logged else None
-        self.journal.record(self.recorder.record(step, batch, shown))
-
     # ------------------------------------------------------------------------- resume and leave
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Take over what the resumed run found for open keys; ValueError without its engine."""
-        found = {key for key in self.open_keys if saved.get(key, "auto") != "auto"}
-        if "micro_batch_tokens" in found:  # another order of sums rounds differently
-            self.learner.token_budget = saved["micro_batch_tokens"]
-        if "rollout_engine" in found:  # another engine samples differently
-            engine = saved["rollout_engine"]
-            here = self.engine_name
-            if (engine, here) == ("native", "vllm"):
-                self.engine_name = "native"
-                self.sampler.engine = self.make_engine("native")
-            elif engine != here:
-                raise ValueError(
-                    f"the resumed run samples with rollout_engine {engine}, but auto chooses "
-                    f"{here} here ({self.why_engine}): set rollout_engine to {engine} and provide "
-                    "what it needs, or start a new run from its weights"
-                )
-            self.why_engine = "auto: as in the resumed run"
+        """Take over what the resumed run found for open keys."""
+        found = saved.get("micro_batch_tokens", "auto")
+        if "micro_batch_tokens" in self.open_keys and found != "auto":
+            self.learner.token_budget = found  # another order of sums rounds differently
         self.checkpointer.config = self.saved_config()
 
     def _end_by_signal(self, number: int, journal: Journal) -> None:
@@ -343,81 +340,47 @@ class TrainingLoop(Parts, ABC):
         `prunes`, older checkpoints beyond `save_total_limit` are removed.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
-        if self.journal is not None and not self.learner.updates_begun:  # else of half a step
-            self.journal.trace(
-                {"step": self.state.step, "weights": self.recorder.fingerprints(trained=True)}
-            )
+        self.on_saved()
         self._tell("on_save", path)
         return path
 
-    @broadcasts_failure
-    def save_model(self, path: str | Path) -> None:
-        """Save model (or its adapter) and tokenizer as `from_pretrained` reads them; OSError on all
-        processes if that fails.
-
-        A critic is saved in the subdirectory `critic/`, and with `save_merged` the model with its
-        adapter merged in `merged/`.
+    def save_final(self, path: Path) -> None:
+        """Save what the run has trained, with a model card, all or none: if it fails, the old
+        directory is kept, and all processes raise OSError.
         """
-        save = atomic.Save(self.runtime, Path(path))
-        self.checkpointer.save_models(save, save.path, final=True)
+        export.save_final(self.checkpointer, self.runtime, path, self.write_model)
+
+    def write_model(self, save: atomic.Save, path: Path) -> None:
+        """Write the final model and the tokenizer as `from_pretrained` reads them."""
+        self.checkpointer.save_models(save, path, final=True)
 
     # ------------------------------------------------------------------------------- description
 
-    def describe(self) -> str:
-        """Describe the run in one line, and each source of reward in another."""
-        trained = (
-            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
-            f"rollout_engine {self.engine_name} ({self.why_engine})"
-        )
-        return "\n".join([trained, *self.described])
-
-    def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with the data, rewards, engine and token budget that were found."""
+    def resolved_args(self) -> TrainingConfig:
+        """Return the config with the data and the token budget that were found."""
         resolved: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
-            "dataset_fingerprint": self.train_prompts.fingerprint,
+            "dataset_fingerprint": self.data_fingerprint,
         }
-        kind = type(self)
-        with suppress(OSError, TypeError):  # a notebook's class has no file
-            if not kind.__module__.startswith("rlhf_pg.") and (file := inspect.getsourcefile(kind)):
-                resolved["trainer"] = f"{os.path.abspath(file)}:{kind.__qualname__}"
-        chosen = with_engine(self.args, self.engine_name)
-        return dataclasses.replace(chosen, **resolved, **self.recorded)
+        return dataclasses.replace(self.args, **resolved)
 
     def saved_config(self) -> dict[str, Any]:
         """Return the config as a checkpoint holds it."""
-        return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the algorithm, for example "GRPO"."""
-        return self.config_type.__name__.removesuffix("Config")
+        return dataclasses.asdict(self.resolved_args())
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints of the tokenizer and data, which a resumed run must be given again."""
         return {
-            "tokenizer": vocabulary_fingerprint(self.sampler.player.tokenizer),
-            "train_dataset": self.train_prompts.fingerprint,
+            "tokenizer": vocabulary_fingerprint(self.processing_class),
+            "train_dataset": self.data_fingerprint,
         }
 
     @property
     def open_keys(self) -> set[str]:
         """Keys set to "auto"; a resumed run takes the values found before."""
         keys = ("micro_batch_tokens", "rollout_engine")
-        return {key for key in keys if getattr(self.args, key) == "auto"}
-
-    def began(self) -> Start:
-        """Describe the environment and the weights that the run begins from; collective."""
-        return Start(
-            step=self.state.step,
-            versions=versions(),
-            processes=self.runtime.world,
-            backend=self.runtime.kind,
-            device=self.runtime.device_name,
-            weights=self.recorder.fingerprints(),
-        )
+        return {key for key in keys if getattr(self.args, key, None) == "auto"}
 
     # -------------------------------------------------------------------------------- callbacks
 
