@@ -26,7 +26,7 @@ TOKENS = {
     "checkpoint": 5320,
     "cli": 9721,
     "config": 12913,
-    "data": 21138,
+    "data": 21142,
     "episodes": 7541,
     "failpoints.py": 132,
     "kl.py": 906,
@@ -42,7 +42,7 @@ TOKENS = {
     "run": 7347,
     "running_stats.py": 397,
     "runtime": 9051,
-    "supervised": 7165,
+    "supervised": 7117,
     "tasks": 5083,
     "trainers": 21381,
 }

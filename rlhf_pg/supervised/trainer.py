@@ -10,7 +10,6 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +22,7 @@ from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import Batch
+from rlhf_pg.data.prompts import permutation
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run.learner import Learner, Outputs
 from rlhf_pg.run.loop import Callback, TrainingLoop
@@ -149,8 +149,8 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         self.measured = Metrics()
         meter = Meter()
         rate = self.learner.optimizer.param_groups[0]["lr"]
-        places = order(len(self.examples), args.batch_size, args.seed, state.step)
-        examples = [self.examples[i] for i in places[runtime.rank :: runtime.world]]
+        rows = rows_of_step(len(self.examples), args.batch_size, args.seed, state.step)
+        examples = [self.examples[row] for row in rows[runtime.rank :: runtime.world]]
         with self.learner.updating():
             self.learner.accumulate(self.batch_of(examples), self.objective, meter)
             norm = self.learner.update_weights()
@@ -206,16 +206,10 @@ def token_budget(args: SupervisedConfig, longest: int, runtime: Runtime) -> int:
     return max(longest, min(TOKENS, most(runtime.device.type, longest)))
 
 
-def order(size: int, batch: int, seed: int, step: int) -> list[int]:
+def rows_of_step(size: int, batch: int, seed: int, step: int) -> Sequence[int]:
     """Return the rows of a step: a batch (the last may be smaller) of a permutation per epoch."""
-    epoch, place = divmod(step, math.ceil(size / batch))
-    return _permutation(size, seed + epoch)[place * batch : (place + 1) * batch]
-
-
-@lru_cache(1)
-def _permutation(size: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randperm(size, generator=generator).tolist())
+    epoch, number = divmod(step, math.ceil(size / batch))
+    return permutation(size, seed, epoch)[number * batch : (number + 1) * batch]
 
 
 def fingerprint(rows: Any) -> str:

@@ -21,7 +21,7 @@ from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.run.learner import Learner
 from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.trainer import SupervisedTrainer, order, token_budget
+from rlhf_pg.supervised.trainer import SupervisedTrainer, rows_of_step, token_budget
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
 
@@ -118,11 +118,17 @@ def test_gradient_of_a_step_is_that_of_a_loop_over_rows(tmp_path, monkeypatch, a
 
 
 def test_rows_of_every_epoch_come_once():
-    epochs = [[order(11, 4, 7, 3 * epoch + i) for i in range(3)] for epoch in (0, 1)]
-    assert [len(batch) for batch in epochs[0]] == [4, 4, 3]
-    first, second = ([row for batch in epoch for row in batch] for epoch in epochs)
-    assert sorted(first) == sorted(second) == list(range(11))
-    assert first != second
+    """In an order of their own, which no epoch of the next seed has."""
+
+    def epoch(seed, number):
+        batches = [rows_of_step(11, 4, seed, 3 * number + i) for i in range(3)]
+        assert [len(batch) for batch in batches] == [4, 4, 3]
+        return tuple(row for batch in batches for row in batch)
+
+    orders = {epoch(seed, number) for seed in (7, 8) for number in (0, 1)}
+    assert len(orders) == 4
+    for order in orders:
+        assert sorted(order) == list(range(11))
 
 
 def test_micro_batches_and_packing_change_no_step(tmp_path, monkeypatch):
