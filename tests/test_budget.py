@@ -34,7 +34,7 @@ TOKENS = {
     "masking.py": 639,
     "models": 23664,
     "plan": 2827,
-    "replay": 7391,
+    "replay": 7390,
     "report": 11339,
     "rewards": 13061,
     "rng.py": 455,

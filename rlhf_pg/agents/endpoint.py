@@ -42,7 +42,7 @@ T = TypeVar("T")
 MOST_BYTES = 2**23  # of a body
 # A body that is longer than its tokens can be is refused before it is read as JSON.
 BYTES_PER_TOKEN = 32
-BYTES_BESIDE = 2**16
+BASE_BYTES = 2**16
 MOST_CHOICES = 16
 ENDED = "no running episode has this key"
 
@@ -303,15 +303,15 @@ class EndpointServer:
                 if len(body) > MOST_BYTES:
                     raise CallRefused(f"the body has more than {MOST_BYTES} bytes", 413)
                 if agent.longest is not None:
-                    most = BYTES_BESIDE + BYTES_PER_TOKEN * agent.longest
+                    most = BASE_BYTES + BYTES_PER_TOKEN * agent.longest
                     if len(body) > most:
                         raise agent.full()
             options = CallOptions.model_validate_json(bytes(body))
             return await answer(request, branch, options)
         except ValidationError as invalid:
             first = invalid.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            refused = CallRefused(f"{quote(place)}: {first['msg']}")
+            key_path = ".".join(map(str, first["loc"]))
+            refused = CallRefused(f"{quote(key_path)}: {first['msg']}")
         except CallRefused as known:
             refused = known
         except Exception as other:  # a template, a message of a strange shape, a client that left
@@ -395,7 +395,7 @@ class EndpointServer:
             words = words[:-1]
         raw = history.tokenizer.decode(words)
         content = history.tokenizer.decode(words, skip_special_tokens=history.skip_special_tokens)
-        ends = [place for stop in call.stop if (place := content.find(stop)) >= 0]
+        ends = [start for stop in call.stop if (start := content.find(stop)) >= 0]
         tools = list[ToolCall]()
         if box is not None and not ends:
             tools = [tool for tool in box.parse(raw, chat) if tool.error is None]
@@ -411,7 +411,7 @@ class EndpointServer:
             chat=chat,
         )
 
-    async def _beside(self, encode: Callable[..., T], *arguments: Any) -> T:
+    async def _in_executor(self, encode: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.encoder, encode, *arguments)
 
@@ -452,7 +452,7 @@ class EndpointServer:
 
     async def _chat(self, request: HttpRequest, branch: Branch, options: CallOptions) -> Response:
         sent = options.messages
-        messages, prompt, box = await self._beside(self._encode, branch, options, sent)
+        messages, prompt, box = await self._in_executor(self._encode, branch, options, sent)
         answers = await self._sample(request, branch, options, prompt, messages, box)
         body = formats.of_chat(answers, bool(options.logprobs), branch.agent.history.tokenizer)
         usage = bool((options.stream_options or {}).get("include_usage"))
@@ -467,7 +467,7 @@ class EndpointServer:
             prompt = prompt[0]
         if not prompt or (isinstance(prompt, list) and isinstance(prompt[0], str)):
             raise CallRefused("prompt: one text, or a list of token ids, is needed")
-        ids, text = await self._beside(self._encode_text, history, prompt)
+        ids, text = await self._in_executor(self._encode_text, history, prompt)
         answers = await self._sample(request, branch, options, ids, text)
         body = formats.of_text(answers, options.logprobs is not None, history.tokenizer)
         if options.stream:
@@ -486,7 +486,7 @@ class EndpointServer:
         rule = options.instructions
         first = [{"role": "system", "content": rule}] if rule else []
         sent = [*first, *kept.get(before or "", ()), *formats.of_items(options.input)]
-        messages, prompt, box = await self._beside(self._encode, branch, options, sent)
+        messages, prompt, box = await self._in_executor(self._encode, branch, options, sent)
         options.n = 1
         (answer,) = await self._sample(request, branch, options, prompt, messages, box)
         body = formats.of_response(answer)

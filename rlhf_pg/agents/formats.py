@@ -89,7 +89,7 @@ def of_chat(
             "logprobs": None,
         }
         if logprobs:
-            choice["logprobs"] = {"content": _scored_tokens(answer.completion, tokenizer)}
+            choice["logprobs"] = {"content": _token_logprobs(answer.completion, tokenizer)}
         choices.append(choice)
     return {
         "id": f"chatcmpl-{answers[0].name}",
@@ -101,7 +101,7 @@ def of_chat(
     }
 
 
-def _scored_tokens(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+def _token_logprobs(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     content = []
     for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
         text = tokenizer.decode([token])
@@ -232,23 +232,23 @@ def _events(body: Json) -> Iterator[Json]:
     begun = body | {"status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     for i, item in enumerate(body["output"]):
-        place = {"item_id": item["id"], "output_index": i}
+        address = {"item_id": item["id"], "output_index": i}
         new = item | {"content": []} if "content" in item else item
         yield {"type": "response.output_item.added", "output_index": i, "item": new}
         if item["type"] == "message":
             [part] = item["content"]
-            place["content_index"] = 0
+            address["content_index"] = 0
             empty = part | {"text": ""}
             words = part["text"]
-            text = place | {"logprobs": []}
-            yield {"type": "response.content_part.added", **place, "part": empty}
+            text = address | {"logprobs": []}
+            yield {"type": "response.content_part.added", **address, "part": empty}
             yield {"type": "response.output_text.delta", **text, "delta": words}
             yield {"type": "response.output_text.done", **text, "text": words}
-            yield {"type": "response.content_part.done", **place, "part": part}
+            yield {"type": "response.content_part.done", **address, "part": part}
         else:
             yield {
                 "type": "response.function_call_arguments.done",
-                **place,
+                **address,
                 "arguments": item["arguments"],
                 "name": item["name"],
             }

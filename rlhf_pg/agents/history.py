@@ -141,22 +141,22 @@ class History:
         chat = normalise(messages, WHERE)
         chat, _ = known_roles(chat, self.tokenizer, WHERE, tools)
         known = dict[int, list[PolicyAnswer]]()
-        for place, message in enumerate(chat):
+        for index, message in enumerate(chat):
             if message["role"] == "assistant":
-                chat[place], answers = self._recognise(message)
+                chat[index], answers = self._recognise(message)
                 if answers:
-                    known[place] = answers
+                    known[index] = answers
         quoted = prepare(chat, self.tokenizer, WHERE, tools).messages
         unmarked = render(self.tokenizer, quoted, WHERE, True, tools)
         for strips in (False, True):  # many templates strip what was said
             marked = list(quoted)
-            for place in known:
-                message = quoted[place]
+            for index in known:
+                message = quoted[index]
                 content = message["content"]
                 if strips and isinstance(content, str):
                     message = {**message, "content": content.strip()}
-                mark = f"{MARK[0]}{place}{MARK[1]}"
-                marked[place] = with_mark(message, mark)
+                mark = f"{MARK[0]}{index}{MARK[1]}"
+                marked[index] = with_mark(message, mark)
             text = render(self.tokenizer, marked, WHERE, True, tools)
             if END.sub("", text) == unmarked:
                 break
@@ -249,10 +249,10 @@ class TokenTree:
     """The distinct tokens of an episode, in the order of its calls.
 
     Attributes:
-        follows: the place of the token that each token follows, -1 if it follows nothing.
+        follows: the index of the token that each token follows, -1 if it follows nothing.
         actions: which tokens the policy sampled.
         branches: the branch of the call that each token came with.
-        ends: the place of the last token of each answer.
+        ends: the index of the last token of each answer.
     """
 
     def __init__(self) -> None:
@@ -265,16 +265,16 @@ class TokenTree:
         self._next = defaultdict[tuple[int, int], list[int]](list)
 
     def find(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Return how many of these ids are there from the start, and the place of the last."""
-        places = [-1]
+        """Return how many of these ids are there from the start, and the index of the last."""
+        indices = [-1]
         for length, token in enumerate(ids):
             following = list[int]()
-            for place in places:
-                following += self._next.get((place, token), ())
+            for index in indices:
+                following += self._next.get((index, token), ())
             if not following:
-                return length, places[0]
-            places = following
-        return len(ids), places[0]
+                return length, indices[0]
+            indices = following
+        return len(ids), indices[0]
 
     def add(self, answer: PolicyAnswer, branch: int = 0) -> None:
         """Add what is new in the prompt, and the whole answer: it was sampled anew."""
@@ -288,9 +288,9 @@ class TokenTree:
         self.actions += [True] * len(completion.tokens)
         self.branches += [branch] * len(tokens)
         for token in tokens:
-            place = len(self.tokens)
-            self._next[last, token].append(place)
+            index = len(self.tokens)
+            self._next[last, token].append(index)
             self.tokens.append(token)
             self.follows.append(last)
-            last = place
+            last = index
         self.ends.append(last)

@@ -21,7 +21,7 @@ from rlhf_pg.agents.endpoint import Agent, Branch, Call, CallRefused, Endpoint, 
 from rlhf_pg.agents.history import History, TokenTree, common
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.quoted import quote, tell
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_concurrently
 from rlhf_pg.config.files import names_function
 from rlhf_pg.data.rows import Row
 from rlhf_pg.episodes.environment import check_reward
@@ -77,7 +77,7 @@ class AgentRunner(EpisodeRunner):
             )
             endpoint = server.open(Branch(agent))
             row = copy.deepcopy(dict(episode.example))  # the program may add to its chat
-            ended = call_beside(self.timeout, self.program, row, endpoint)
+            ended = call_concurrently(self.timeout, self.program, row, endpoint)
             running[ended] = episode, agent
         for ended in running:
             ended.add_done_callback(arrivals.put)
@@ -145,7 +145,7 @@ class AgentRunner(EpisodeRunner):
         episode.logprobs = tree.logprobs[start:]
         episode.branches = tree.branches[start:]
         follows = enumerate(tree.follows[start:], start)
-        episode.offsets = [place - before if before >= 0 else 0 for place, before in follows]
+        episode.offsets = [token - before if before >= 0 else 0 for token, before in follows]
         episode.rewards = [math.nan] * len(episode.tokens)
         for end, reward in zip(tree.ends, rewards, strict=True):
             if reward is not None:

@@ -112,10 +112,10 @@ class ListedEngine(RolloutEngine):
                 tokens = likeliest(torch.tensor([prompt]))[0, len(prompt) :].tolist()
                 says += [tokens] * n
         assert len(says) == n * len(prompts)
-        for place, tokens in enumerate(says):
+        for index, tokens in enumerate(says):
             reason: Any = "stop" if tokens[-1] == EOS else "length"
             yield (
-                place,
+                index,
                 Completion(list(tokens), [0.0] * len(tokens), reason),
             )
 

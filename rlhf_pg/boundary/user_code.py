@@ -58,7 +58,7 @@ def begin(call: Callable[[], Awaitable[Any]], loop: str = "users") -> Future[Any
     return asyncio.run_coroutine_threadsafe(outcome(), event_loop(loop))
 
 
-def call_beside(
+def call_concurrently(
     timeout: float | None, function: Callable[..., Any], /, *arguments: Any, **keywords: Any
 ) -> Future[Any]:
     """Call a function, plain or async, concurrently with all others.

@@ -46,18 +46,18 @@ def forget() -> None:
     _found.clear()
 
 
-def admit(name: str, places: Sequence[Path] | None = None, refused: Sequence[Path] = ()) -> None:
+def admit(name: str, paths: Sequence[Path] | None = None, refused: Sequence[Path] = ()) -> None:
     """Name code before it runs, once; ValueError if it comes with a config that is not trusted.
 
     Args:
-        places: its files or folders; None for what the config itself contains.
+        paths: its files or folders; None for what the config itself contains.
         refused: directories besides the config's that a config which was found must not use.
     """
     for config, given in _found:
         own = [directory.resolve() for directory in (config.parent, *refused)]
-        names = None if places is None else [place.resolve() for place in places]
+        names = None if paths is None else [owner.resolve() for owner in paths]
         if name not in given and (
-            names is None or any(file.is_relative_to(place) for file in names for place in own)
+            names is None or any(file.is_relative_to(owner) for file in names for owner in own)
         ):
             raise ValueError(
                 f"{quote(str(config))} would run {quote(name)}: this config was found, and not "
@@ -68,7 +68,7 @@ def admit(name: str, places: Sequence[Path] | None = None, refused: Sequence[Pat
     _named.add(name)
 
 
-def places_of(module: str) -> list[Path]:
+def paths_of(module: str) -> list[Path]:
     """Return the folders or the file of a module's package, which is not imported."""
     spec = importlib.util.find_spec(module.partition(".")[0] or "-")
     if spec is None:
@@ -86,19 +86,19 @@ def load(name: str, what: str = "function") -> Any:
     there is no such file or module, its import fails (the message has its traceback), or it has no
     function of that name.
     """
-    place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if name.endswith(".py") or not place:
+    owner, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if name.endswith(".py") or not owner:
         raise ValueError(
             f"{quote(name)} names no {what}: write file.py:NAME or package.module:NAME"
         )
-    directory, _, dotted = place.rpartition("/")
-    file = find_file(place, name) if place.endswith(".py") else None
+    directory, _, dotted = owner.rpartition("/")
+    file = find_file(owner, name) if owner.endswith(".py") else None
     where = file or Path(directory).absolute()
     if file is None:
         _search(where)
     # A function of an installed package may be any, with arguments of the config.
     refused = () if dotted.startswith("rlhf_pg.") else INSTALLED
-    admit(name, places_of(dotted) if file is None else [file], refused)
+    admit(name, paths_of(dotted) if file is None else [file], refused)
     try:
         module = importlib.import_module(dotted) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
@@ -121,8 +121,8 @@ def find_file(path: str, name: str) -> Path:
     """Return the absolute path of a file; ValueError, beginning with `name`, if there is none."""
     file = Path(os.path.abspath(Path(path).expanduser()))
     if not file.is_file():
-        or_beside = "" if Path(path).is_absolute() else ", nor one beside the recipe"
-        raise ValueError(f"{quote(name)}: there is no file {quote(str(file))}{or_beside}")
+        or_at_recipe = "" if Path(path).is_absolute() else ", nor one beside the recipe"
+        raise ValueError(f"{quote(name)}: there is no file {quote(str(file))}{or_at_recipe}")
     return file
 
 
@@ -152,7 +152,7 @@ def loaded_files() -> dict[str, str]:
 
 
 def _search(directory: Path) -> None:
-    """Search a directory for modules, after all other places."""
+    """Search a directory for modules, after all others."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
     importlib.invalidate_caches()

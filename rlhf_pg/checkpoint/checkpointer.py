@@ -335,11 +335,11 @@ class Checkpointer:
         self.roll_back(state)
         if self.ahead is not None:
             self.ahead.restore(path)
-        place = path.resolve()
-        self.saved_step = self.state.step if place == self.path().resolve() else None
+        resolved = path.resolve()
+        self.saved_step = self.state.step if resolved == self.path().resolve() else None
         run = self.directory.parent.resolve()
-        is_here = place.parent in (run, self.directory.resolve())
-        self.origin = None if is_here else str(place)
+        is_here = resolved.parent in (run, self.directory.resolve())
+        self.origin = None if is_here else str(resolved)
         if self.config.get("save_best", True) and not (is_here and (run / "best").exists()):
             self.state.best_reward = None  # the best checkpoint is in the other directory
         rng = path / RNG.format(rank)

@@ -46,11 +46,11 @@ def set_aside(directory: Path) -> str | None:
         return None
     numbers = [path.name.removeprefix("earlier-") for path in directory.glob(EARLIER)]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    place = directory / f"earlier-{last + 1}"
-    place.mkdir()
+    folder = directory / f"earlier-{last + 1}"
+    folder.mkdir()
     for name in names:
-        (directory / name).rename(place / name)
-    return f"{directory} had an earlier run or a model, which was moved to {place}"
+        (directory / name).rename(folder / name)
+    return f"{directory} had an earlier run or a model, which was moved to {folder}"
 
 
 @contextmanager
@@ -88,8 +88,8 @@ def _undo(directory: Path, before: Container[str], made: Sequence[Path]) -> None
     """Remove what a run has written to a directory that had the names `before`, put back what it
     moved, and remove the directories that it made.
     """
-    moved = [place for place in directory.glob(EARLIER) if place.name not in before]
-    returning = [path for place in moved for path in place.iterdir()]
+    moved = [folder for folder in directory.glob(EARLIER) if folder.name not in before]
+    returning = [path for folder in moved for path in folder.iterdir()]
     for name in RUN_FILES:
         path = directory / name
         if name in before and name not in {path.name for path in returning}:
@@ -100,8 +100,8 @@ def _undo(directory: Path, before: Container[str], made: Sequence[Path]) -> None
             path.unlink(missing_ok=True)
     for path in returning:
         path.rename(directory / path.name)
-    for place in moved:
-        place.rmdir()
+    for folder in moved:
+        folder.rmdir()
     if made:
         (directory / LOCK).unlink()
     for path in made:

@@ -36,7 +36,7 @@ def demo(flags: Sequence[str]) -> None:
     console = Console(quiet=not trainer.runtime.is_main)
     before = trainer.evaluate()
     answers_before = _answers(trainer)
-    console.print(Text(f"before: {_score(before)}"))
+    console.print(Text(f"before: {_reward_summary(before)}"))
     trainer.train()
     after = trainer.evaluate()
     answers_after = _answers(trainer)
@@ -47,12 +47,12 @@ def demo(flags: Sequence[str]) -> None:
         cells = [prompt, answer, answers_after[prompt]]
         table.add_row(*map(Text, map(visible, cells)))
     directory = Path(os.path.relpath(trainer.args.output_dir))
-    scores = f"before: {_score(before)}\nafter:  {_score(after)}\n"
+    scores = f"before: {_reward_summary(before)}\nafter:  {_reward_summary(after)}\n"
     files = f"model: {directory / 'final'}   report: {directory / 'report.html'}"
     console.print(table, Text(scores + files), sep="\n")
 
 
-def _score(metrics: dict[str, float]) -> str:
+def _reward_summary(metrics: dict[str, float]) -> str:
     bounds = intervals(metrics).get("eval_reward")  # none for a single prompt
     interval = ""
     if bounds is not None:

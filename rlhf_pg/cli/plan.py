@@ -27,7 +27,7 @@ def plan(flags: Sequence[str]) -> None:
         name = "CPU"
         room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     console = Console()
-    place = (here, kind, room, name)
+    hardware = (here, kind, room, name)
     with console.status("measuring an update on tensors without data: some seconds each"):
-        for said in verdict(args, options.sharding, options.num_processes, *place):
+        for said in verdict(args, options.sharding, options.num_processes, *hardware):
             console.print(said)

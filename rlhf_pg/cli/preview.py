@@ -27,7 +27,7 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import CONFIGS, config_type_of, split_recipe
 from rlhf_pg.config.fields import parameters
 from rlhf_pg.config.parse import fail, parse
-from rlhf_pg.data.inputs import load_task, settle_data, with_date
+from rlhf_pg.data.inputs import load_task, resolve_data, with_date
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.data.rendering import special_tokens, warn_of_turn_end
 from rlhf_pg.episodes.factory import load_tools
@@ -40,7 +40,7 @@ from rlhf_pg.models.loading import (
     tokenizer_from_pretrained,
     tokenizer_of,
 )
-from rlhf_pg.rewards.named import check_arguments, settle_rewards
+from rlhf_pg.rewards.named import check_arguments, resolve_rewards
 from rlhf_pg.supervised import examples
 from rlhf_pg.supervised.bradley_terry import load_pairs
 from rlhf_pg.tasks import warm_start
@@ -160,7 +160,7 @@ def positions_without_weights(args: Any) -> int | None:
 def of_prompts(
     args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
 ) -> Preview:
-    _, data, _ = settle_data(args)
+    _, data, _ = resolve_data(args)
     named, _ = load_tools(args)
     if named is None and task is not None:
         named = task.tools
@@ -174,7 +174,7 @@ def of_prompts(
         max_completion_length=args.max_completion_length,
         positions=None if args.agent_program else positions,
     )
-    rewards, _, _ = settle_rewards((), args, None if task is None else task.reward)
+    rewards, _, _ = resolve_rewards((), args, None if task is None else task.reward)
     check_arguments(rewards, {"train_dataset": prompts.rows})
     functions = [reward for reward in rewards if callable(reward)]
     read = {name for function in functions for name in parameters(function)}
@@ -190,7 +190,7 @@ def of_examples(
 ) -> Preview:
     limit = examples.limit_of(args, positions)
     if task is None:
-        data, _ = examples.settle_data(args, None, None)
+        data, _ = examples.resolve_data(args, None, None)
         made = examples.load_examples(data, args, tokenizer, limit, "train_dataset")
     else:
         data = task.train_dataset
@@ -212,7 +212,7 @@ def of_examples(
 def of_pairs(
     args: Any, task: Any, tokenizer: PreTrainedTokenizerBase, positions: int | None
 ) -> Preview:
-    data, _ = examples.settle_data(args, None, None) if task is None else task.pairs()
+    data, _ = examples.resolve_data(args, None, None) if task is None else task.pairs()
     rows = []
     limit = examples.limit_of(args, positions)
     pairs = load_pairs(data, args, tokenizer, limit, "train_dataset")

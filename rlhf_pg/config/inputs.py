@@ -27,9 +27,9 @@ class ModelConfig:
     gradient_checkpointing: bool | Literal["offload"] = option(False, "cost", help=
         "Recompute activations to save memory; offload also moves layer inputs to the host.")
 
-    def locate(self, beside: Path | None = None) -> Self:
+    def locate(self, recipe_dir: Path | None = None) -> Self:
         """Return the config with absolute file names, looked up beside the recipe first."""
-        return replace(self, **files.locate_keys(self, beside))
+        return replace(self, **files.locate_keys(self, recipe_dir))
 
     def on(self, device: str) -> Self:
         """Return the config for a kind of device; on a CPU activations are not offloaded."""

@@ -84,8 +84,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
         made = kind(**values)
     except ConfigError as error:
         fail("\n".join(f"{origin.get(key, '')}{text}" for key, text in error.messages))
-    beside = Path(recipes[0]).absolute().parent if recipes else None
-    return made.locate(beside)  # type: ignore[no-any-return]
+    recipe_dir = Path(recipes[0]).absolute().parent if recipes else None
+    return made.locate(recipe_dir)  # type: ignore[no-any-return]
 
 
 def replacing(flags: Mapping[str, Any]) -> set[str]:

@@ -379,9 +379,9 @@ class Batch:
         short = [i for i, row in enumerate(rows) if row.longest <= window]
         long = [i for i, row in enumerate(rows) if row.longest > window]
         batches: list[Tensor] = []
-        for split, places in ((split_packed, short), (split_padded, long)):
-            index = torch.tensor(places, dtype=torch.int64)
-            chosen = [rows[i] for i in places]
+        for split, row_numbers in ((split_packed, short), (split_padded, long)):
+            index = torch.tensor(row_numbers, dtype=torch.int64)
+            chosen = [rows[i] for i in row_numbers]
             for part in split(chosen, max_tokens):
                 batches.append(index[part])
         return batches
@@ -440,9 +440,9 @@ def pad_rows(
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
     for i, row in enumerate(rows):
         start = width - len(row) if left else 0
-        place = slice(start, start + len(row))
-        values[i, place] = torch.tensor(row, dtype=dtype)
-        mask[i, place] = True
+        span = slice(start, start + len(row))
+        values[i, span] = torch.tensor(row, dtype=dtype)
+        mask[i, span] = True
     return values, mask
 
 

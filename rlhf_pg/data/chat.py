@@ -127,9 +127,9 @@ def encode_answer(
     before = [*prompt]
     turn = before.pop() if continues(before) else {"role": "assistant", "content": ""}
     chat = normalise([*before, turn, *messages], where)
-    chat, place = known_roles(chat, tokenizer, where, tools, len(before))
+    chat, index = known_roles(chat, tokenizer, where, tools, len(before))
     shown = prepare(chat, tokenizer, where, tools).messages
-    shown[place] = with_mark(shown[place])
+    shown[index] = with_mark(shown[index])
     _, mark, text = render(tokenizer, shown, where, True, tools).rpartition(MARK)
     if not mark:
         raise ValueError("the chat template does not show the assistant's last message")

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=PolicyGradientConfig | SupervisedConfig)
 logger = logging.getLogger(__name__)
 
 
-def settle_data(
+def resolve_data(
     args: PolicyGradientConfig,
     train_dataset: Any = None,
     eval_dataset: Any = None,

@@ -51,15 +51,15 @@ def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
     # First-fit decreasing: at most 11/9 of the minimal number of batches (Johnson 1973).
     pieces = sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0])
     for size, piece in pieces:
-        place = next(
+        index = next(
             (i for i, left in enumerate(room) if size <= left),
             len(room),
         )
-        if place == len(room):
+        if index == len(room):
             batches.append([])
             room.append(max_tokens)
-        batches[place] += piece
-        room[place] -= size
+        batches[index] += piece
+        room[index] -= size
     return batches
 
 

@@ -211,7 +211,7 @@ def as_dataset(rows: Any) -> Dataset:
 def from_rows(
     rows: Sequence[Mapping[str, Any]],
     convert: Callable[[list[Any]], list[Any]] = list,
-    place: Callable[[int], str] = "row {}".format,
+    where: Callable[[int], str] = "row {}".format,
 ) -> Dataset:
     """Make a dataset of rows, with every column converted.
 
@@ -226,9 +226,9 @@ def from_rows(
             row = bisect_left(range(len(values)), True, key=partial(_misfits, name, values))
             for number in range(row + 1):
                 if _is_chat(values[number]):  # which may say what is wrong with a message
-                    storable(values[number], f"{name} in {place(number)}")
+                    storable(values[number], f"{name} in {where(number)}")
             raise ValueError(
-                f"{place(row)} does not fit in column {name!r}: {tell(error)}. All rows of a "
+                f"{where(row)} does not fit in column {name!r}: {tell(error)}. All rows of a "
                 "column need one type, such as text, in whole characters"
             ) from error
     return concatenate_datasets(columns, axis=1)

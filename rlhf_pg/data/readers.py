@@ -27,7 +27,7 @@ def read(files: Mapping[str, Sequence[str]], kind: str, separator: str) -> dict[
     ValueError, with the file and its line or row, for what cannot be read.
     """
     rows = list[dict[str, Any]]()
-    places = []
+    locations = []
     parts = {}
     for split, paths in files.items():
         start = len(rows)
@@ -38,12 +38,12 @@ def read(files: Mapping[str, Sequence[str]], kind: str, separator: str) -> dict[
                 raise ValueError(f"{file}: {tell(error)}") from error
             for number, record in enumerate(records):
                 rows.append(record if isinstance(record, dict) else {"text": record})
-                places.append(f"{file}: row {number}")
+                locations.append(f"{file}: row {number}")
         parts[split] = range(start, len(rows))
     if not rows:
         raise ValueError("there are no rows")
     convert = as_numbers if kind == "csv" else list
-    table = from_rows(rows, convert, places.__getitem__)
+    table = from_rows(rows, convert, locations.__getitem__)
     return {split: table.select(part) for split, part in parts.items()}
 
 

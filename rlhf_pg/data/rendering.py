@@ -157,7 +157,7 @@ def prepare(
 
     Templates differ in the form that they read (`FORMS`): the first that loses nothing is taken.
     Most leave out the thoughts of earlier turns, as the policy never sees them again; for others
-    see `_place_thoughts`.
+    see `_insert_thoughts`.
 
     Args:
         learnt: numbers of the assistant's messages that must not lose their thoughts, since they
@@ -172,7 +172,7 @@ def prepare(
     lost, error = lose(chat)
     for form in FORMS:
         if error is None and all(word.is_thought for word in lost):
-            chat, lost = _place_thoughts(chat, lost, lose)
+            chat, lost = _insert_thoughts(chat, lost, lose)
             break
         other = form(chat)
         others, failure = lose(other)
@@ -191,7 +191,7 @@ def prepare(
     return ShownChat(chat, hides_last)
 
 
-def _place_thoughts(chat: Chat, lost: list[Word], lose: Lose) -> tuple[Chat, list[Word]]:
+def _insert_thoughts(chat: Chat, lost: list[Word], lose: Lose) -> tuple[Chat, list[Word]]:
     """Move thoughts that the template does not show into the field that most read, or else into
     the content; return the chat, and the words that it does not show then.
 
@@ -243,10 +243,10 @@ def _lost_words(
             lost.append(words[int(mark[1])])
     # If the end of a turn is shown, what is left out before it are thoughts.
     ends = {word.message: word for word in words if word.field == "content"}
-    for place, word in enumerate(lost):
+    for index, word in enumerate(lost):
         of_assistant = word.field == "content" and chat[word.message]["role"] == "assistant"
         if of_assistant and ends[word.message] in seen:
-            lost[place] = word._replace(is_thought=True)
+            lost[index] = word._replace(is_thought=True)
     return lost, None
 
 

@@ -134,7 +134,7 @@ class StepTokens:
             texts=texts,
         )
 
-    def rows(self, places: Sequence[int]) -> list[Row]:
+    def rows(self, indices: Sequence[int]) -> list[Row]:
         """Return some of the rows, without texts and columns."""
         prompts = self.prompts()
         starts = self.starts
@@ -144,7 +144,7 @@ class StepTokens:
         if "line" in self.numbers:
             branches = np.nan_to_num(self.numbers["line"]).astype(int)
         rows = []
-        for i in places:
+        for i in indices:
             span = slice(starts[i], starts[i] + self.lengths[i])
             row = Row(
                 prompt_ids=prompts[i],

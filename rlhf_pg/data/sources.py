@@ -152,9 +152,9 @@ def open_dataset(name: str, config: str | None, split: str | None) -> Dataset:
             "for held-out data dataset_test_split may also be a share such as 0.05"
         ) from error
     parts = []
-    for place in ranges:
-        rows = range(place.from_, place.to)
-        parts.append(opened[place.splitname].select(rows))
+    for span in ranges:
+        rows = range(span.from_, span.to)
+        parts.append(opened[span.splitname].select(rows))
     return datasets.concatenate_datasets(parts)
 
 

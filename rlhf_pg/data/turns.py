@@ -115,8 +115,8 @@ def encode_turns(
         if number > read:
             with suppress(ValueError):  # the template renders this turn differently
                 openings.append(length(number, closed=False))
-    ids, places = _tokenize_turns(text, openings, tokenizer, where)
-    mask = [_overlaps(p, learnt_spans) and not _overlaps(p, left_out) for p in places]
+    ids, char_spans = _tokenize_turns(text, openings, tokenizer, where)
+    mask = [_overlaps(p, learnt_spans) and not _overlaps(p, left_out) for p in char_spans]
     return _with_ends(ids, mask, tokenizer, assistant_only, append_eos and last in whole_turns)
 
 
@@ -152,12 +152,12 @@ def _blocks_of(
     if len(blocks) != len(spans):
         return None
     marks = [*WORD.finditer(text)]
-    places = [mark.start() for mark in marks]
+    char_spans = [mark.start() for mark in marks]
     owners = [words[int(mark[1])].message for mark in marks]
     chosen = []
     for span, (first, end) in zip(spans, blocks, strict=True):
-        low = bisect_left(places, first)
-        high = bisect_left(places, end)
+        low = bisect_left(char_spans, first)
+        high = bisect_left(char_spans, end)
         inside = {*owners[low:high]} or {*owners[max(0, low - 1) : high + 1]}
         kinds = {n in numbers for n in inside if quoted[n]["role"] == "assistant"}
         if len(kinds) != 1:
@@ -176,8 +176,8 @@ def is_learnt(message: Mapping[str, Any], where: str) -> bool:
     return all(values)
 
 
-def _overlaps(place: Span, spans: Sequence[Span]) -> bool:
-    return any(place[0] < end and place[1] > first for first, end in spans)
+def _overlaps(span: Span, spans: Sequence[Span]) -> bool:
+    return any(span[0] < end and span[1] > first for first, end in spans)
 
 
 def _with_ends(
@@ -191,10 +191,10 @@ def _with_ends(
     all: such turns are followed by a special token, or by the EOS.
     """
     special = special_tokens(tokenizer).ids
-    for place, (here, behind) in enumerate(pairwise(ids)):
-        is_end = assistant_only and mask[place] and not mask[place + 1]
+    for token, (here, behind) in enumerate(pairwise(ids)):
+        is_end = assistant_only and mask[token] and not mask[token + 1]
         if is_end and here not in special and behind in special:
-            mask[place + 1] = True
+            mask[token + 1] = True
     count = len(mask) - mask[::-1].index(True) if True in mask else 0
     if append_eos and count and ids[count - 1] not in special:
         return [*ids[:count], tokenizer.eos_token_id], [*mask[:count], True]
@@ -209,26 +209,26 @@ def _tokenize_turns(
     It is not always split, since a tokenizer may put a space before every text.
     """
     ids: list[int] = []
-    places: list[Span] = []
+    char_spans: list[Span] = []
     begin = 0
     first = 0  # start of the text that is tokenized together, and of its tokens
     for opening, end in pairwise([0, *openings, len(text)]):
-        pieces, spans = _tokenize_places(text[begin:end], tokenizer, where)
+        pieces, spans = _tokenize_spans(text[begin:end], tokenizer, where)
         if pieces[: len(ids) - first] != ids[first:]:
             begin = opening
             first = len(ids)
-            pieces, spans = _tokenize_places(text[begin:end], tokenizer, where)
+            pieces, spans = _tokenize_spans(text[begin:end], tokenizer, where)
         ids = ids[:first] + pieces
-        places = places[:first] + [(begin + a, begin + b) for a, b in spans]
-    return ids, places
+        char_spans = char_spans[:first] + [(begin + a, begin + b) for a, b in spans]
+    return ids, char_spans
 
 
-def _tokenize_places(
+def _tokenize_spans(
     text: str, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[Span]]:
     """Tokenize a rendered chat, with the span of characters of each token."""
     ids: list[int] = []
-    places: list[Span] = []
+    char_spans: list[Span] = []
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
@@ -242,6 +242,6 @@ def _tokenize_places(
             spans = encoded["offset_mapping"]
             width = len(part)
         ids += pieces
-        places += [(at + a, at + b) for a, b in spans]
+        char_spans += [(at + a, at + b) for a, b in spans]
         at += width
-    return ids, places
+    return ids, char_spans

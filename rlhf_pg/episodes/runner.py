@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_pg.boundary.quoted import tell
-from rlhf_pg.boundary.user_code import call_beside, foreign
+from rlhf_pg.boundary.user_code import call_concurrently, foreign
 from rlhf_pg.data.chat import encode, encode_answer, text_of_completion, whole_turn
 from rlhf_pg.data.prompts import Prompt, Tools, tools_of_row
 from rlhf_pg.data.rows import Row
@@ -227,7 +227,7 @@ class EpisodeRunner(Player):
         example = dict(episode.example)
         prompt_ids = episode.prompt_ids
         tools = tools_of_row(self.tools, example)
-        reset = yield call_beside(self.timeout, environment.reset, copy.deepcopy(example))
+        reset = yield call_concurrently(self.timeout, environment.reset, copy.deepcopy(example))
         prompt = check_prompt(reset.result(), example["prompt"])
         if prompt != example["prompt"]:
             prompt_ids = encode(
@@ -253,7 +253,7 @@ class EpisodeRunner(Player):
             episode.turns += 1
             if self.tools:  # whose calls may have special tokens
                 text = text_of_completion(ids, self.tokenizer, False, self.stop_token_ids)
-            step = yield call_beside(self.timeout, environment.step, text)
+            step = yield call_concurrently(self.timeout, environment.step, text)
             messages, reward, done = check_observation(step.result(), prompt)
             if reward is not None:
                 episode.rewards[-1] = reward
@@ -271,7 +271,7 @@ class EpisodeRunner(Player):
             # NaN would exempt it from the comparison with episodes that were completed.
             episode.rewards[-1] = 0.0
         if isinstance(environment, SettlingEnvironment):
-            end = yield call_beside(self.timeout, environment.settle)
+            end = yield call_concurrently(self.timeout, environment.settle)
             paid = check_reward(end.result(), "an episode")
             if paid is not None:
                 episode.rewards[-1] = paid

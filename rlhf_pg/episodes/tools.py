@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.quoted import show, tell
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_concurrently
 from rlhf_pg.data.chat import encode_answer, render_chat
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.episodes.environment import Messages, Observation
@@ -112,7 +112,7 @@ class ToolEnvironment:
             return call.error
         if call.name not in self.functions:
             return f"there is no tool {call.name!r}, only {', '.join(self.functions)}"
-        return call_beside(self.toolbox.timeout, self.functions[call.name], **call.arguments)
+        return call_concurrently(self.toolbox.timeout, self.functions[call.name], **call.arguments)
 
     def _content(self, result: Future[Any] | str) -> str:
         """Return the result of a call as text, or its error."""

@@ -23,7 +23,7 @@ from rlhf_pg.models.recurrent import Mixer, mark_mixers
 
 NAME = "rlhf_pg"
 LONG = "longrope"
-SETTLED = "longrope, settled"
+LONG_FIXED = "longrope, fixed"
 # Options that a model may pass to attention. Others are refused, since they would be ignored.
 HONOURED = {
     "is_causal",
@@ -213,7 +213,7 @@ def _longrope_limit(model: PreTrainedModel) -> float:
     """Return the longest row for which a batch keeps its rotary frequencies."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
-    if rope.get("rope_type") == LONG and SETTLED not in kinds:
+    if rope.get("rope_type") == LONG and LONG_FIXED not in kinds:
         return float(rope["original_max_position_embeddings"])
     return math.inf
 
@@ -224,7 +224,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def settle_positions(model: nn.Module, longest: int) -> None:
+def fix_longrope(model: nn.Module, longest: int) -> None:
     """Fix the frequencies of LongRoPE (Ding et al. 2024) for rows of all lengths, as vLLM does.
 
     Such a model changes them if a row of the batch is longer than its original length, in sampling
@@ -234,7 +234,7 @@ def settle_positions(model: nn.Module, longest: int) -> None:
     for module in rotary:
         last = torch.tensor([[longest - 1]], device=module.inv_freq.device)
         module(module.inv_freq, last)
-        module.rope_type = SETTLED
+        module.rope_type = LONG_FIXED
 
 
 class _Probe:

@@ -178,8 +178,8 @@ class ActorCritic(nn.Module):
             values, end = checkpoint(self.critic, batch, use_reentrant=False)
         else:
             values, end = self.critic(batch, shared)
-        scored = self.policy(batch) if shared is None else self.policy.score(batch, shared)
-        return scored._replace(values=values, end_values=end)
+        output = self.policy(batch) if shared is None else self.policy.apply_head(batch, shared)
+        return output._replace(values=values, end_values=end)
 
 
 class Models(NamedTuple):
@@ -240,7 +240,7 @@ def new_critic(
         peft_config: an adapter to train on the trunk of `value_model`; by default one like the
             policy's own, if it has one.
         random_seed: start from random weights with this seed, in the policy's architecture.
-        model_options: as in `load_model`, except those on the places of the policy's files.
+        model_options: as in `load_model`, except those on the location of the policy's files.
 
     Raises:
         ValueError: there is no such model, it has another vocabulary, it is the policy itself, or
@@ -276,7 +276,9 @@ def new_critic(
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
     given = (model_options or {}).items()
     options = {
-        k: v for k, v in given if k == loading.ATTENTION or (path and k not in loading.PLACES)
+        k: v
+        for k, v in given
+        if k == loading.ATTENTION or (path and k not in loading.LOCATION_KEYS)
     }
     with about(VALUE_MODEL):
         model = loading.load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)

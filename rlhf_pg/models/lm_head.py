@@ -54,7 +54,7 @@ class LogitTransform:
 
 
 NOTHING = LogitTransform()
-Scores = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribution.scores`
+TokenStatistics = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribution.statistics`
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
 # Of log-probabilities (n,V) of these rows: divergences from a teacher, gradients by their logits.
 Compare = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -93,12 +93,12 @@ class TokenDistribution:
             z = z * self.slope
         return z, bend
 
-    def scores(
+    def statistics(
         self,
         output: Tensor,
         tokens: Tensor,
         compare: Compare | None = None,
-    ) -> Scores:
+    ) -> TokenStatistics:
         """Return log-probabilities, entropies and, if asked, divergences from a teacher; (N,)."""
         logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
         entropies = torch.empty_like(logprobs)
@@ -124,7 +124,7 @@ class TokenDistribution:
         *to_divergences: Tensor,
         compare: Compare | None = None,
     ) -> None:
-        """Overwrite the output with its gradient, given those of the scores."""
+        """Overwrite the output with its gradient, given those of the statistics."""
         to_logprobs = to_logprobs[:, None] * self.slope
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
@@ -176,8 +176,8 @@ class ChunkedLMHead:
     """The head of `model` and the transform after it, as one function of hidden states.
 
     It has no parameters and calls the model's own layer, so that adapters, tied weights and hooks
-    that gather sharded weights keep working. A plain linear layer is called once, for the scores of
-    all chunks; any other layer is called for the logits of each chunk.
+    that gather sharded weights keep working. A plain linear layer is called once, for all chunks;
+    any other layer is called for the logits of each chunk.
     """
 
     model: PreTrainedModel  # with an adapter or without; see `logit_transform_of`
@@ -194,7 +194,7 @@ class ChunkedLMHead:
         tokens: Tensor,
         teacher: HeadInput | None = None,
         smoothing: float = 0.0,
-    ) -> Scores:
+    ) -> TokenStatistics:
         """Return log p of tokens (N,) after hidden (N,H), and the entropy of each distribution;
         with a teacher also its divergence from the teacher's.
 
@@ -210,8 +210,8 @@ class ChunkedLMHead:
         )
         linear: Any = plain(layer)
         if linear is not None and self.chunks > 1:
-            # The layer's hooks run as usual, but its forward computes scores.
-            linear.forward = lambda x: _ChunkedScores.apply(  # type: ignore[no-untyped-call]
+            # The layer's hooks run as usual, but its forward computes statistics.
+            linear.forward = lambda x: _ChunkedStatistics.apply(  # type: ignore[no-untyped-call]
                 x,
                 linear.weight,
                 linear.bias,
@@ -221,22 +221,22 @@ class ChunkedLMHead:
                 teacher,
             )
             try:
-                scores: Scores = layer(hidden)
+                statistics: TokenStatistics = layer(hidden)
             finally:
                 del linear.forward
-            return scores
+            return statistics
 
-        def score(x: Tensor, y: Tensor, *states: Tensor) -> Any:
+        def compute(x: Tensor, y: Tensor, *states: Tensor) -> Any:
             compare = teacher and teacher[0].after(*states)
-            return _Scores.apply(layer(x), y, distribution, compare)  # type: ignore[no-untyped-call]
+            return _TokenStatistics.apply(layer(x), y, distribution, compare)  # type: ignore[no-untyped-call]
 
         if self.chunks > 1:
-            score = partial(checkpoint, score, use_reentrant=False)
+            compute = partial(checkpoint, compute, use_reentrant=False)
         read = [hidden, tokens]
         if teacher is not None:
             read.append(teacher[1])
         pieces = (x.tensor_split(self.chunks) for x in read)
-        parts = map(score, *pieces)
+        parts = map(compute, *pieces)
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     @torch.no_grad()
@@ -246,8 +246,8 @@ class ChunkedLMHead:
         return torch.cat([layer(part).argmax(-1) for part in hidden.tensor_split(self.chunks)])
 
 
-class _ChunkedScores(torch.autograd.Function):
-    """Scores of a linear layer's output, with one chunk of it in memory, forward and backward.
+class _ChunkedStatistics(torch.autograd.Function):
+    """Statistics of a linear layer's output, with one chunk of it in memory, forward and backward.
 
     The gradient of the weights is summed over the chunks in at least float32 and rounded once.
     Rounding to bfloat16 after each of hundreds of chunks would cause errors of several percent.
@@ -263,27 +263,27 @@ class _ChunkedScores(torch.autograd.Function):
         distribution: TokenDistribution,
         chunks: int,
         teacher: HeadInput | None,
-    ) -> Scores:
+    ) -> TokenStatistics:
         count = 2 + (teacher is not None)
-        scores = tuple(hidden.new_empty(len(tokens), dtype=_wide(hidden)) for _ in range(count))
+        statistics = tuple(hidden.new_empty(len(tokens), dtype=_wide(hidden)) for _ in range(count))
         for rows in _split(len(tokens), chunks):
             output = nn.functional.linear(hidden[rows], weight, bias)
             compare = teacher and teacher[0].after(teacher[1][rows])
-            parts = distribution.scores(output, tokens[rows], compare)
-            for score, part in zip(scores, parts, strict=True):
-                score[rows] = part
+            parts = distribution.statistics(output, tokens[rows], compare)
+            for column, part in zip(statistics, parts, strict=True):
+                column[rows] = part
             del output, compare, parts  # before the next ones are made
-        ctx.save_for_backward(hidden, weight, bias, tokens, scores[1])
+        ctx.save_for_backward(hidden, weight, bias, tokens, statistics[1])
         ctx.distribution = distribution
         ctx.chunks = chunks
         ctx.teacher = teacher
         if not distribution.entropy_gradient:
-            ctx.mark_non_differentiable(scores[1])
-        return scores
+            ctx.mark_non_differentiable(statistics[1])
+        return statistics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *to_statistics: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, *numbers = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
         to_weight, to_bias = (
@@ -294,7 +294,7 @@ class _ChunkedScores(torch.autograd.Function):
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
             compare = ctx.teacher and ctx.teacher[0].after(ctx.teacher[1][rows])
-            parts = (x[rows] for x in (*numbers, *to_scores))
+            parts = (x[rows] for x in (*numbers, *to_statistics))
             ctx.distribution.to_gradient(gradient, *parts, compare=compare)
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
@@ -356,7 +356,7 @@ def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
     return max(1, min(tokens, -(-tokens * vocabulary // chunk)))
 
 
-def token_scores(
+def token_statistics(
     logits: Tensor,
     tokens: Tensor,
     temperature: float = 1.0,
@@ -364,7 +364,7 @@ def token_scores(
     transform: LogitTransform = NOTHING,
     compare: Compare | None = None,
     smoothing: float = 0.0,
-) -> Scores:
+) -> TokenStatistics:
     """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,),
     and p's divergence from a teacher's distribution, if there is one.
 
@@ -380,12 +380,12 @@ def token_scores(
         smoothing: see `TokenDistribution`.
     """
     distribution = TokenDistribution(temperature, transform, entropy_gradient, smoothing)
-    scores: Scores = _Scores.apply(logits, tokens, distribution, compare)  # type: ignore[no-untyped-call]
-    return scores
+    statistics: TokenStatistics = _TokenStatistics.apply(logits, tokens, distribution, compare)  # type: ignore[no-untyped-call]
+    return statistics
 
 
-class _Scores(torch.autograd.Function):
-    """Scores of logits, which are kept for the backward pass."""
+class _TokenStatistics(torch.autograd.Function):
+    """Statistics of logits, which are kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -394,20 +394,20 @@ class _Scores(torch.autograd.Function):
         tokens: Tensor,
         distribution: TokenDistribution,
         compare: Compare | None,
-    ) -> Scores:
-        scores = distribution.scores(output, tokens, compare)
-        ctx.save_for_backward(output, tokens, scores[1])
+    ) -> TokenStatistics:
+        statistics = distribution.statistics(output, tokens, compare)
+        ctx.save_for_backward(output, tokens, statistics[1])
         ctx.distribution = distribution
         ctx.compare = compare
         if not distribution.entropy_gradient:
-            ctx.mark_non_differentiable(scores[1])
-        return scores
+            ctx.mark_non_differentiable(statistics[1])
+        return statistics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *to_statistics: Tensor) -> tuple[Any, ...]:
         output, tokens, entropies = ctx.saved_tensors
-        ctx.distribution.to_gradient(output, tokens, entropies, *to_scores, compare=ctx.compare)
+        ctx.distribution.to_gradient(output, tokens, entropies, *to_statistics, compare=ctx.compare)
         return output, None, None, None
 
 

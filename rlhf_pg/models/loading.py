@@ -45,8 +45,8 @@ from rlhf_pg.models.streaming import empty_model, zeros_in_place
 Location = str | PathLike[str]  # a directory, a file, or an id of the Hub
 POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
-# Arguments of from_pretrained on the place of a model's files, and on how they are read.
-PLACES = {"revision", "subfolder", "variant"}
+# Arguments of from_pretrained on the location of a model's files, and on how they are read.
+LOCATION_KEYS = {"revision", "subfolder", "variant"}
 READING = {
     "cache_dir",
     "force_download",
@@ -310,7 +310,7 @@ def from_pretrained(
     others are, or if loading fails. `auto_class` may be a model's own class.
     """
     model: PreTrainedModel
-    where = place(path)
+    where = location_of(path)
     check_code(path, trust_remote_code, options)
     if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # or it always dequantizes
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -338,7 +338,7 @@ def is_gguf(path: Location) -> bool:
     return os.path.isfile(path) and str(path).endswith(".gguf")
 
 
-def place(path: Location) -> dict[str, Any]:
+def location_of(path: Location) -> dict[str, Any]:
     """Return the arguments by which `from_pretrained` finds a directory, Hub id or GGUF file."""
     if not is_gguf(path):
         return {"pretrained_model_name_or_path": path}
@@ -417,14 +417,14 @@ def init_options(args: ModelConfig) -> dict[str, Any]:
 def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Refuse what is neither an argument of `from_pretrained` nor a config field (ValueError)."""
     check_code(path, trust_remote_code, options)
-    fields = options.keys() - PLACES - READING - {ATTENTION}
+    fields = options.keys() - LOCATION_KEYS - READING - {ATTENTION}
     if not fields:
         return
-    places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
-    places |= place(path)
+    location = {key: value for key, value in options.items() if key in LOCATION_KEYS - {"variant"}}
+    location |= location_of(path)
     with opening("model", path):
-        config = AutoConfig.from_pretrained(trust_remote_code=trust_remote_code, **places)
-    known = {*PLACES, *READING, *config.to_dict(), *config.attribute_map}
+        config = AutoConfig.from_pretrained(trust_remote_code=trust_remote_code, **location)
+    known = {*LOCATION_KEYS, *READING, *config.to_dict(), *config.attribute_map}
     if strange := sorted(fields - known):
         key = strange[0]
         raise ValueError(
@@ -444,9 +444,9 @@ def check_code(
     if trust_remote_code or is_gguf(path):  # a GGUF file has no code
         return
     options = options or {}
-    places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
+    location = {key: value for key, value in options.items() if key in LOCATION_KEYS - {"variant"}}
     with opening("model", path), suppress(OSError):  # of no such file, which loading will say
-        config, _ = PreTrainedConfig.get_config_dict(path, **places)
+        config, _ = PreTrainedConfig.get_config_dict(path, **location)
         for keys, kernel in texts([config, options]):
             if "_implementation" in "".join(keys) and "/" in kernel:
                 raise ValueError(
@@ -553,7 +553,7 @@ def tokenizer_from_pretrained(
     check_code(path, trust_remote_code)
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"
+            **location_of(path), trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     return tokenizer
 

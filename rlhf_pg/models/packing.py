@@ -133,10 +133,10 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
     mask = mask.long()
-    places = torch.arange(mask.numel(), device=mask.device)
-    places = places.view_as(mask)
+    indices = torch.arange(mask.numel(), device=mask.device)
+    indices = indices.view_as(mask)
     if batch.parent_offsets is not None:
-        sources, mask, places = (to_device(x, mask.device) for x in _paths(batch))
+        sources, mask, indices = (to_device(x, mask.device) for x in _paths(batch))
         ids = ids.flatten()[sources]
     # Positions count real tokens, not columns, which matters for absolute positions.
     positions = mask.cumsum(dim=1) - 1
@@ -147,7 +147,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
     }
     before = torch.arange(mask.numel(), device=mask.device) - 1
     states = _states(
-        places,
+        indices,
         before.clamp(min=0),
         batch.action_ends,
         batch.prompt_ids.shape[1],
@@ -157,7 +157,7 @@ def lay_out_padded(batch: Batch) -> DecoderInput:
 
 def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the paths of all trees as indices into flattened (B,P+T), right-padded, their mask,
-    and the first place of each token on them, (B,P+T); on the host.
+    and the first index of each token on them, (B,P+T); on the host.
     """
     rows = batch.with_counts().host_rows or ()
     apart = [row._replace(family=i) for i, row in enumerate(rows)]
@@ -168,17 +168,17 @@ def _paths(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         ways.append([*way, *range(source, source + length)])
     inner = {segment.parent for segment in segments}
     paths = [way for number, way in enumerate(ways) if number not in inner]
-    sources, mask = pad_rows(paths, pad=paths[0][0])  # the first place of this token is 0 anyway
-    places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
-    places = places.scatter_reduce(
+    sources, mask = pad_rows(paths, pad=paths[0][0])  # the first index of this token is 0 anyway
+    indices = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
+    indices = indices.scatter_reduce(
         0,
         sources.flatten(),
         torch.arange(sources.numel()),
         "amin",
         include_self=False,
     )
-    places = places.view(len(rows), -1)
-    return sources, mask.long(), places
+    indices = indices.view(len(rows), -1)
+    return sources, mask.long(), indices
 
 
 def lay_out_packed(batch: Batch) -> DecoderInput:
@@ -190,7 +190,7 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     tree = PrefixTree([segment[:2] for segment in segments], device)
     facts = list[tuple[int, ...]]()
     for segment, span, first in zip(segments, tree.spans, tree.firsts, strict=True):
-        before = tree.spans[segment.parent].stop - 1  # without a parent, any place would do
+        before = tree.spans[segment.parent].stop - 1  # without a parent, any index would do
         fact = (
             span.start,
             before,
@@ -202,25 +202,25 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
     of_segments = torch.tensor(sorted(facts))
     of_tokens = of_segments.repeat_interleave(of_segments[:, 2], dim=0)
     starts, ends, _, sources, positions = of_tokens.T
-    place = torch.arange(len(starts))
-    inside = place - starts
+    index = torch.arange(len(starts))
+    inside = index - starts
     sources = sources + inside
     positions = positions + inside
-    places = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
-    places = places.scatter(0, sources, place)
-    places = places.view(len(rows), -1)
+    indices = torch.zeros(len(rows) * batch.width, dtype=torch.int64)
+    indices = indices.scatter(0, sources, index)
+    indices = indices.view(len(rows), -1)
     firsts = dict[int, int]()
     shared = [firsts.setdefault(row.family, i) for i, row in enumerate(rows)]
-    places[:, prompt - 1] = places[shared, prompt - 1]
+    indices[:, prompt - 1] = indices[shared, prompt - 1]
     states = _states(
-        places,
-        torch.where(inside == 0, ends, place - 1),
+        indices,
+        torch.where(inside == 0, ends, index - 1),
         torch.tensor([row.end for row in rows]),
         prompt,
     )
     together = torch.cat([sources, positions, states.flatten()])
     together = to_device(together, device)
-    sources, positions, flat = together.tensor_split([len(place), 2 * len(place)])
+    sources, positions, flat = together.tensor_split([len(index), 2 * len(index)])
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)
     ids = ids.flatten()[sources][None]
     inputs = {
@@ -233,21 +233,21 @@ def lay_out_packed(batch: Batch) -> DecoderInput:
 
 
 def _states(
-    places: Tensor,
+    indices: Tensor,
     before: Tensor,
     ends: Tensor,
     prompt: int,
 ) -> Tensor:
-    """Return `DecoderInput.states`, given the place of each token (B,P+T), the place that each of
+    """Return `DecoderInput.states`, given the index of each token (B,P+T), the index that each of
     the N computed tokens follows, `Batch.action_ends`, and P.
     """
     columns = ends[:, None] + (prompt - 1)
-    last = places.gather(1, columns)
-    followed = before[places[:, prompt:]]
+    last = indices.gather(1, columns)
+    followed = before[indices[:, prompt:]]
     return torch.cat([followed, last], dim=1)
 
 
-_Place = tuple[int, int]  # row and column of a token
+_Cell = tuple[int, int]  # row and column of a token
 
 
 class Segment(NamedTuple):
@@ -265,7 +265,7 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
     sizes = Counter(row.family for row in rows)
     firsts = dict[int, int]()
     # The first token of each segment, and the token that it follows.
-    follows = dict[_Place, _Place | None]()
+    follows = dict[_Cell, _Cell | None]()
     for i, row in enumerate(rows):
         first = firsts.setdefault(row.family, i)
         if first == i:
@@ -282,7 +282,7 @@ def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
                 if end + 1 < rows[before].completion:
                     follows.setdefault((before, end + 1), (before, end))
     segments = list[Segment]()
-    numbers: dict[_Place | None, int] = {None: -1}  # of the segments that end there
+    numbers: dict[_Cell | None, int] = {None: -1}  # of the segments that end there
     prompt = batch.prompt_ids.shape[1]
     starts = [*sorted(follows), (-1, 0)]
     for (i, column), (row_after, after) in pairwise(starts):

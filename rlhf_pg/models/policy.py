@@ -37,7 +37,7 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model, with adapters or without, that scores completions.
+    """A causal language model, with adapters or without, that predicts completions.
 
     Args:
         temperature: divides every logit, as in sampling.
@@ -102,25 +102,25 @@ class Policy(nn.Module):
         `compares` whether the token is the likeliest.
         """
         if self.head is not None:
-            return self.score(batch, self.hidden_states(batch), compares)
+            return self.apply_head(batch, self.hidden_states(batch), compares)
         slots = batch.predicted_slots()
         logits = self.logits(batch).flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
         right = [logits.argmax(-1) == tokens] if compares else []
-        scores = lm_head.token_scores(
+        statistics = lm_head.token_statistics(
             logits,
             tokens,
             self.temperature,
             self.entropy_gradient,
             smoothing=self.label_smoothing * self.training,
         )
-        return _spread(batch, slots, scores, right)
+        return _spread(batch, slots, statistics, right)
 
     def hidden_states(self, batch: Batch) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
         return hidden_states(lm_head.trunk(self.model), batch, self.window)
 
-    def score(self, batch: Batch, trunk: Hidden, compares: bool = False) -> PolicyOutput:
+    def apply_head(self, batch: Batch, trunk: Hidden, compares: bool = False) -> PolicyOutput:
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.predicted_slots()
@@ -130,9 +130,9 @@ class Policy(nn.Module):
         if self.teacher is not None and batch.teacher_hidden is not None:
             teacher = self.teacher, batch.teacher_hidden.flatten(0, 1)[slots]
         tokens = batch.completion_ids.flatten()[slots]
-        scores = self.head(before, tokens, teacher, self.label_smoothing * self.training)
+        statistics = self.head(before, tokens, teacher, self.label_smoothing * self.training)
         right = [self.head.likeliest(before) == tokens] if compares else []
-        return _spread(batch, slots, scores, right)
+        return _spread(batch, slots, statistics, right)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the model's logits for all tokens of the completions, (B,T,V), not of trees."""
@@ -161,14 +161,14 @@ def train_as_evaluated(model: nn.Module) -> None:
 
 
 def _before(trunk: Hidden, slots: Tensor) -> Tensor:
-    """Return the places of the hidden states that precede the tokens in `slots`."""
+    """Return the indices of the hidden states that precede the tokens in `slots`."""
     return trunk.states[:, :-1].flatten()[slots]
 
 
 def _spread(
     batch: Batch,
     slots: Tensor,
-    scores: lm_head.Scores,
+    statistics: lm_head.TokenStatistics,
     right: Sequence[Tensor],
 ) -> PolicyOutput:
     """Put numbers of the predicted tokens into their slots, with 0 elsewhere; (B,T) each."""
@@ -178,7 +178,7 @@ def _spread(
         zeros = x.new_zeros(mask.numel())
         return zeros.scatter(0, slots, x).view(mask.shape)
 
-    logprobs, entropy, *divergence = map(spread, scores)
+    logprobs, entropy, *divergence = map(spread, statistics)
     return PolicyOutput(
         logprobs,
         entropy,
@@ -280,7 +280,7 @@ class Teacher(Reference):
         mask = batch.action_mask
         hidden = before.new_zeros(mask.numel(), before.shape[1])
         hidden[slots] = before
-        logprobs = self.policy.score(batch, trunk).logprobs
+        logprobs = self.policy.apply_head(batch, trunk).logprobs
         return logprobs, hidden.view(*mask.shape, -1)
 
     def head(self, gather: Callable[[Tensor], Tensor]) -> lm_head.TeacherHead | None:

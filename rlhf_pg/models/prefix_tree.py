@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """The place of a segment in a packed row, with all that continues it right behind."""
+    """Where a segment is in a packed row, with all that continues it right behind."""
 
     start: int
     stop: int
@@ -122,7 +122,7 @@ class PrefixTree:
         sizes = [*(length for _, length in segments), 0]  # with all that continues them
         for i in reversed(range(len(segments))):
             sizes[segments[i][0]] += sizes[i]
-        free = [0] * len(sizes)  # the next place behind each; the last is that of roots
+        free = [0] * len(sizes)  # the next index behind each; the last is that of roots
         for i, (parent, length) in enumerate(segments):
             start = free[parent]
             free[i] = start + length
@@ -230,8 +230,8 @@ class PrefixTree:
         copies = len(query) // len(key)
         for root in sorted(span for span in self.spans if span.parent < 0):
             tree = slice(root.start, root.leave)
-            place = torch.arange(root.start, root.leave, device=query.device)
-            sees = (place[:, None] >= place) & (place[:, None] < self.leave[tree])
+            index = torch.arange(root.start, root.leave, device=query.device)
+            sees = (index[:, None] >= index) & (index[:, None] < self.leave[tree])
             if window is not None:
                 positions = self.positions[tree]
                 sees &= positions[:, None] - positions < window
@@ -291,7 +291,7 @@ class PrefixTree:
         return zeros.masked_fill_(~seen, -torch.inf)
 
     def mixing(self, continues: bool, in_one_call: bool) -> tuple[list[MixerPart], Tensor]:
-        """Return what a recurrent mixer computes, in order, and the place (N,) of each token among
+        """Return what a recurrent mixer computes, in order, and the index (N,) of each token among
         its outputs. A segment that several follow is computed once and continued by them, if a
         mixer `continues` and this saves enough; else each of them repeats it. In one call all rows
         are one part.
@@ -313,8 +313,8 @@ class PrefixTree:
                 tokens = nn.functional.pad(tokens, (0, 1))
             for number in group:
                 numbers[number] = len(numbers)
-                for place, token in enumerate(rows[number].tokens, end):
-                    order[token] = place
+                for index, token in enumerate(rows[number].tokens, end):
+                    order[token] = index
                 end += tokens.shape[1]
             first = group[0]
             before = None
@@ -323,8 +323,8 @@ class PrefixTree:
                 before = to_device(before, self.device)
             tokens = to_device(tokens, self.device)
             parts.append(MixerPart(tokens, before, first in kept))
-        places = torch.tensor(order)
-        return parts, to_device(places, self.device)
+        in_order = torch.tensor(order)
+        return parts, to_device(in_order, self.device)
 
     def _mixer_rows(
         self, continues: bool, in_one_call: bool

@@ -91,8 +91,8 @@ def without_memory() -> Iterator[None]:
 
 def stored_value(module: nn.Module, name: str) -> Tensor:
     """Read the value of a parameter that is on the meta device from its file, in its dtype."""
-    place, _, leaf = name.rpartition(".")
-    part: Any = module.get_submodule(place)
+    owner, _, leaf = name.rpartition(".")
+    part: Any = module.get_submodule(owner)
     dtype = part._parameters[leaf].dtype
     value: Tensor = part.stored(leaf).to(dtype)
     return value
@@ -189,11 +189,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 @cache
 def files_of(directory: str) -> Mapping[str, Path]:
     """Return the file of every tensor of a model's directory, by its name."""
-    place = Path(directory)
-    if (index := place / SAFE_WEIGHTS_INDEX_NAME).exists():
+    owner = Path(directory)
+    if (index := owner / SAFE_WEIGHTS_INDEX_NAME).exists():
         names = json.loads(index.read_text())["weight_map"]
-        return {name: place / file for name, file in names.items()}
-    if not (file := place / SAFE_WEIGHTS_NAME).exists():
+        return {name: owner / file for name, file in names.items()}
+    if not (file := owner / SAFE_WEIGHTS_NAME).exists():
         return {}
     with safe_open(file, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)

@@ -176,7 +176,9 @@ def _without_data(
     with META, opening("model", path):
         if not is_adapter(path):
             check_code(path, remote)
-            config = AutoConfig.from_pretrained(**loading.place(path), trust_remote_code=remote)
+            config = AutoConfig.from_pretrained(
+                **loading.location_of(path), trust_remote_code=remote
+            )
             model: PreTrainedModel = auto_class.from_config(
                 config, dtype=dtype, trust_remote_code=remote
             )
@@ -254,16 +256,16 @@ def _weight_bytes(
         critic = memory_by_part(rest, layout, processes, sampling, optim)
         critic.pop("copy to sample from", None)  # the critic does not sample
         parts["critic"] = sum(critic.values())
-    place = (layout, processes)
+    setup = (layout, processes)
     parts["reference"] = parts["teacher"] = 0.0
     if meta.args.beta > 0:
-        parts["reference"] = copy_bytes(meta.args, meta.policy, meta.args.sync_ref_model, *place)
+        parts["reference"] = copy_bytes(meta.args, meta.policy, meta.args.sync_ref_model, *setup)
     if meta.teacher is not None:
         size = sum(p.nbytes for p in meta.teacher.parameters())
         parts["teacher"] = size / (processes if layout.weights else 1)
     elif meta.args.teacher_model_name_or_path is not None:  # the policy
         moves = meta.args.teacher_mixup_alpha > 0
-        parts["teacher"] = copy_bytes(meta.args, meta.policy, moves, *place)
+        parts["teacher"] = copy_bytes(meta.args, meta.policy, moves, *setup)
     return parts
 
 

@@ -158,8 +158,8 @@ def differing(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A place where two runs differ, with both values."""
+class Mismatch:
+    """What differs between two runs, with both values."""
 
     stage: str  # prompts, ids, logprobs, scores, advantages, gradient or weights
     what: str  # the completion and token, the metric or the tensor
@@ -176,7 +176,7 @@ class Difference:
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # The first step that differs; 0 is the weights before the first step; None if none does.
     step: int | None = None
-    places: Sequence[Place] = ()  # the first place of every stage that differs in that step
+    mismatches: Sequence[Mismatch] = ()  # the first of every stage that differs in that step
     steps: int = 0  # number of compared steps
     only_a: int = 0  # number of steps that only one of the runs took
     only_b: int = 0
@@ -200,17 +200,17 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
     others = _steps(second)
     common = sorted(steps & others)
     step = 0
-    places = _compare_starts(first, second) if rtol == 0 else []
-    if not places:
+    mismatches = _compare_starts(first, second) if rtol == 0 else []
+    if not mismatches:
         for step in common:
-            places = _compare_step(first, second, step, rtol)
-            if places:
+            mismatches = _compare_step(first, second, step, rtol)
+            if mismatches:
                 break
     return Difference(
         config={key: (x, y) for key, x, y in config if effect_of(key) != "output"},
         versions={key: (x, y) for key, x, y in versions},
-        step=step if places else None,
-        places=places,
+        step=step if mismatches else None,
+        mismatches=mismatches,
         steps=len(common),
         only_a=len(steps - others),
         only_b=len(others - steps),
@@ -225,7 +225,7 @@ def _metrics(run: RunFiles, step: int) -> dict[str, Any]:
     return next((line for line in run.metrics if line["step"] == step), {})
 
 
-def _compare_starts(first: RunFiles, second: RunFiles) -> list[Place]:
+def _compare_starts(first: RunFiles, second: RunFiles) -> list[Mismatch]:
     """Compare the first weights of two runs, unless they were sharded differently."""
     if not first.starts or not second.starts:
         return []
@@ -236,9 +236,9 @@ def _compare_starts(first: RunFiles, second: RunFiles) -> list[Place]:
     return compare_weights(a.weights, b.weights)
 
 
-def _compare_step(first: RunFiles, second: RunFiles, step: int, rtol: float) -> list[Place]:
+def _compare_step(first: RunFiles, second: RunFiles, step: int, rtol: float) -> list[Mismatch]:
     """Compare a step that both runs have taken."""
-    places: list[Place] = []
+    mismatches: list[Mismatch] = []
     files = [tokens_file(run.directory, step) for run in (first, second)]
     are_files = all(file.is_file() for file in files)
     if are_files and files[0].read_bytes() != files[1].read_bytes():
@@ -246,11 +246,11 @@ def _compare_step(first: RunFiles, second: RunFiles, step: int, rtol: float) -> 
         b = second.tokens(step)
         if a is not None and b is not None:
             sources = first.traces.get(step, {}).get("sources", [])
-            places += compare_tokens(a, b, sources, rtol)
-    places += compare_metrics(_metrics(first, step), _metrics(second, step), rtol)
+            mismatches += compare_tokens(a, b, sources, rtol)
+    mismatches += compare_metrics(_metrics(first, step), _metrics(second, step), rtol)
     if rtol == 0 and step in first.weights and step in second.weights:
-        places += compare_weights(first.weights[step], second.weights[step])
-    return places
+        mismatches += compare_weights(first.weights[step], second.weights[step])
+    return mismatches
 
 
 def describe(difference: Difference, a: Path, b: Path) -> Iterator[str]:
@@ -266,12 +266,12 @@ def describe(difference: Difference, a: Path, b: Path) -> Iterator[str]:
             yield f"  {key}: {x} | {y}"
     if difference.step is None:
         yield f"no difference in {difference.steps} steps"
-    for i, place in enumerate(difference.places):
+    for i, mismatch in enumerate(difference.mismatches):
         if i == 0:
             when = f"step {difference.step}" if difference.step else "before the first step"
-            yield f"{when}: {place.stage} differ first"
-        others = f" (and {place.rows - 1} more)" if place.rows > 1 else ""
-        yield f"  {place.stage}: {place.what}: {place.a} | {place.b}{others}"
+            yield f"{when}: {mismatch.stage} differ first"
+        others = f" (and {mismatch.rows - 1} more)" if mismatch.rows > 1 else ""
+        yield f"  {mismatch.stage}: {mismatch.what}: {mismatch.a} | {mismatch.b}{others}"
     for name, count in (
         ("A", difference.only_a),
         ("B", difference.only_b),
@@ -280,14 +280,14 @@ def describe(difference: Difference, a: Path, b: Path) -> Iterator[str]:
             yield f"{count} steps only in {name}"
 
 
-def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
+def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Mismatch]:
     """Compare hashes of tensors by name; return the first difference, if any."""
     names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
     if not names:
         return []
     name = names[0]
     return [
-        Place(
+        Mismatch(
             stage="weights",
             what=name,
             a=a.get(name),
@@ -299,7 +299,7 @@ def compare_weights(a: Mapping[str, str], b: Mapping[str, str]) -> list[Place]:
 
 def compare_metrics(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float = 0.0
-) -> Iterator[Place]:
+) -> Iterator[Mismatch]:
     """Compare losses and gradient norms of the same step."""
     far = []
     for key in GRADIENT:
@@ -308,7 +308,7 @@ def compare_metrics(
         if x is not None and y is not None and abs(x - y) > rtol * max(abs(x), abs(y)):
             far.append(key)
     for key in far[:1]:
-        yield Place(
+        yield Mismatch(
             stage="gradient",
             what=key,
             a=a[key],
@@ -322,7 +322,7 @@ def compare_tokens(
     b: StepTokens,
     sources: Sequence[str],
     rtol: float = 0.0,
-) -> Iterator[Place]:
+) -> Iterator[Mismatch]:
     """Yield the first difference in every stage, up to one whose rows do not correspond."""
     pairs = list(zip_longest(_rows(a), _rows(b)))
     differing_rows = [i for i, (x, y) in enumerate(pairs) if x != y]
@@ -330,7 +330,7 @@ def compare_tokens(
         i = differing_rows[0]
         what = _name(a if i < len(a.lengths) else b, i)
         x, y = pairs[i]
-        yield Place(
+        yield Mismatch(
             stage="prompts",
             what=what,
             a=x,
@@ -345,7 +345,7 @@ def compare_tokens(
         tokens = zip_longest(*pairs[i], fillvalue=("no token", None))
         token, (x, y) = next(pair for pair in enumerate(tokens) if pair[1][0] != pair[1][1])
         what = f"{_name(a, i)}, token {token}"
-        yield Place(
+        yield Mismatch(
             stage="ids",
             what=what,
             a=x[0],
@@ -358,7 +358,7 @@ def compare_tokens(
     x = a.scores.shape[1]
     y = b.scores.shape[1]
     if x != y:
-        yield Place(stage="scores", what="number of sources", a=x, b=y)
+        yield Mismatch(stage="scores", what="number of sources", a=x, b=y)
     else:
         for k, columns in enumerate(zip(a.dense_scores().T, b.dense_scores().T, strict=True)):
             name = sources[k] if k < len(sources) else f"source {k}"
@@ -394,7 +394,7 @@ def _first_token(
     a: NDArray[Any],
     b: NDArray[Any],
     rtol: float,
-) -> Iterator[Place]:
+) -> Iterator[Mismatch]:
     """Compare a number of all tokens; yield the first difference."""
     known = np.concatenate([a[~np.isnan(a)], b[~np.isnan(b)], np.zeros(1)])
     near = np.isclose(
@@ -410,7 +410,7 @@ def _first_token(
         token = int(far[0] - record.starts[row[0]])
         what = f"{_name(record, int(row[0]))}, token {token}: {name}"
         rows = len(np.unique(row))
-        yield Place(
+        yield Mismatch(
             stage=stage,
             what=what,
             a=float(a[far[0]]),

@@ -18,7 +18,7 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.config.run import effect_of
 from rlhf_pg.data import Batch
 from rlhf_pg.data.row_files import UNREADABLE, StepTokens
-from rlhf_pg.replay.comparison import Place, compare_metrics, compare_tokens, compare_weights
+from rlhf_pg.replay.comparison import Mismatch, compare_metrics, compare_tokens, compare_weights
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import (
     METRICS,
@@ -37,7 +37,7 @@ class Made:
     step: int
     metrics: Mapping[str, Any]  # of the step, with new times
     record: StepRecord  # complete only on the main process
-    differs: Sequence[Place]  # differences from the recorded step; empty on other processes
+    differs: Sequence[Mismatch]  # differences from the recorded step; empty on other processes
 
 
 class Replay:
@@ -108,7 +108,7 @@ class Replay:
         trainer.observers = ()
         [record] = records
         weights = trainer.recorder.fingerprints(trained=True) if step in self.run.weights else {}
-        differs: list[Place] = []
+        differs: list[Mismatch] = []
         if record.tokens is not None:
             line = next((x for x in self.run.metrics if x["step"] == step), {})
             differs += compare_tokens(recorded, record.tokens, trainer.shaping.names)
@@ -175,13 +175,13 @@ class Replay:
         trainer = self.trainer
         runtime = trainer.runtime
         tokenizer = trainer.processing_class
-        places = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
+        own = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
         embeddings: Any = trainer.model.get_input_embeddings()
         tokens = np.concatenate([record.ids, record.prompt_ids])
         if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < embeddings.num_embeddings:
             raise ValueError("there is no token, or one that the model does not have")
         rows = []
-        recorded = record.rows(places)
+        recorded = record.rows(own)
         drawn = trainer.train_prompts.take(
             [row.dataset_row for row in recorded],
             [row.group for row in recorded],
@@ -202,16 +202,17 @@ class Replay:
 
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest complete checkpoint up to this step, and its step."""
-        places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
+        directory = self.run.directory
+        candidates = [*(directory / "checkpoints").glob("step-*"), directory / "best"]
         other = self.trainer.args.resume_from_checkpoint
         if other not in (None, "latest"):  # a checkpoint of another run
-            places.append(Path(other))
-        sealed = {place: atomic.state(place).get("step", -1) for place in places}
-        for place in sorted(places, key=sealed.__getitem__, reverse=True):
-            if 0 < sealed[place] <= step:
-                reason = atomic.find_damage(place, contents=self.trainer.runtime.is_main)
+            candidates.append(Path(other))
+        sealed = {candidate: atomic.state(candidate).get("step", -1) for candidate in candidates}
+        for candidate in sorted(candidates, key=sealed.__getitem__, reverse=True):
+            if 0 < sealed[candidate] <= step:
+                reason = atomic.find_damage(candidate, contents=self.trainer.runtime.is_main)
                 if self.trainer.runtime.first_error(reason) is None:
-                    return sealed[place], place
+                    return sealed[candidate], candidate
         return None
 
 

@@ -33,10 +33,12 @@ def show_step(made: Made, rows: Sequence[int] | None) -> None:
     record = made.record
     tokens = made.record.tokens
     assert tokens is not None
-    stages = ", ".join(place.stage for place in made.differs)
+    stages = ", ".join(mismatch.stage for mismatch in made.differs)
     console.rule(f"step {made.step}: {f'differs: {stages}' if stages else 'as it was recorded'}")
-    for place in made.differs:
-        console.print(literal(f"{place.what}: {place.a} | {place.b} ({place.rows} differ)"))
+    for mismatch in made.differs:
+        console.print(
+            literal(f"{mismatch.what}: {mismatch.a} | {mismatch.b} ({mismatch.rows} differ)")
+        )
     names = [name for name in METRICS if name in made.metrics]
     console.print("  ".join(f"{name} {_cell(made.metrics[name])}" for name in names))
     sources = record.trace["sources"]

@@ -89,7 +89,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     other.checkpointer.roll_back(snapshot | {"running": running})
     batch = replay.batch(step)
 
-    def scored(batch: Batch) -> Batch:
+    def score(batch: Batch) -> Batch:
         if any(effect_of(key) == "rewards" for key in changes):
             return other.sampler.add_rewards(batch)
         raw = batch.scores[:, :, : trainer.shaping.functions]
@@ -97,8 +97,8 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
 
     greedy = None
     if batch.greedy is not None:
-        greedy = scored(batch.greedy)
-    would_be = _side(other, scored(batch).with_columns(greedy=greedy))
+        greedy = score(batch.greedy)
+    would_be = _side(other, score(batch).with_columns(greedy=greedy))
     was = _side(trainer, batch)
     trainer.checkpointer.roll_back(snapshot)  # running statistics have changed
     return WhatIf(

@@ -122,10 +122,10 @@ def _redact(value: Any) -> Any:
 def _redact_text(text: str) -> str:
     if address := ADDRESS.fullmatch(text):
         return f"{address[1] or ''}a server"
-    place = text.removeprefix("model:")
-    if not os.path.isabs(place.partition(":")[0]):
+    name_or_path = text.removeprefix("model:")
+    if not os.path.isabs(name_or_path.partition(":")[0]):
         return text
-    return text.removesuffix(place) + Path(place).name
+    return text.removesuffix(name_or_path) + Path(name_or_path).name
 
 
 def _curve(directory: Path, columns: Sequence[str]) -> list[list[str]]:

@@ -84,18 +84,18 @@ class LoggedSteps:
         header: Record = {"step": step, "tokens": 0, "columns": []}
         arrays: list[bytes] = []
         if tokens is None or tokens.texts is None:
-            places = [
+            identities = [
                 (record.get("prompt_index"), record.get("sample", i))
                 for i, record in enumerate(records)
             ]
             lengths: list[int | None] = [None] * len(records)
         else:
-            by_place = {
+            by_identity = {
                 (record.get("prompt_index"), record.get("sample")): record for record in records
             }
             samples = tokens.sample.tolist()
-            places = list(zip(tokens.prompt_index.tolist(), samples, strict=True))
-            records = [by_place.get(place, {}) for place in places]
+            identities = list(zip(tokens.prompt_index.tolist(), samples, strict=True))
+            records = [by_identity.get(identity, {}) for identity in identities]
             lengths = tokens.lengths.tolist()
             # An id may have several texts if a character is spread over tokens.
             vocabulary: dict[tuple[int, str], int] = {}
@@ -116,7 +116,7 @@ class LoggedSteps:
         prompt_numbers: dict[Any, int] = {}
         prompts: list[Record] = []
         completions = []
-        for (index, sample), record, length in zip(places, records, lengths, strict=True):
+        for (index, sample), record, length in zip(identities, records, lengths, strict=True):
             if index not in prompt_numbers:
                 prompt_numbers[index] = len(prompts)
                 prompts.append({"index": index, "turns": _turns(record.get("prompt"))})

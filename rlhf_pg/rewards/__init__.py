@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     train_reward_model: Any  # of rlhf_pg.supervised, which stands above
 else:
-    PLACES = {
+    MODULES = {
         "RewardModel": "rewards.reward_model",
         "sum_step_scores": "rewards.scores",
         "Rewards": "rewards.scoring",
@@ -25,9 +25,9 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import a name when it is first used: worker processes do not need torch."""
-        if name not in PLACES:
+        if name not in MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = import_module(f"rlhf_pg.{PLACES[name]}")
+        module = import_module(f"rlhf_pg.{MODULES[name]}")
         if name == "accuracy_reward":
             module.make_verifier("math")  # or else say which package it needs
         return getattr(module, name)

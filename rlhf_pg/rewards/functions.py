@@ -184,14 +184,14 @@ def read_scores(returned: Any, count: int) -> list[Any]:
         raise CallFailed(f"must return a list of {count} scores, one per completion, got {got}")
     read = list[Any]()
     for i, score in enumerate(scores):
-        place = f"completion {i}"
+        label = f"completion {i}"
         steps = _plain(score)
         if not isinstance(steps, list):
-            read.append(_number(score, place))
+            read.append(_number(score, label))
             continue
         numbers = []
         for t, step in enumerate(steps):
-            numbers.append(_number(step, f"token {t} of {place}"))
+            numbers.append(_number(step, f"token {t} of {label}"))
         read.append(numbers)
     return read
 

@@ -19,7 +19,7 @@ Options = Mapping[str, Any]
 PYTHON = "python:"  # prefix for rewards given in Python that cannot be found by a name
 
 
-def settle_rewards(
+def resolve_rewards(
     functions: Any, args: RewardsConfig, of_task: Any = None
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Return the rewards of a run, lines that describe named ones, and keys that `config.yaml` has

@@ -24,7 +24,7 @@ RewardSource: TypeAlias = Callable[..., Any] | str | PathLike[str] | PreTrainedM
 PendingCalls = dict[int, Future[CallResult]]  # calls for one prompt, by number of the source
 
 MODELS = (str, PathLike, PreTrainedModel)
-BESIDE = ("worker", "async")  # kinds of sources that are called during sampling
+CONCURRENT = ("worker", "async")  # kinds of sources that are called during sampling
 RESERVED = ("environment", "missing_eos_penalty", "overlong_penalty")  # not names of functions
 
 
@@ -137,8 +137,8 @@ class Rewards:
         self.timeout = timeout
         self.on_error = on_error
         self.error_value = error_value
-        self.run_beside = any(source.kind in BESIDE for source in self.sources)
-        if timeout is not None and not self.run_beside:
+        self.run_concurrently = any(source.kind in CONCURRENT for source in self.sources)
+        if timeout is not None and not self.run_concurrently:
             raise ValueError(
                 "reward_timeout cannot end a call in the trainer's own process: set "
                 "reward_workers, or make the function async"
@@ -149,7 +149,7 @@ class Rewards:
         return {
             k: self._call(source, inputs)
             for k, source in enumerate(self.sources)
-            if source.kind in BESIDE
+            if source.kind in CONCURRENT
         }
 
     def _call(self, source: Source, inputs: RewardInputs) -> Future[CallResult]:
@@ -217,7 +217,7 @@ class Rewards:
                 for rows, part, calls in parts:
                     try:
                         answer = (calls.get(k) or self._call(source, part)).result()
-                        placed = _place(answer.scores, part.completion_ids, mask[rows])
+                        columns = _at_tokens(answer.scores, part.completion_ids, mask[rows])
                     except CallFailed as failure:
                         about = "" if is_model else f" (prompt {show(part.prompts[0])})"
                         what, end, where = str(failure).partition("\n")
@@ -229,8 +229,8 @@ class Rewards:
                         result.lost[rows] = True
                         value = self.error_value if self.on_error == "value" else None
                         answer = CallResult(len(rows))
-                        placed = _place([value] * len(rows), part.completion_ids, mask[rows])
-                    scores[rows, :, k] = placed
+                        columns = _at_tokens([value] * len(rows), part.completion_ids, mask[rows])
+                    scores[rows, :, k] = columns
                     for name, values in answer.extra.items():
                         column = result.extra.setdefault(name, [None] * len(mask))
                         for row, entry in zip(rows, values, strict=True):
@@ -257,7 +257,9 @@ def give_up(calls: Iterable[PendingCalls]) -> None:
             pending.cancel()
 
 
-def _place(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
+def _at_tokens(
+    scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor
+) -> Tensor:
     """Place scores at their tokens, (rows,T), NaN elsewhere; CallFailed if that is impossible."""
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = last_true(mask).tolist()

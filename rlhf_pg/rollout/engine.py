@@ -187,7 +187,7 @@ class RolloutEngine(ABC):
         """
         with nullcontext() if self.is_synced else self.weights_synced():
             completions = dict(self.stream(prompts, n, params, seed, prompt_ids))
-        return [completions[place] for place in range(len(prompts) * n)]
+        return [completions[number] for number in range(len(prompts) * n)]
 
     def stream(
         self,
@@ -214,7 +214,7 @@ class RolloutEngine(ABC):
             Request(tokens=tokens, prompt_index=index, samples=range(n))
             for tokens, index in zip(prompts, indices, strict=True)
         ]
-        places = {id(request): i for i, request in enumerate(requests)}
+        numbers = {id(request): i for i, request in enumerate(requests)}
         with self.session(params, seed) as session:
             for i, request in enumerate(requests):
                 try:
@@ -223,7 +223,7 @@ class RolloutEngine(ABC):
                     raise ValueError(f"prompt {i} {error}") from error
             while not session.idle:
                 for request, sample, completion in session.step():
-                    yield places[id(request)] * n + sample, completion
+                    yield numbers[id(request)] * n + sample, completion
 
     @contextmanager
     def weights_synced(self, copied: "Copied | None" = None) -> Iterator[None]:

@@ -71,10 +71,10 @@ class CompletionPlayer(Player):
         rows: list[dict[int, Row]] = [{} for _ in prompts]
         with closing(engine.stream(tokens, n, params, seed, indices)) as stream:
             for number, completion in stream:
-                place, sample = divmod(number, n)
-                rows[place][sample] = self._row(prompts[place], completion)
-                if len(rows[place]) == n:
-                    yield [rows[place][k] for k in range(n)]
+                prompt_number, sample = divmod(number, n)
+                rows[prompt_number][sample] = self._row(prompts[prompt_number], completion)
+                if len(rows[prompt_number]) == n:
+                    yield [rows[prompt_number][k] for k in range(n)]
 
     def _row(self, prompt: Prompt, completion: Completion) -> Row:
         opened, answer = self.texts(prompt.opening(), completion.tokens)

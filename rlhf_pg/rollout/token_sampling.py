@@ -66,7 +66,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Find the step of each row's cumulative distribution where `noise` in [0, 1) falls.
 
-    The distribution need not sum to 1. Also return the place within that step, again in [0, 1).
+    The distribution need not sum to 1. Also return how far it is within that step, again in [0, 1).
     """
     aim = noise[:, None] * cdf[:, -1:]
     # Steps of width 0 are never chosen: `right` skips those before, noise < 1 those at the end.
@@ -76,9 +76,9 @@ def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     before = (step - 1).clamp(min=0)
     start = cdf.gather(1, before)
     start = torch.where(step > 0, start, 0.0)
-    place = (aim - start) / (end - start)
-    place = place.clamp(0, 1 - 2**-53)
-    return step.squeeze(1), place.squeeze(1)
+    fraction = (aim - start) / (end - start)
+    fraction = fraction.clamp(0, 1 - 2**-53)
+    return step.squeeze(1), fraction.squeeze(1)
 
 
 def _running_sums(x: Tensor) -> Tensor:

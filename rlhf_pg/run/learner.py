@@ -203,8 +203,8 @@ def collect(columns: Columns, batch: Batch, rows: Tensor | None, outputs: Output
         if rows is not None:
             # The rows of a micro-batch may all be shorter than the longest.
             chosen = to_device(rows, column.device)
-            place = chosen if column.ndim == 1 else (chosen, slice(column.shape[1]))
-            columns[name][place] = column
+            index = chosen if column.ndim == 1 else (chosen, slice(column.shape[1]))
+            columns[name][index] = column
 
 
 def _size(module: nn.Module) -> str:

@@ -14,7 +14,7 @@ from rlhf_pg.runtime.ddp import (
     put as put,
     put_in_place as put_in_place,
 )
-from rlhf_pg.runtime.processes import Runtime as Runtime, RuntimeBeside as RuntimeBeside
+from rlhf_pg.runtime.processes import Runtime as Runtime, ThreadRuntime as ThreadRuntime
 from rlhf_pg.runtime.termination import (
     Terminated as Terminated,
     Termination as Termination,

@@ -203,7 +203,7 @@ class Runtime:
         self._accelerator.wait_for_everyone()
 
 
-class RuntimeBeside(Runtime):
+class ThreadRuntime(Runtime):
     """The same processes, for a thread beside each main thread; collective.
 
     Its collectives have a group of their own, so they do not meet those of the main threads, and

@@ -180,10 +180,10 @@ class Watch:
             self._meet("ends", range(1, self._world) if self._rank == 0 else ())
 
     @contextmanager
-    def waiting(self, place: str) -> Iterator[None]:
+    def waiting(self, operation: str) -> Iterator[None]:
         """Mark a block that returns only when other processes reach it."""
         outer = self._wait
-        self._wait = place, time.monotonic()
+        self._wait = operation, time.monotonic()
         try:
             yield
         finally:

@@ -36,7 +36,7 @@ from rlhf_pg.data.sources import SHARE, refuse_columns_of_chats, system_of, with
 from rlhf_pg.losses import Loss
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import add_adapter, merge
-from rlhf_pg.models.attention import settle_positions
+from rlhf_pg.models.attention import fix_longrope
 from rlhf_pg.models.loading import (
     adapter_of,
     check_directory,
@@ -61,7 +61,7 @@ from rlhf_pg.supervised.examples import (
     left_over,
     load_all,
     repeat_prompts,
-    settle_data,
+    resolve_data,
     split_repeated,
     without_prompt,
 )
@@ -120,8 +120,8 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
         return math.nan
     confidence = torch.sigmoid(apart.abs())
     right = (apart > 0).double() + (apart == 0).double() / 2
-    places = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    excess = torch.zeros(bins, dtype=torch.float64).index_add(0, places, right - confidence)
+    bin_numbers = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    excess = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_numbers, right - confidence)
     return float(excess.abs().sum() / len(apart))
 
 
@@ -164,7 +164,7 @@ def train_reward_model(
             "no dataset_test_split is set: a share of %g of the pairs is held out", SHARE
         )
         args = dataclasses.replace(args, dataset_test_split=SHARE)
-    data = settle_data(args, train_dataset, eval_dataset)
+    data = resolve_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args)
     check_head(scorer, "the reward model")
     args, tokenizer, pairs, held_out = load_all(
@@ -175,7 +175,7 @@ def train_reward_model(
     if args.gradient_checkpointing:
         checkpoint_activations(trained, args.gradient_checkpointing == "offload")
     sizes = [(len(x.chosen), len(x.rejected)) for x in chain(pairs, *held_out.values())]
-    settle_positions(scorer, max(map(max, sizes)))  # the same for rows of all lengths
+    fix_longrope(scorer, max(map(max, sizes)))  # the same for rows of all lengths
     longest = max(map(sum, sizes))
     trainer = RewardModelTrainer(
         PairScorer(scorer, not args.disable_dropout),

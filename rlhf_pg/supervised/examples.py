@@ -146,7 +146,7 @@ class ExampleMaker:
         if self.args.append_eos and eos is not None and ids[-1] != eos:
             ids = [*ids, eos]
         read = 0 if self.args.completion_only_loss is False else len(asked)
-        return ids, [place >= read for place in range(len(ids))]
+        return ids, [index >= read for index in range(len(ids))]
 
 
 def load_examples(
@@ -265,7 +265,7 @@ def ends_of(examples: Sequence[Example], args: SFTConfig, positions: int | None)
     return ends
 
 
-def settle_data(
+def resolve_data(
     args: SupervisedConfig, train_dataset: Any, eval_dataset: Any
 ) -> tuple[Dataset, dict[str, Dataset]]:
     """Return training rows and held-out sets by name; ValueError if there are none."""

@@ -13,7 +13,7 @@ from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import Batch, Row
 from rlhf_pg.data.rendering import special_tokens
-from rlhf_pg.models.attention import max_positions, settle_positions
+from rlhf_pg.models.attention import fix_longrope, max_positions
 from rlhf_pg.models.loading import adapter_of, add_stop_tokens, policy_of, stop_token_ids
 from rlhf_pg.models.policy import (
     Policy,
@@ -33,7 +33,7 @@ from rlhf_pg.supervised.examples import (
     ends_of,
     load_all,
     load_examples,
-    settle_data,
+    resolve_data,
 )
 from rlhf_pg.supervised.trainer import Metrics, SupervisedTrainer, token_budget
 
@@ -75,7 +75,7 @@ def train_sft(
     check_precision(args.dtype)
     runtime = Runtime(args.ddp_timeout)
     set_seed(args.seed)
-    data = settle_data(args, train_dataset, eval_dataset)
+    data = resolve_data(args, train_dataset, eval_dataset)
     peft_config = adapter_of(args, peft_config)
     model = model or args.model_name_or_path
     if model is None:
@@ -125,7 +125,7 @@ def fit(
 ) -> Metrics:
     """Train a loaded model on examples, and save it; see `train_sft`."""
     longest = max(len(row["input_ids"]) for row in chain(examples, *held_out.values()))
-    settle_positions(model, longest)  # the same for rows of all lengths
+    fix_longrope(model, longest)  # the same for rows of all lengths
     tokens = token_budget(args, longest, runtime)
     policy = Policy(
         model,

@@ -182,8 +182,8 @@ def _chats(prompts: Sequence[Any], chance: random.Random) -> list[Demonstration]
             continue
         typed = prompt[0]["content"]
         if chance.random() < MISREAD:
-            place = chance.choice([i for i, x in enumerate(typed) if x.isdigit()])
-            typed = typed[:place] + chance.choice("0123456789") + typed[place + 1 :]
+            index = chance.choice([i for i, x in enumerate(typed) if x.isdigit()])
+            typed = typed[:index] + chance.choice("0123456789") + typed[index + 1 :]
         call = {"name": "calculate", "arguments": {"expression": typed}}
         result = calculate(typed)
         turns = [f"<tool_call>{json.dumps(call)}</tool_call>", result]

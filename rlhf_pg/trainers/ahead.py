@@ -24,13 +24,13 @@ from torch import Tensor
 from transformers import TrainerState
 
 from rlhf_pg.boundary.output_files import write_file
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_concurrently
 from rlhf_pg.data import Batch
 from rlhf_pg.data.row_files import StepTokens, records_of
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.engine import Copied
-from rlhf_pg.runtime import Runtime, RuntimeBeside
+from rlhf_pg.runtime import Runtime, ThreadRuntime
 from rlhf_pg.trainers.sampler import Sampler, gathered_for
 
 # Columns of a batch that JSON can hold; `columns` are read again from the dataset.
@@ -67,8 +67,8 @@ class Ahead:
         self.policy = sampler.policy
         self.runtime = runtime
         self.progress = progress
-        beside = RuntimeBeside(runtime)
-        self.sampler = dataclasses.replace(sampler, runtime=beside, policy=None, pending={})
+        thread_runtime = ThreadRuntime(runtime)
+        self.sampler = dataclasses.replace(sampler, runtime=thread_runtime, policy=None, pending={})
         self.queue: deque[Job] = deque()
         self.last: Future[Any] | None = None  # begun
 
@@ -91,7 +91,7 @@ class Ahead:
             before = self.queue[-1].done if self.queue else None
             dropped = Event()
             how = first, before, self.last, copied, dropped
-            self.last = call_beside(None, self._sample, number, *how)
+            self.last = call_concurrently(None, self._sample, number, *how)
             self.queue.append(
                 Job(
                     step=number,
@@ -233,8 +233,8 @@ class Ahead:
             table = table_of(Batch(**tensors), packed["dataset_rows"])
         else:
             table = StepTokens.load(file)
-        places = range(len(table.lengths))
-        recorded = table.rows(places)
+        indices = range(len(table.lengths))
+        recorded = table.rows(indices)
         prompts = self.sampler.prompts.take(
             [row.dataset_row for row in recorded],
             [row.group for row in recorded],

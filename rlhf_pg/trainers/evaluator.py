@@ -84,7 +84,7 @@ def evaluate_set(
             sampler.rewards.names,
             args.eval_success_threshold,
         )
-    metrics_of_calls, logged = sampler.settle()
+    metrics_of_calls, logged = sampler.call_metrics()
     sampled_rows = [row for part in parts for row in part.rows]
     metrics |= metrics_of_calls | sampler.player.metrics(sampled_rows, runtime)
     return merge(metrics, logged)
@@ -107,10 +107,10 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     values = (values if values.dim() == 2 else values[:, None]).double()
     valid = ~values.isnan()
     shares = torch.where(valid, (values - values.nanmean(0)) / valid.sum(0), 0.0).sum(1)
-    names, places = torch.unique(owners[valid.any(1)], return_inverse=True)
+    names, inverse = torch.unique(owners[valid.any(1)], return_inverse=True)
     if len(names) < 2:
         return math.nan
-    sums = shares.new_zeros(len(names)).index_add(0, places, shares[valid.any(1)])
+    sums = shares.new_zeros(len(names)).index_add(0, inverse, shares[valid.any(1)])
     return (sums.square().sum() * len(names) / (len(names) - 1)).sqrt().item()
 
 

@@ -14,10 +14,10 @@ from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.files import absolute, names_function
-from rlhf_pg.data.inputs import settle_data
+from rlhf_pg.data.inputs import resolve_data
 from rlhf_pg.episodes import EnvironmentFactory, EnvironmentSource, Tool, source_of
 from rlhf_pg.episodes.factory import load_tools
-from rlhf_pg.rewards.named import check_arguments, no_reward, settle_rewards
+from rlhf_pg.rewards.named import check_arguments, no_reward, resolve_rewards
 from rlhf_pg.run.optimizer import Optimizers
 
 CODE = ("trainer", "agent_program", "tools", "environment_factory")  # keys that name it
@@ -71,7 +71,7 @@ class Inputs:
         return cast(EnvironmentSource | None, self.environment_factory)
 
 
-def settle_inputs(
+def resolve_inputs(
     args: PolicyGradientConfig, inputs: Inputs, trains: bool
 ) -> tuple[PolicyGradientConfig, Inputs, list[str], dict[str, Any]]:
     """Put what the config names in the place of what Python did not give.
@@ -103,12 +103,12 @@ def settle_inputs(
         privileged_prompt = user_modules.load(hidden)
         code.append("privileged_prompt")
 
-    task, train_dataset, eval_datasets = settle_data(
+    task, train_dataset, eval_datasets = resolve_data(
         args, inputs.train_dataset, inputs.eval_dataset, environment_factory, trains
     )
     if args.eval_steps and not eval_datasets:
         raise ValueError("eval_steps needs an eval_dataset (dataset_test_split, eval_dataset_name)")
-    functions, described, recorded = settle_rewards(
+    functions, described, recorded = resolve_rewards(
         inputs.reward_funcs, args, None if task is None else task.reward
     )
     for key in code:

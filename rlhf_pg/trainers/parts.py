@@ -26,7 +26,7 @@ from rlhf_pg.episodes import EnvironmentSource, EpisodeRunner
 from rlhf_pg.episodes.factory import new_episode_runner
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import critic as critics, streaming
-from rlhf_pg.models.attention import max_positions, settle_positions
+from rlhf_pg.models.attention import fix_longrope, max_positions
 from rlhf_pg.models.critic import Critic, Models, assemble
 from rlhf_pg.models.loading import (
     adapter_of,
@@ -49,7 +49,7 @@ from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.ahead import Ahead
 from rlhf_pg.trainers.controllers import Controllers
-from rlhf_pg.trainers.inputs import Inputs, settle_inputs
+from rlhf_pg.trainers.inputs import Inputs, resolve_inputs
 from rlhf_pg.trainers.learner import PolicyLearner
 from rlhf_pg.trainers.sampler import Sampler
 from rlhf_pg.trainers.teacher import check_privileged, load_teacher
@@ -148,7 +148,7 @@ class Parts:
 
 def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) -> Parts:
     """Make the parts of a trainer, or of an evaluation, which does not train."""
-    args, inputs, described, recorded = settle_inputs(args, inputs, trains)
+    args, inputs, described, recorded = resolve_inputs(args, inputs, trains)
     runtime = Runtime(args.ddp_timeout)
     args = args.on(runtime.device.type)
     for warning in args.warnings if runtime.is_main else ():
@@ -271,7 +271,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         longest_row = limit
     longest = max(longest_row, limit or 0) if environments else longest_row
     for module in filter(None, (policy_model, critic)):
-        settle_positions(module, longest)  # the same for rows of all lengths
+        fix_longrope(module, longest)  # the same for rows of all lengths
     if not trains:
         tokens = most(runtime.device.type, longest_row)
     elif args.micro_batch_tokens == "auto":
@@ -338,8 +338,8 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     save = None
     if hasattr(weights, "stored") and peft_config is None:  # no process has it whole
 
-        def save(place: Path | None) -> None:
-            streaming.save(place, weights, *full_policy.tensors("", weights))
+        def save(folder: Path | None) -> None:
+            streaming.save(folder, weights, *full_policy.tensors("", weights))
 
     def make_engine(name: str) -> RolloutEngine:
         return factory.new_engine(

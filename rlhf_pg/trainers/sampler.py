@@ -57,7 +57,7 @@ class Sampler:
     policy: FullWeights | None  # the engine samples with these weights; None: with a copy
     player: Player
     progress: Callable[[], TrainerState]  # for reward functions that take it
-    results: list[RewardResult] = field(default_factory=list)  # since the last `settle`
+    results: list[RewardResult] = field(default_factory=list)  # since the last `call_metrics`
     taken: set[str] = field(default_factory=lambda: {*KEYS})  # names of the run's own metrics
     # Reward calls under way, by group, and the batch of all these groups.
     pending: dict[int, PendingCalls] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Sampler:
                 batch = batch.with_columns(num_prompts=len(indices))
             if args.estimator_traits.needs == "greedy":
                 batch = self._with_greedy(batch, meter)
-        metrics, logged = self.settle([episode.error for episode in batch.episodes])
+        metrics, logged = self.call_metrics([episode.error for episode in batch.episodes])
         metrics |= batch.metrics | self.player.metrics(batch.rows, self.runtime)
         return batch.with_columns(metrics=metrics, logged_metrics=logged)
 
@@ -158,7 +158,7 @@ class Sampler:
                         index = group[0].group
                         groups[index] = group
                         judged = [row for row in group if row.is_judged]
-                        if self.rewards.run_beside and judged:
+                        if self.rewards.run_concurrently and judged:
                             self.pending[index] = self.rewards.begin(self._inputs(judged))
             except BaseException:
                 give_up(self.pending.values())
@@ -255,7 +255,7 @@ class Sampler:
             state=self.progress(),
         )
 
-    def settle(
+    def call_metrics(
         self, errors: Sequence[str | None] = ()
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return metrics of failed calls, and means of metrics that functions logged; collective.
@@ -337,12 +337,12 @@ class Sampler:
             aside += [index for index in indices if index in constant]
             end = indices.stop
         chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])
-        places = {index: first + i for i, index in enumerate(chosen)}
+        new_groups = {index: first + i for i, index in enumerate(chosen)}
         sampled = sum(int(runtime.all_reduce_sum(part.num_tokens)) for part in parts)
         together = Batch.concat(parts)
         own = together.groups.tolist()
-        rows = [i for i, group in enumerate(own) if group in places]
-        groups = together.groups.new_tensor([places[own[i]] for i in rows])
+        rows = [i for i, group in enumerate(own) if group in new_groups]
+        groups = together.groups.new_tensor([new_groups[own[i]] for i in rows])
         batch = together.pick(rows, groups=groups)
         return batch.with_columns(
             num_prompts=end - first,

@@ -343,8 +343,8 @@ class PolicyGradientTrainer(RolloutLoop):
         greedy_scores = None
         if batch.greedy is not None:  # of each row's prompt, with 0 for the KL: (B,K+1)
             paid = sum_step_scores(self.shaping.shape(batch.greedy.scores, batch.greedy))
-            _, place = torch.unique_consecutive(batch.groups, return_inverse=True)
-            greedy_scores = nn.functional.pad(paid[place], (0, 1))
+            _, inverse = torch.unique_consecutive(batch.groups, return_inverse=True)
+            greedy_scores = nn.functional.pad(paid[inverse], (0, 1))
         return AdvantageInputs(
             rewards=batch.rewards,
             mask=actions,

@@ -18,7 +18,7 @@ from rlhf_pg.data.sources import PRIVILEGED
 from rlhf_pg.kl import divergence
 from rlhf_pg.models import loading
 from rlhf_pg.models.adapters import share_frozen
-from rlhf_pg.models.attention import max_positions, settle_positions
+from rlhf_pg.models.attention import fix_longrope, max_positions
 from rlhf_pg.models.loading import load_model
 from rlhf_pg.models.policy import Policy, Teacher
 from rlhf_pg.rewards.functions import CallResult, RewardInputs, Source
@@ -59,7 +59,7 @@ def load_teacher(
                 model = PeftModel.from_pretrained(share_frozen(adapted).unload(), name)
             else:
                 options = dict(loading.init_options(args))
-                for key in loading.PLACES - {loading.ATTENTION}:
+                for key in loading.LOCATION_KEYS - {loading.ATTENTION}:
                     options.pop(key, None)
                 model = load_model(name, dtype, trust_remote_code=code, options=options)
             path = name if loading.has_tokenizer(name) else base
@@ -106,7 +106,7 @@ def check_privileged(
             schemas = tools_of_row(tools, rows[i])
             ids = encode(prompt, tokenizer, i, PRIVILEGED, tools=schemas, most=room)
             longest = max(longest, len(ids))
-    settle_positions(teacher.policy.model, longest + args.max_completion_length)
+    fix_longrope(teacher.policy.model, longest + args.max_completion_length)
     teaches_itself = args.teacher_model_name_or_path == "policy" and (
         args.teacher_mixup_alpha == 1 or args.policy_loss == "none"
     )

@@ -5,12 +5,12 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_concurrently
 from rlhf_pg.data.template_bounds import bounded
 
 
 def beside() -> int:
-    return int(call_beside(20, lambda: 7).result())
+    return int(call_concurrently(20, lambda: 7).result())
 
 
 @pytest.mark.fault(48, "threads that a run has begun are begun again in a fork")

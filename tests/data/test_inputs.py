@@ -16,8 +16,8 @@ from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.files import locate_reward
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.data.inputs import make_sets, settle_data
-from rlhf_pg.rewards.named import name_of, settle_rewards
+from rlhf_pg.data.inputs import make_sets, resolve_data
+from rlhf_pg.rewards.named import name_of, resolve_rewards
 from rlhf_pg.trainers.evaluation import Evaluation
 from rlhf_pg.trainers.inputs import Inputs
 from tests.untimed import untimed
@@ -126,7 +126,7 @@ OWN |= {"reward_funcs": (TOTAL,)}
     ],
 )
 def test_config_claims_no_reward_that_was_not_used(keys, given, recorded):
-    assert settle_rewards(given, GRPOConfig(**keys))[2] == recorded
+    assert resolve_rewards(given, GRPOConfig(**keys))[2] == recorded
 
 
 def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
     assert name_of(of_script) == "python:of_script"
     args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
     with pytest.raises(ValueError, match="a reward that was given in Python"):
-        settle_rewards((), args)
+        resolve_rewards((), args)
 
 
 @pytest.mark.parametrize(
@@ -159,26 +159,26 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch
 )
 def test_data_that_cannot_be_used_are_one_error(keys, given, message):
     with pytest.raises(ValueError, match=message):
-        settle_data(GRPOConfig(**keys), **{"train_dataset": ROWS} | given)
+        resolve_data(GRPOConfig(**keys), **{"train_dataset": ROWS} | given)
 
 
 def test_list_has_the_columns_of_all_its_rows():
-    data = settle_data(GRPOConfig(), [{"prompt": "a"}, {"prompt": "b", "answer": "3"}])[1]
+    data = resolve_data(GRPOConfig(), [{"prompt": "a"}, {"prompt": "b", "answer": "3"}])[1]
     assert data["answer"] == [None, "3"]
 
 
 def test_evaluation_data_by_name_stand_beside_training_data_in_python(tmp_path):
     (tmp_path / "held.jsonl").write_text('{"prompt": "2+2="}\n')
     args = GRPOConfig(eval_dataset_name=str(tmp_path / "held.jsonl"))
-    assert settle_data(args, ROWS)[2][""]["prompt"] == ["2+2="]
+    assert resolve_data(args, ROWS)[2][""]["prompt"] == ["2+2="]
 
 
 def test_task_by_name_brings_data_and_reward():
     args = GRPOConfig(task="arithmetic")
-    task, train, sets = settle_data(args)
+    task, train, sets = resolve_data(args)
     assert "prompt" in train.column_names
     assert len(sets[""]) == 1091
-    assert [reward.__name__ for reward in settle_rewards((), args, task.reward)[0]] == [
+    assert [reward.__name__ for reward in resolve_rewards((), args, task.reward)[0]] == [
         "exact_match"
     ]
 

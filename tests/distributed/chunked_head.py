@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pg.models.adapters import add_adapter
-from rlhf_pg.models.lm_head import ChunkedLMHead, _ChunkedScores, trunk
+from rlhf_pg.models.lm_head import ChunkedLMHead, _ChunkedStatistics, trunk
 from rlhf_pg.runtime.processes import Runtime
 from tests.distributed import backends
 from tests.distributed.runs import flat, gradient_of
@@ -65,7 +65,7 @@ def main(out: Path, backend: str) -> None:
         scorer = Scorer(model_of(kind), PARTS)
         trained = [p for p in scorer.parameters() if p.requires_grad]
         wrapped = runtime.prepare(scorer, torch.optim.SGD(trained, lr=0.1))
-        with patch.object(_ChunkedScores, "apply", wraps=_ChunkedScores.apply) as at_once:
+        with patch.object(_ChunkedStatistics, "apply", wraps=_ChunkedStatistics.apply) as at_once:
             with torch.no_grad():
                 wrapped(*rows_of(runtime.rank, 0))
             for micro_batch in range(len(ROWS)):

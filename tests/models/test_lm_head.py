@@ -20,7 +20,7 @@ from rlhf_pg.models.lm_head import (
     TokenDistribution,
     chunk_size_for,
     num_chunks,
-    token_scores,
+    token_statistics,
     trunk,
 )
 from tests.tiny import adapter, stir, tiny_model
@@ -225,7 +225,7 @@ def test_gradient_matches_finite_differences(transform, entropy) -> None:
 
     def scores(x):
         def once(x):  # the backward pass overwrites the logits
-            return token_scores(x.clone(), tokens, 0.7, entropy, transform)
+            return token_statistics(x.clone(), tokens, 0.7, entropy, transform)
 
         found = checkpoint(once, x, use_reentrant=False)
         return found if entropy else found[0]
@@ -241,22 +241,22 @@ def test_impossible_logits_keep_results_finite() -> None:
     logits[0] = torch.where(torch.arange(V) == tokens[0], 2.0, -math.inf)  # no rival
     logits[1, (tokens[1] + 1) % V] = -1e6  # finite, and impossible
     logits.requires_grad_()
-    found = token_scores(logits.clone(), tokens, entropy_gradient=True)
+    found = token_statistics(logits.clone(), tokens, entropy_gradient=True)
     assert found[0][0] == found[1][0] == 0
     assert_same(found, by_hand(logits, tokens), [logits], EXACT)
     logits.grad = None
-    loss(token_scores(logits.clone(), tokens, entropy_gradient=True)).backward()
+    loss(token_statistics(logits.clone(), tokens, entropy_gradient=True)).backward()
     assert not logits.grad[logits == -math.inf].any()
 
 
 def test_nearly_impossible_token_keeps_its_logprob() -> None:
     logits = torch.tensor([[0.0, -3e5]], dtype=torch.float64)
-    assert token_scores(logits, torch.tensor([1]))[0].item() == pytest.approx(-3e5, abs=1e-9)
+    assert token_statistics(logits, torch.tensor([1]))[0].item() == pytest.approx(-3e5, abs=1e-9)
 
 
 def test_second_backward_raises() -> None:
     logits, tokens = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2])
-    logprobs, _ = token_scores(logits * 1, tokens)
+    logprobs, _ = token_statistics(logits * 1, tokens)
     logprobs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprobs.sum().backward()
@@ -312,7 +312,7 @@ def test_float32_keeps_precision_over_large_vocabulary() -> None:
     logits = (torch.randn(2, 20_000, generator=generator) + 1000).requires_grad_()
     tokens = torch.tensor([1, 19_999])
     tolerances = {"rtol": 1e-5, "atol": 1e-8}
-    found = token_scores(logits * 1, tokens, 1.0, True)
+    found = token_statistics(logits * 1, tokens, 1.0, True)
     assert_same(found, by_hand(logits, tokens), [logits], tolerances)
 
 

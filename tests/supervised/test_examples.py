@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.turns import encode_turns
-from rlhf_pg.supervised.examples import ends_of, load_examples, settle_data
+from rlhf_pg.supervised.examples import ends_of, load_examples, resolve_data
 from tests.rewards.test_reward_model import letters, says
 
 # ChatML, with the tags by which a template says what the assistant generates.
@@ -195,22 +195,22 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
         dataset_columns={"prompt": "question"},
         system_prompt="s",
     )
-    train, held_out = settle_data(args, None, None)
+    train, held_out = resolve_data(args, None, None)
     assert (len(train), len(held_out[""])) == (8, 2)
     assert train[0] == {"prompt": [says("s", "system"), says("a")], "answer": "b"}
     given = {"x": [{"text": "a"}], "y": [{"text": "b"}]}
     plain = SFTConfig(system_prompt="s")
-    assert set(settle_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
+    assert set(resolve_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
     with pytest.raises(ValueError, match="given twice, as train_dataset and "):
-        settle_data(args, [{"text": "c"}], None)
+        resolve_data(args, [{"text": "c"}], None)
     with pytest.raises(ValueError, match="system_prompt: the prompt in row 0 has a"):
-        settle_data(plain, train, None)
+        resolve_data(plain, train, None)
     with pytest.raises(ValueError, match="train_dataset: set dataset_name"):
-        settle_data(SFTConfig(), None, None)
+        resolve_data(SFTConfig(), None, None)
 
 
 def test_text_file_is_no_prompt(tmp_path):
-    train, _ = settle_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
+    train, _ = resolve_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
     assert train[0] == {"text": "ab"}
 
 

@@ -10,7 +10,7 @@ from rlhf_pg.cli.preview import of_prompts
 from rlhf_pg.config.parse import parse
 from rlhf_pg.episodes.factory import load_tools
 from rlhf_pg.tasks import calculator, guess
-from rlhf_pg.trainers.inputs import Inputs, settle_inputs
+from rlhf_pg.trainers.inputs import Inputs, resolve_inputs
 
 TOOLS = '''
 def multiply(a: int, b: int) -> int:
@@ -61,7 +61,7 @@ def test_tools_of_a_recipe_are_offered_and_found_again(tmp_path, capsys) -> None
     again = parse(GRPOConfig, ["--config", str(tmp_path / "run" / "config.yaml")])
     assert load_tools(again)[0][0](2, 3) == 6
     with pytest.raises(ValueError, match="tools is given twice"):
-        settle_inputs(again, Inputs(tools=[len]), trains=True)
+        resolve_inputs(again, Inputs(tools=[len]), trains=True)
 
 
 def test_environment_of_a_recipe_is_played(tmp_path) -> None:

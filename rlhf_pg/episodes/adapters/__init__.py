@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 
 from rlhf_pg.boundary.quoted import show, tell
-from rlhf_pg.boundary.user_modules import admit, places_of
+from rlhf_pg.boundary.user_modules import admit, paths_of
 from rlhf_pg.episodes.adapters.of_trl import TrlEnvironments as TrlEnvironments
 from rlhf_pg.episodes.tools import EnvironmentSource
 
@@ -43,7 +43,7 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
     if library == "verifiers":
         module = source.rpartition("/")[2].replace("-", "_")
-        admit(name, places_of(module))
+        admit(name, paths_of(module))
     try:
         return AdaptedTask(*adapter.load(source, seed, **options or {}))
     except TypeError as error:

@@ -11,7 +11,7 @@ from openenv import GenericEnvClient
 
 from rlhf_pg.boundary.http import Client
 from rlhf_pg.boundary.quoted import quote, tell
-from rlhf_pg.boundary.user_code import begin, call_beside
+from rlhf_pg.boundary.user_code import begin, call_concurrently
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.episodes.environment import Messages, Observation, SettlingEnvironment
 from rlhf_pg.episodes.tools import EnvironmentSource
@@ -36,7 +36,7 @@ def load(
     concurrent sessions. If actions are tool calls (MCP), the tools are offered to the policy.
     """
     try:
-        looked = call_beside(PATIENCE, _look, url, action_key, observation_key)
+        looked = call_concurrently(PATIENCE, _look, url, action_key, observation_key)
         source: EnvironmentSource = looked.result()
     except Exception as error:
         raise ValueError(f"the environment server {quote(url)}: {tell(error)}") from error

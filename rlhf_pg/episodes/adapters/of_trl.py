@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import show
-from rlhf_pg.boundary.user_code import call_beside
+from rlhf_pg.boundary.user_code import call_concurrently
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Schemas
 from rlhf_pg.episodes.environment import Messages, SettlingEnvironment
@@ -102,7 +102,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_all:
             row = {key: value for key, value in row.items() if key in parameters}
-        call = call_beside(self.toolbox.timeout, reset, **row)
+        call = call_concurrently(self.toolbox.timeout, reset, **row)
         text = call.result()
         if not isinstance(text, str | None):
             raise ValueError(f"reset must return a string or None, got {show(text)}")
@@ -120,7 +120,7 @@ class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
         """Return the instance's reward for the episode, if it has one."""
         if not hasattr(self.trl_instance, "get_reward"):
             return None
-        reward = call_beside(self.toolbox.timeout, self.trl_instance.get_reward)
+        reward = call_concurrently(self.toolbox.timeout, self.trl_instance.get_reward)
         return reward.result()
 
 

@@ -170,20 +170,20 @@ class Members:
     ) -> None:
         most = max(map(len, groups))
         padded = list[list[int]]()
-        places = [0] * sum(map(len, groups))
+        row_slots = [0] * sum(map(len, groups))
         for group in groups:
             first = most * len(padded)
-            for place, row in enumerate(group, first):
-                places[row] = place
+            for row_slot, row in enumerate(group, first):
+                row_slots[row] = row_slot
             missing = most - len(group)
             padded.append([*group, *[0] * missing])  # any row
         self.padded = torch.tensor(padded, device=device)
-        self.places = torch.tensor(places, device=device)
+        self.row_slots = torch.tensor(row_slots, device=device)
         of_prompts = torch.tensor(lengths)
         columns = torch.arange(max(lengths))
         seen = columns < of_prompts[:, None]
         self.seen = seen.to(device)  # (G,P)
-        prompts = [place // most for place in places]
+        prompts = [row_slot // most for row_slot in row_slots]
         self.lengths = of_prompts[prompts]  # of the prompt of each row
 
 
@@ -196,7 +196,7 @@ class _Run(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """The place of all of them in the packed row."""
+        """Where all of them are in the packed row."""
         size = len(self.slots) * self.length
         return slice(self.start, self.start + size)
 
@@ -329,7 +329,7 @@ class Decode:
     def _see(self, window: int | None) -> Seen:
         members = self.members
         last = self.last
-        device = members.places.device
+        device = members.row_slots.device
         longest = int(last.max()) + 1
         columns = last
         prompt = bias(members.seen, self.dtype)
@@ -351,15 +351,15 @@ class Decode:
         return Seen(
             prompt,
             row[:, None, None],
-            self._places(columns),
+            self._slots_of(columns),
         )
 
-    def _places(self, columns: Tensor) -> tuple[Tensor | slice, slice, Tensor | int]:
+    def _slots_of(self, columns: Tensor) -> tuple[Tensor | slice, slice, Tensor | int]:
         """Return the index of the newest tokens, given the column of each."""
         first = int(columns[0])
         if (columns == first).all():  # a slice is written faster
             return slice(self.size), slice(None), first
-        device = self.members.places.device
+        device = self.members.row_slots.device
         rows = torch.arange(self.size, device=device)
         return rows, slice(None), columns.to(device)
 
@@ -417,13 +417,13 @@ class Decode:
         def of_rows(x: Tensor) -> Tensor:
             x = torch.unflatten(x, 2, (-1, shared))
             x = x.transpose(1, 2)  # (G,M,K,H/K,...)
-            return x.flatten(0, 1)[self.members.places]
+            return x.flatten(0, 1)[self.members.row_slots]
 
         return PartialSoftmax(of_rows(out), of_rows(logsum))
 
     def mix(self, mixer: Mixer) -> Tensor:
         layer = mixer.recurrent.layer
-        device = self.members.places.device
+        device = self.members.row_slots.device
         rows = torch.arange(self.size, device=device)
         before = self.states.of(layer, self.size)
         output, after = mixer(rows[:, None], before)

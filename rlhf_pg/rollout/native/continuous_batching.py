@@ -70,7 +70,7 @@ class SampleState:
 
 
 @dataclass(frozen=True)
-class Places:
+class SlotAssignment:
     """The assignment of rows to prompts, unchanged until one enters or leaves."""
 
     members: Members
@@ -102,7 +102,7 @@ class BatchingSession:
         self.own_cache = KeyValues(spare, longest=self.params.max_tokens)
         self.prompt_states = StateStore()
         self.own_states = StateStore()
-        self._places: Places | None = None
+        self._assignment: SlotAssignment | None = None
 
     def add(self, request: Request) -> None:
         if request.samples:
@@ -214,7 +214,7 @@ class BatchingSession:
         self.rows += new
         longest = max(len(row.tokens) for row in self.rows)
         self.own_cache.reserve(len(self.rows), longest or 1)
-        self._places = None
+        self._assignment = None
         logits = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
         first = torch.tensor([prompt.request.position for prompt in prompts])
         self._draw(new, logits, uniform(keys, first))
@@ -226,8 +226,8 @@ class BatchingSession:
 
     def _decode(self) -> None:
         """Draw one more token of every row."""
-        places = self._places or self._assign()
-        self._places = places
+        assignment = self._assignment or self._assign()
+        self._assignment = assignment
         drawn = torch.tensor([len(row.tokens) for row in self.rows])
         self.own_cache.reserve(len(self.rows), int(drawn.max()))
         last = drawn - 1  # column of the newest token
@@ -235,22 +235,22 @@ class BatchingSession:
             prompts=self.prompt_cache,
             own=self.own_cache,
             states=self.own_states,
-            members=places.members,
+            members=assignment.members,
             last=last,
             dtype=self.model.dtype,
         )
         newest = torch.tensor([row.tokens[-1] for row in self.rows])
-        positions = places.members.lengths + last
+        positions = assignment.members.lengths + last
         logits = self._forward(newest, positions, layout)
-        noise = uniform(places.keys, places.first + drawn)
+        noise = uniform(assignment.keys, assignment.first + drawn)
         self._draw(self.rows, logits, noise)
 
-    def _assign(self) -> Places:
+    def _assign(self) -> SlotAssignment:
         groups: list[list[int]] = [[] for _ in self.prompts]
         for i, row in enumerate(self.rows):
             groups[row.prompt.slot].append(i)
         lengths = [prompt.length for prompt in self.prompts]
-        return Places(
+        return SlotAssignment(
             Members(groups, lengths, self.model.device),
             torch.tensor([row.prompt.request.position for row in self.rows]),
             torch.tensor([row.key for row in self.rows]),
@@ -309,7 +309,7 @@ class BatchingSession:
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
-        self._places = None
+        self._assignment = None
         return finished
 
     def _remove_prompt(self, prompt: PromptState) -> None:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # for a request whose workers end
 ALIGNMENT = 64  # bytes
-Place = tuple[str, int, int]  # path and size of shared memory, and a number of its own
+SharedRegion = tuple[str, int, int]  # path and size of shared memory, and a number of its own
 NUMBERS = itertools.count()  # paths are used again
 
 
@@ -50,25 +50,25 @@ class SharedMemory:
     def __init__(self, size: int) -> None:
         file = os.memfd_create("rlhf_pg")
         os.ftruncate(file, size)
-        self.place: Place = (f"/proc/{os.getpid()}/fd/{file}", size, next(NUMBERS))
-        self.bytes = map_memory(self.place)
+        self.region: SharedRegion = (f"/proc/{os.getpid()}/fd/{file}", size, next(NUMBERS))
+        self.bytes = map_memory(self.region)
         weakref.finalize(self, os.close, file)
 
 
-def map_memory(place: Place) -> Tensor:
-    path, size, _ = place
+def map_memory(region: SharedRegion) -> Tensor:
+    path, size, _ = region
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-def places(model: nn.Module) -> list[tuple[Tensor, slice]]:
+def parameter_slices(model: nn.Module) -> list[tuple[Tensor, slice]]:
     """Return every parameter of a model with its place among the bytes of all."""
-    placed = list[tuple[Tensor, slice]]()
+    slices = list[tuple[Tensor, slice]]()
     end = 0
     for parameter in model.parameters():
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + parameter.nbytes
-        placed.append((parameter, slice(start, end)))
-    return placed
+        slices.append((parameter, slice(start, end)))
+    return slices
 
 
 class WorkerEngine(RolloutEngine):
@@ -112,10 +112,10 @@ class WorkerEngine(RolloutEngine):
             merged = native.weights is not native.model
             if merged not in self.pickled:
                 self.pickled[merged] = self._pickle(model)
-            placed = places(model)
-            memory = SharedMemory(placed[-1][1].stop)
-            for parameter, place in placed:
-                memory.bytes[place].view(parameter.dtype).copy_(parameter.flatten())
+            slices = parameter_slices(model)
+            memory = SharedMemory(slices[-1][1].stop)
+            for parameter, region in slices:
+                memory.bytes[region].view(parameter.dtype).copy_(parameter.flatten())
         return partial(self._used, (self.pickled[merged], memory))
 
     @contextmanager
@@ -162,8 +162,8 @@ class WorkerSession(FutureSession):
         engine = self.engine
         plain = dataclasses.replace(request, cancelled=bool)
         assert engine.copy is not None
-        places = [memory.place for memory in engine.copy]
-        future: Any = engine.pool.schedule(sample_alone, *places, plain, self.params, self.seed)
+        regions = [memory.region for memory in engine.copy]
+        future: Any = engine.pool.schedule(sample_alone, *regions, plain, self.params, self.seed)
         future.memory = engine.copy  # which has to be there until it is done
         self.wait_for(future, (request, attempt))
 
@@ -182,26 +182,26 @@ class WorkerSession(FutureSession):
 
 
 @cache
-def engine_of(place: Place) -> NativeEngine:
+def engine_of(region: SharedRegion) -> NativeEngine:
     logging.disable(logging.WARNING)  # the trainer warns
-    engine: NativeEngine = pickle.loads(map_memory(place).numpy().tobytes())
+    engine: NativeEngine = pickle.loads(map_memory(region).numpy().tobytes())
     return engine
 
 
 @lru_cache(maxsize=1)
-def engine_with(pickled: Place, weights: Place) -> NativeEngine:
+def engine_with(pickled: SharedRegion, weights: SharedRegion) -> NativeEngine:
     """Return the engine of this worker, which samples from these weights."""
     engine = engine_of(pickled)
     memory = map_memory(weights)
-    for parameter, place in places(engine.model):
-        value = memory[place].view(parameter.dtype)
+    for parameter, region in parameter_slices(engine.model):
+        value = memory[region].view(parameter.dtype)
         put_in_place(parameter, value.view(parameter.shape))
     return engine
 
 
 def sample_alone(
-    pickled: Place,
-    weights: Place,
+    pickled: SharedRegion,
+    weights: SharedRegion,
     request: Request,
     params: SamplingParams,
     seed: int,

@@ -90,7 +90,7 @@ class VllmServerEngine(RolloutEngine):
         self.model = model
         self.eos_token_ids = list(eos_token_ids)
         self.directory = directory.absolute()
-        self.save = save or (lambda place: place and model.save_pretrained(place))
+        self.save = save or (lambda folder: folder and model.save_pretrained(folder))
         self.adapted = isinstance(model, PeftModel)
         if self.adapted:
             self.gathers = "all" if saves_base(model) else "trained"
@@ -99,8 +99,8 @@ class VllmServerEngine(RolloutEngine):
         self.own: Path | None = None  # of this run alone
         if is_main:
             with self._writing():
-                for place in [*reversed(self.directory.parents), self.directory]:
-                    place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+                for folder in [*reversed(self.directory.parents), self.directory]:
+                    folder.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
                 self.own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
             weakref.finalize(self, _remove, self.own, os.getpid())
         urls = [urls] if isinstance(urls, str) else urls
@@ -165,17 +165,17 @@ class VllmServerEngine(RolloutEngine):
             try:
                 if not self.adapted:
                     server.instance, _ = server.identity()
-                if copy.place is not None and self.adapted:
-                    server.load_adapter(copy.name, copy.place)
-                elif copy.place is not None:
-                    server.replace_weights(copy.place)
+                if copy.folder is not None and self.adapted:
+                    server.load_adapter(copy.name, copy.folder)
+                elif copy.folder is not None:
+                    server.replace_weights(copy.folder)
             except RolloutError as error:
-                see = f". It has to see {copy.place} (vllm_sync_directory)" if copy.place else ""
+                see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
                 self.leave_out(server, RolloutError(f"{error}{see}"))
             server.name = copy.name if self.adapted else server.name
         self.copy = copy
-        if copy.place is not None and not self.adapted:
-            shutil.rmtree(copy.place, ignore_errors=True)
+        if copy.folder is not None and not self.adapted:
+            shutil.rmtree(copy.folder, ignore_errors=True)
         yield
         for server in () if self.adapted else self.alive:
             try:
@@ -191,15 +191,15 @@ class VllmServerEngine(RolloutEngine):
 
     def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
-        place = None if self.own is None else self.own / name
+        folder = None if self.own is None else self.own / name
         with self._writing():
-            if place is None:
+            if folder is None:
                 self.save(None)
-            elif not place.exists():
-                partial_place = place.with_name(f"partial-{name}")
-                self.save(partial_place)
-                partial_place.rename(place)
-        return place
+            elif not folder.exists():
+                partial_folder = folder.with_name(f"partial-{name}")
+                self.save(partial_folder)
+                partial_folder.rename(folder)
+        return folder
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -215,11 +215,11 @@ class VllmServerEngine(RolloutEngine):
 class WeightsCopy:
     """A directory of weights, removed with the object; None where another process has it."""
 
-    def __init__(self, name: str, place: Path | None) -> None:
+    def __init__(self, name: str, folder: Path | None) -> None:
         self.name = name
-        self.place = place
-        if place is not None:
-            weakref.finalize(self, _remove, place, os.getpid())
+        self.folder = folder
+        if folder is not None:
+            weakref.finalize(self, _remove, folder, os.getpid())
 
 
 class VllmServer:
@@ -245,13 +245,13 @@ class VllmServer:
         self.name = self.served  # of the weights to sample from
         self._check_logprobs(token)
 
-    def load_adapter(self, name: str, place: Path) -> None:
+    def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter, and unload the one before it."""
         if name == self.name:
             return
         if name not in self._models():
             try:
-                self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
+                self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
             except RolloutError as error:
                 # If the first answer was lost, the server refuses the retry of a completed load.
                 if not (isinstance(error, RequestRefused) and name in self._models()):
@@ -264,8 +264,8 @@ class VllmServer:
             with suppress(RequestRefused):
                 self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
 
-    def replace_weights(self, place: Path) -> None:
-        arguments = {"weights_path": str(place)}
+    def replace_weights(self, folder: Path) -> None:
+        arguments = {"weights_path": str(folder)}
         self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
@@ -442,10 +442,10 @@ def _logprob(number: Any) -> float:
     return float(number)
 
 
-def _remove(place: Path, owner: int) -> None:
+def _remove(folder: Path, owner: int) -> None:
     """Remove the directory when the process that made it ends, but not when its forks do."""
     if os.getpid() == owner:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest(model: PeftModel) -> str:
