@@ -176,7 +176,7 @@ class Difference:
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # The first step that differs; 0 is the weights before the first step; None if none does.
     step: int | None = None
-    mismatches: Sequence[Mismatch] = ()  # the first of every stage that differs in that step
+    places: Sequence[Mismatch] = ()  # the first of every stage that differs in that step
     steps: int = 0  # number of compared steps
     only_a: int = 0  # number of steps that only one of the runs took
     only_b: int = 0
@@ -210,7 +210,7 @@ def diff_runs(a: Path, b: Path, rtol: float = 0.0) -> Difference:
         config={key: (x, y) for key, x, y in config if effect_of(key) != "output"},
         versions={key: (x, y) for key, x, y in versions},
         step=step if mismatches else None,
-        mismatches=mismatches,
+        places=mismatches,
         steps=len(common),
         only_a=len(steps - others),
         only_b=len(others - steps),
@@ -266,7 +266,7 @@ def describe(difference: Difference, a: Path, b: Path) -> Iterator[str]:
             yield f"  {key}: {x} | {y}"
     if difference.step is None:
         yield f"no difference in {difference.steps} steps"
-    for i, mismatch in enumerate(difference.mismatches):
+    for i, mismatch in enumerate(difference.places):
         if i == 0:
             when = f"step {difference.step}" if difference.step else "before the first step"
             yield f"{when}: {mismatch.stage} differ first"
