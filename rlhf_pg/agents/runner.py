@@ -145,7 +145,7 @@ class AgentRunner(EpisodeRunner):
         episode.logprobs = tree.logprobs[start:]
         episode.branches = tree.branches[start:]
         follows = enumerate(tree.follows[start:], start)
-        episode.offsets = [token - before if before >= 0 else 0 for token, before in follows]
+        episode.offsets = [index - before if before >= 0 else 0 for index, before in follows]
         episode.rewards = [math.nan] * len(episode.tokens)
         for end, reward in zip(tree.ends, rewards, strict=True):
             if reward is not None:

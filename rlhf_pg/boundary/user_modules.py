@@ -55,9 +55,9 @@ def admit(name: str, paths: Sequence[Path] | None = None, refused: Sequence[Path
     """
     for config, given in _found:
         own = [directory.resolve() for directory in (config.parent, *refused)]
-        names = None if paths is None else [owner.resolve() for owner in paths]
+        names = None if paths is None else [path.resolve() for path in paths]
         if name not in given and (
-            names is None or any(file.is_relative_to(owner) for file in names for owner in own)
+            names is None or any(file.is_relative_to(folder) for file in names for folder in own)
         ):
             raise ValueError(
                 f"{quote(str(config))} would run {quote(name)}: this config was found, and not "

@@ -33,8 +33,12 @@ def save_final(
         try:
             from rlhf_pg.report.model_card import model_card
 
-            data = checkpointer.fingerprints().get("train_dataset")
-            card = model_card(checkpointer.config, data, checkpointer.directory.parent)
+            card = model_card(
+                checkpointer.config,
+                checkpointer.fingerprints().get("train_dataset"),
+                checkpointer.directory.parent,
+                is_adapter=(partial / "adapter_config.json").exists(),
+            )
             write_file(partial / "README.md", [card.encode()])
         except Exception as error:  # a card is not worth failing a run
             logger.warning("final/ has no model card: %s", tell(error))

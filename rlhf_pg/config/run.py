@@ -1,4 +1,4 @@
-"""Keys of every run with rewards: batches, optimizer, checkpoints, trackers."""
+"""Keys of every training, and of a run with rewards: batches, optimizer, checkpoints, trackers."""
 
 from typing import Annotated, Literal
 

@@ -152,12 +152,12 @@ def _blocks_of(
     if len(blocks) != len(spans):
         return None
     marks = [*WORD.finditer(text)]
-    char_spans = [mark.start() for mark in marks]
+    starts = [mark.start() for mark in marks]
     owners = [words[int(mark[1])].message for mark in marks]
     chosen = []
     for span, (first, end) in zip(spans, blocks, strict=True):
-        low = bisect_left(char_spans, first)
-        high = bisect_left(char_spans, end)
+        low = bisect_left(starts, first)
+        high = bisect_left(starts, end)
         inside = {*owners[low:high]} or {*owners[max(0, low - 1) : high + 1]}
         kinds = {n in numbers for n in inside if quoted[n]["role"] == "assistant"}
         if len(kinds) != 1:
@@ -191,10 +191,10 @@ def _with_ends(
     all: such turns are followed by a special token, or by the EOS.
     """
     special = special_tokens(tokenizer).ids
-    for token, (here, behind) in enumerate(pairwise(ids)):
-        is_end = assistant_only and mask[token] and not mask[token + 1]
+    for index, (here, behind) in enumerate(pairwise(ids)):
+        is_end = assistant_only and mask[index] and not mask[index + 1]
         if is_end and here not in special and behind in special:
-            mask[token + 1] = True
+            mask[index + 1] = True
     count = len(mask) - mask[::-1].index(True) if True in mask else 0
     if append_eos and count and ids[count - 1] not in special:
         return [*ids[:count], tokenizer.eos_token_id], [*mask[:count], True]

@@ -189,11 +189,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 @cache
 def files_of(directory: str) -> Mapping[str, Path]:
     """Return the file of every tensor of a model's directory, by its name."""
-    owner = Path(directory)
-    if (index := owner / SAFE_WEIGHTS_INDEX_NAME).exists():
+    folder = Path(directory)
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).exists():
         names = json.loads(index.read_text())["weight_map"]
-        return {name: owner / file for name, file in names.items()}
-    if not (file := owner / SAFE_WEIGHTS_NAME).exists():
+        return {name: folder / file for name, file in names.items()}
+    if not (file := folder / SAFE_WEIGHTS_NAME).exists():
         return {}
     with safe_open(file, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)

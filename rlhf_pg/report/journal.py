@@ -187,7 +187,8 @@ def summarize(metrics: MetricsLine, *names: str) -> str:
             continue
         label = name.removeprefix("eval_").removesuffix("_reward")
         part = f"{label} {_spell(metrics[name])}"
-        pattern = re.compile(f"{name.removesuffix('reward')}rewards/(.*)/mean")
+        start = re.escape(name.removesuffix("reward"))
+        pattern = re.compile(f"{start}rewards/(.*)/mean")
         sources = []
         for key, value in metrics.items():
             if source := pattern.fullmatch(key):

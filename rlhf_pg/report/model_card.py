@@ -20,23 +20,29 @@ from rlhf_pg.boundary.quoted import quote, visible
 from rlhf_pg.config.run import effect_of
 from rlhf_pg.report.run_files import PACKAGES, RunFiles, version
 
-MOST_ROWS = 12  # rows in the table of the reward
+MOST_ROWS = 12  # in the table of metrics
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
-SUPERVISED_COLUMNS = ("loss", "eval_loss", "eval_mean_token_accuracy", "eval_accuracy")
 ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # a server's address
 LONGEST_RUBRIC = 80  # characters
 # Files that may name the base model, with its key: in a model's directory, or in its run's.
 NAMES_BASE = {"README.md": "base_model", "adapter_config.json": "base_model_name_or_path"}
 NAMES_BASE |= {"config.json": "_name_or_path", "../config.yaml": "model_name_or_path"}
+SUPERVISED = {"sft": "supervised fine-tuning", "reward_model": "preference pairs"}
 PAPERS = {
     "GRPO": "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
     "RLOO": "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
     "Reinforce": "Williams 1992, Simple Statistical Gradient-Following Algorithms, ML 8:229-256",
+    "reward_model": "Bradley and Terry 1952, Rank Analysis of Incomplete Block Designs, 39:324-345",
     "PPO": "Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 }
 
 
-def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Path) -> str:
+def model_card(
+    config: Mapping[str, Any],
+    fingerprint: str | None,
+    directory: Path,
+    is_adapter: bool = False,
+) -> str:
     """Return the model card in Markdown, from a config with its algorithm, the fingerprint of the
     training data, and the run's `metrics.jsonl`.
     """
@@ -46,8 +52,8 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     settings = {key: value for key, value in shown.items() if value not in (None, [], {}, "")}
     text = visible(yaml.safe_dump(settings, sort_keys=False).rstrip())
     data = settings.get("dataset_name") or [settings.get("task")]
-    tags = ["rlhf_pg", algorithm.lower()]
-    columns: Sequence[str] = SUPERVISED_COLUMNS
+    tags = ["rlhf_pg", algorithm.lower().replace("_", "-")]
+    columns: Sequence[str] = ()
     rewards = None
     if "reward_funcs" in config:
         tags.insert(1, "reinforcement-learning")
@@ -59,7 +65,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
     while fence in text:
         fence += "`"
     header = ModelCardData(
-        library_name="peft" if config.get("use_peft") else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         base_model=_base_model(model) if model else None,
         datasets=datasets or None,
         tags=tags,
@@ -69,7 +75,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         template_path=str(Path(__file__).with_suffix(".md")),
         literal=literal,
         directory=directory.name,
-        algorithm=algorithm,
+        algorithm=SUPERVISED.get(algorithm, algorithm),
         model=settings.get("model_name_or_path"),
         data=list(filter(None, data)),
         fingerprint=fingerprint,
@@ -129,16 +135,22 @@ def _redact_text(text: str) -> str:
 
 
 def _curve(directory: Path, columns: Sequence[str]) -> list[list[str]]:
-    """Return the rows of a table of a few steps, including the last."""
+    """Return the rows of a table of a few steps, including the last; without columns it has the
+    loss and the metrics of evaluations.
+    """
     lines = RunFiles(directory).metrics
     every = -(-len(lines) // MOST_ROWS)
     kept = []
+    evaluated = dict[str, None]()  # names, in order
     for number, line in enumerate(lines, 1):
-        if number % every == 0 or number == len(lines) or columns[1] in line:  # evaluated
+        held_out = dict.fromkeys(key for key in line if key.startswith("eval_"))
+        evaluated |= held_out
+        if number % every == 0 or number == len(lines) or held_out:
             kept.append(line)
     kept = kept[-2 * MOST_ROWS :]
     if not kept:
         return []
+    columns = columns or ("loss", *evaluated)
     columns = [name for name in columns if any(line.get(name) is not None for line in kept)]
     rows = [["step", *columns]]
     rows.append(["---" for _ in rows[0]])

@@ -68,6 +68,7 @@ class Learner:
         self.state = state
         self.updates_begun = 0
         self.size = _size(module)
+        module.eval()  # but in an update
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch) for name, part in parts.items()
         }
@@ -153,13 +154,13 @@ class Learner:
             self.updates_begun -= 1
         return norm
 
-    def count_skipped(self, updates: float) -> None:
-        """Count the step if it made no update; FloatingPointError if there are too many such in a
-        row. Steps are counted, not updates: one bad batch may spoil every pass over it.
+    def count_step(self, updated: bool) -> None:
+        """Count a step without an update; FloatingPointError if there are too many in a row. Steps
+        are counted, not updates: one bad batch may spoil every pass over it.
         """
         state = self.state
         before = state.skipped_in_a_row
-        state.skipped_in_a_row = 0 if updates else before + 1
+        state.skipped_in_a_row = 0 if updated else before + 1
         if state.skipped_in_a_row > self.max_skipped_steps:
             raise FloatingPointError(
                 f"step {state.step + 1}: the gradient is not finite, as in the {before} steps "

@@ -76,7 +76,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 class TrainingLoop(ABC):
     """Runs the steps of a run, and what happens between them; it knows no algorithm and no loss.
 
-    A subclass gives the first attributes before it calls `__init__`.
+    A subclass sets the annotated attributes before it calls `__init__`.
 
     Attributes:
         running: records that change during the run, which checkpoints hold, by name.
@@ -91,11 +91,15 @@ class TrainingLoop(ABC):
     state: TrainState
     learner: Learner
     processing_class: PreTrainedTokenizerBase
+    data_fingerprint: str  # of the training data
     total_steps: int
     running: Mapping[str, Any] = {}
     ahead: Any = None
     shown: ClassVar[Sequence[str]] = ("loss", "grad_norm")  # metrics on the console
     shown_held_out: ClassVar[Sequence[str]] = ()  # of an evaluation; empty: all
+    auto_keys: ClassVar[Sequence[str]] = ("micro_batch_tokens",)  # which a resumed run takes over
+    # Whether an evaluation changes what a checkpoint has, which is saved after it then.
+    evaluation_counts: ClassVar[bool] = False
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
@@ -128,22 +132,17 @@ class TrainingLoop(ABC):
     def describe(self) -> str:
         """Describe the run in a line or some."""
 
-    @property
-    @abstractmethod
-    def data_fingerprint(self) -> str:
-        """The SHA-256 of the training data."""
-
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
         return due(step, self.args.eval_steps)
 
-    def on_evaluated(self, metrics: dict[str, Any]) -> None:  # noqa: B027 (need not do anything)
+    def after_evaluation(self, metrics: dict[str, Any]) -> None:  # noqa: B027 (may do nothing)
         """Act on the metrics of an evaluation in the run."""
 
-    def on_begin(self, journal: Journal) -> None:  # noqa: B027
+    def before_first_step(self, journal: Journal) -> None:  # noqa: B027
         """Act before the first step."""
 
-    def on_saved(self) -> None:  # noqa: B027
+    def after_save(self) -> None:  # noqa: B027
         """Act after a checkpoint has been written."""
 
     @broadcasts_failure
@@ -194,7 +193,7 @@ class TrainingLoop(ABC):
         if self.runtime.is_main:
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
-        self.on_begin(journal)
+        self.before_first_step(journal)
         tracked = self.trackers.open(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )
@@ -204,7 +203,7 @@ class TrainingLoop(ABC):
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
-            self.save_final(directory / "final")
+            self.save_final(journal, directory / "final")
         # Also of a signal during the last report. The caller has to end as well.
         if number := self.termination.agree():
             self._end_by_signal(number, journal)
@@ -246,14 +245,14 @@ class TrainingLoop(ABC):
         step = self.state.step
         evaluates = self.evaluates(step)
         reported = evaluates or due(step, args.logging_steps, self.total_steps)
+        saves = due(step, args.save_steps, self.total_steps)
         try:
             self._tell("on_step_end")
+            if saves and not self.evaluation_counts:  # before an evaluation, which may fail
+                self.save_checkpoint()
             if evaluates:
-                held_out = self.evaluate()
-                if summary := summarize(held_out, *(self.shown_held_out or held_out)):
-                    journal.say(f"step {step}  held out: {summary}")
-                metrics |= held_out
-                self.on_evaluated(metrics)
+                metrics |= self.evaluate_and_say(journal)
+                self.after_evaluation(metrics)
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # log the step even if something fails after it
@@ -263,7 +262,7 @@ class TrainingLoop(ABC):
                 self.trackers.log(metrics)
         if reported:
             self._tell("on_log", metrics)
-        if due(step, args.save_steps, self.total_steps):
+        if saves and self.evaluation_counts:
             self.save_checkpoint()
         number = self.termination.agree()
         if self.termination.stopping and not reported:
@@ -274,6 +273,14 @@ class TrainingLoop(ABC):
         if self.termination.stopping:
             journal.say(f"stopped at step {step}; the run can be resumed from there")
             self._latest_checkpoint()
+
+    def evaluate_and_say(self, journal: Journal) -> dict[str, float]:
+        """Evaluate, and show the metrics on the console."""
+        metrics = self.evaluate()
+        names = self.shown_held_out or tuple(metrics)
+        if summary := summarize(metrics, *names):
+            journal.say(f"step {self.state.step}  held out: {summary}")
+        return metrics
 
     # ------------------------------------------------------------------------- resume and leave
 
@@ -329,8 +336,7 @@ class TrainingLoop(ABC):
 
     def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step; save it if there is none yet."""
-        saved = self.checkpointer.saved_step == self.state.step
-        if saved:
+        if self.checkpointer.saved_step == self.state.step:
             return self.checkpointer.path()
         return self.save_checkpoint()
 
@@ -340,11 +346,11 @@ class TrainingLoop(ABC):
         `prunes`, older checkpoints beyond `save_total_limit` are removed.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
-        self.on_saved()
+        self.after_save()
         self._tell("on_save", path)
         return path
 
-    def save_final(self, path: Path) -> None:
+    def save_final(self, journal: Journal, path: Path) -> None:
         """Save what the run has trained, with a model card, all or none: if it fails, the old
         directory is kept, and all processes raise OSError.
         """
@@ -379,8 +385,7 @@ class TrainingLoop(ABC):
     @property
     def open_keys(self) -> set[str]:
         """Keys set to "auto"; a resumed run takes the values found before."""
-        keys = ("micro_batch_tokens", "rollout_engine")
-        return {key for key in keys if getattr(self.args, key, None) == "auto"}
+        return {key for key in self.auto_keys if getattr(self.args, key) == "auto"}
 
     # -------------------------------------------------------------------------------- callbacks
 

@@ -10,6 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import Batch
 from rlhf_pg.data.prompts import permutation
+from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run.learner import Learner, Outputs
 from rlhf_pg.run.loop import Callback, TrainingLoop
@@ -66,10 +68,10 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         token_budget: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.data = fingerprint(examples)
-        if args.dataset_fingerprint not in (None, self.data):
+        self.data_fingerprint = found = fingerprint(examples)
+        if args.dataset_fingerprint not in (None, found):
             raise ValueError(
-                f"the training data have the fingerprint {self.data}, not dataset_fingerprint "
+                f"the training data have the fingerprint {found}, not dataset_fingerprint "
                 f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave it out"
             )
         self.args = args = args.on(runtime.device.type)
@@ -137,9 +139,10 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
             f"{len(self.examples)} examples, {self.total_steps} steps"
         )
 
-    @property
-    def data_fingerprint(self) -> str:
-        return self.data
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints that a resumed run must have again, of the order of rows too."""
+        return super().fingerprints | {"order": "permutation of seed and epoch"}
 
     def step(self) -> dict[str, Any]:
         """Make one update, and count it; the loss is a mean over the tokens of all its rows."""
@@ -154,7 +157,7 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         with self.learner.updating():
             self.learner.accumulate(self.batch_of(examples), self.objective, meter)
             norm = self.learner.update_weights()
-        self.learner.count_skipped(math.isfinite(norm))
+        self.learner.count_step(math.isfinite(norm))
         self.learner.scheduler.step()
         state.step += 1
         return {
@@ -188,13 +191,15 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         self.measured = metrics
         return metrics
 
-    def save_final(self, path: Path) -> None:
+    def save_final(self, journal: Journal, path: Path) -> None:
         """Save the final model, and its metrics on the held-out sets, in metrics.json."""
-        measured = self.measured or self.evaluate()  # of a run that was resumed at its end
-        super().save_final(path)
+        if not self.measured:  # a run that was stopped, or resumed at its end
+            self.evaluate_and_say(journal)
+        super().save_final(journal, path)
         if self.runtime.is_main:
-            text = json.dumps(measured, indent=1, sort_keys=True)
-            write_file(path.parent / "metrics.json", [f"{text}\n".encode()])
+            text = json.dumps(self.measured, indent=1, sort_keys=True)
+            file = Path(self.args.output_dir) / "metrics.json"
+            write_file(file, [f"{text}\n".encode()])
 
 
 def token_budget(args: SupervisedConfig, longest: int, runtime: Runtime) -> int:

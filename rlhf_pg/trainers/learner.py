@@ -152,14 +152,14 @@ class PolicyLearner(Learner):
         meter: Meter,
         check: Check | None = None,
     ) -> dict[str, float]:
-        """Make every optimizer update on the batch of a step; see `count_skipped`."""
+        """Make every optimizer update on the batch of a step; see `count_step`."""
         # The only update computes the old log-probabilities, with its dropout.
         is_comparable = batch.old_logprobs is not None or not self.policy.drops
         with self.updating():
             metrics, batch = self._updates(batch, objective, meter, check)
-        updates = metrics["num_updates"]
-        self.count_skipped(updates)
-        moves = updates and not self.trains_critic_alone(self.state.step)
+        updated = metrics["num_updates"] > 0
+        self.count_step(updated)
+        moves = updated and not self.trains_critic_alone(self.state.step)
         metrics["approx_kl/after"] = math.nan
         if moves and is_comparable:
             metrics["approx_kl/after"] = self._kl_after_updates(batch)

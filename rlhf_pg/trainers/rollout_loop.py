@@ -33,9 +33,12 @@ class RolloutLoop(Parts, TrainingLoop):
     config_type: ClassVar[type[PolicyGradientConfig]]
     shown = ("reward", "teacher/divergence", "kl", "entropy")
     shown_held_out = ("eval_reward", "eval_greedy_reward")
+    auto_keys = ("micro_batch_tokens", "rollout_engine")
+    evaluation_counts = True  # the best reward
 
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         Parts.__init__(self, **vars(parts))
+        self.data_fingerprint = self.train_prompts.fingerprint
         # Called with a batch that was trained on.
         self.observers: Sequence[Callable[[Batch], None]] = ()
         self.engine_name, self.why_engine = self.chosen_engine  # until a run is resumed
@@ -54,13 +57,13 @@ class RolloutLoop(Parts, TrainingLoop):
             if self.ahead is not None:
                 self.ahead.drop()
 
-    def on_begin(self, journal: Journal) -> None:
+    def before_first_step(self, journal: Journal) -> None:
         """Record the environment and the weights that the run begins from."""
         journal.trace(vars(self.began()))
         if self._record not in self.observers:
             self.observers = [*self.observers, self._record]
 
-    def on_evaluated(self, metrics: dict[str, Any]) -> None:
+    def after_evaluation(self, metrics: dict[str, Any]) -> None:
         """Keep the checkpoint of the highest reward, in best/."""
         reward = metrics["eval_reward"]
         best = self.state.best_reward
@@ -102,7 +105,7 @@ class RolloutLoop(Parts, TrainingLoop):
             self.why_engine = "auto: as in the resumed run"
         super().on_resume(saved)
 
-    def on_saved(self) -> None:
+    def after_save(self) -> None:
         """Record the weights of the checkpoint."""
         if self.journal is not None and not self.learner.updates_begun:  # else of half a step
             weights = self.recorder.fingerprints(trained=True)
@@ -127,10 +130,6 @@ class RolloutLoop(Parts, TrainingLoop):
             f"rollout_engine {self.engine_name} ({self.why_engine})"
         )
         return "\n".join([trained, *self.described])
-
-    @property
-    def data_fingerprint(self) -> str:
-        return self.train_prompts.fingerprint
 
     def resolved_args(self) -> PolicyGradientConfig:
         """Return the config with the data, rewards, engine and token budget that were found."""

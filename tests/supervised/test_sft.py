@@ -20,6 +20,7 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.run.learner import Learner
+from rlhf_pg.run.loop import TrainingLoop
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.trainer import SupervisedTrainer, rows_of_step, token_budget
 from tests.rewards.test_reward_model import letters
@@ -177,6 +178,20 @@ def test_evaluation_that_fails_loses_neither_weights_nor_the_step(tmp_path, monk
     assert train(tmp_path, held_out=upper(6), **options)["eval_loss"] > 0
 
 
+def test_finished_run_measures_again_what_it_has_measured(tmp_path):
+    options = {"label_smoothing": 0.3, "held_out": upper(6), "save_steps": 50}
+    metrics = train(tmp_path, **options)
+    assert train(tmp_path, **options, resume_from_checkpoint="latest") == metrics
+
+
+def test_checkpoint_with_another_order_of_rows_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(SupervisedTrainer, "fingerprints", TrainingLoop.fingerprints)
+        train(tmp_path, save_steps=50)
+    with pytest.raises(ValueError, match="another order"):
+        train(tmp_path, save_steps=50, resume_from_checkpoint="latest")
+
+
 def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
     model = tiny_model("llama", scale=0.05)
     model.lm_head.weight.data[3] = math.inf
@@ -297,9 +312,9 @@ def test_resume_is_refused_with_other_data_model_or_keys(killed, other, key):
 
 
 def test_run_leaves_config_metrics_and_report(tmp_path):
-    metrics = train(tmp_path, held_out={"easy": upper(6), "same": upper(7)}, eval_steps=2)
+    metrics = train(tmp_path, held_out={"easy": upper(6), "a(b": upper(7)}, eval_steps=2)
     kinds = ("loss", "mean_token_accuracy")
-    assert set(metrics) == {f"eval_{name}_{kind}" for name in ("easy", "same") for kind in kinds}
+    assert set(metrics) == {f"eval_{name}_{kind}" for name in ("easy", "a(b") for kind in kinds}
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval_easy_loss" in line] == [2, 4]
@@ -309,6 +324,8 @@ def test_run_leaves_config_metrics_and_report(tmp_path):
     card = (tmp_path / "final" / "README.md").read_text()
     assert "## Data\n" in card
     assert "reinforcement" not in card
+    assert "| step | loss | eval_easy_loss | " in card
+    assert card.split("\n| 4 | ")[1].split(" | ")[1] == f"{metrics['eval_easy_loss']:.4g}"
 
 
 class StopsAtTwo(Callback):

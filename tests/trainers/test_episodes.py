@@ -359,7 +359,10 @@ def test_step_of_failed_episodes_leaves_weights_unchanged(
         **options,
     )
     trainer.sampler.engine = says([])
-    trainer.sampler.settle = lambda errors: ({}, {})  # episodes of other processes have not failed
+    trainer.sampler.call_metrics = lambda errors: (
+        {},
+        {},
+    )  # episodes of other processes have not failed
     before = [parameter.detach().clone() for parameter in trainer.learner.module.parameters()]
     trainer.train()
     after = trainer.learner.module.parameters()

@@ -27,7 +27,7 @@ def test_final_has_card_with_method_data_curve_and_versions(make, tmp_path, caps
     card = (final / "README.md").read_text()
     assert find_damage(final) is None
     header = header_of(card)
-    assert header["library_name"] == "peft"
+    assert header["library_name"] == "peft"  # final/ has an adapter
     assert "ppo" in header["tags"]
     assert "base_model" not in header  # a directory of this machine
     assert "arXiv:1707.06347" in card
@@ -107,7 +107,7 @@ def test_final_is_uploaded_whole(make, tmp_path, hub):
 
 
 def test_failed_card_and_upload_are_one_warning_each(make, tmp_path, hub, monkeypatch, caplog):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no card today")
 
     monkeypatch.setattr("rlhf_pg.report.model_card.model_card", fails)

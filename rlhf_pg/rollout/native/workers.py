@@ -114,8 +114,8 @@ class WorkerEngine(RolloutEngine):
                 self.pickled[merged] = self._pickle(model)
             slices = parameter_slices(model)
             memory = SharedMemory(slices[-1][1].stop)
-            for parameter, region in slices:
-                memory.bytes[region].view(parameter.dtype).copy_(parameter.flatten())
+            for parameter, part in slices:
+                memory.bytes[part].view(parameter.dtype).copy_(parameter.flatten())
         return partial(self._used, (self.pickled[merged], memory))
 
     @contextmanager
@@ -193,8 +193,8 @@ def engine_with(pickled: SharedRegion, weights: SharedRegion) -> NativeEngine:
     """Return the engine of this worker, which samples from these weights."""
     engine = engine_of(pickled)
     memory = map_memory(weights)
-    for parameter, region in parameter_slices(engine.model):
-        value = memory[region].view(parameter.dtype)
+    for parameter, part in parameter_slices(engine.model):
+        value = memory[part].view(parameter.dtype)
         put_in_place(parameter, value.view(parameter.shape))
     return engine
 
