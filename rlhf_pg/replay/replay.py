@@ -175,13 +175,15 @@ class Replay:
         trainer = self.trainer
         runtime = trainer.runtime
         tokenizer = trainer.processing_class
-        own = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
+        local_rows = [
+            i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank
+        ]
         embeddings: Any = trainer.model.get_input_embeddings()
         tokens = np.concatenate([record.ids, record.prompt_ids])
         if not len(tokens) or not 0 <= tokens.min() <= tokens.max() < embeddings.num_embeddings:
             raise ValueError("there is no token, or one that the model does not have")
         rows = []
-        recorded = record.rows(own)
+        recorded = record.rows(local_rows)
         drawn = trainer.train_prompts.take(
             [row.dataset_row for row in recorded],
             [row.group for row in recorded],
