@@ -65,8 +65,8 @@ preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 test-fast: $(VENV)/.installed  ## the pure functions, the config and the data: under a minute
 	$(BIN)/pytest -n 2 $(PURE_TESTS) tests/config tests/data tests/boundary tests/test_layers.py
 
-test: $(VENV)/.installed  ## every test that is not slow, two files at a time
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: coverage  ## every test that is not slow, two files at a time
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(PURE_TESTS))
 
 test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the table for `make docs`
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
