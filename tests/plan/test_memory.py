@@ -16,7 +16,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.plan.memory import Memory, MetaModels, build_meta_models, predict_memory
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching
-from rlhf_pg.rollout.native.attention import KeyValues, StateStore
+from rlhf_pg.rollout.native.cache import KeyValues, StateStore
 from rlhf_pg.run.token_budget import SHARDINGS
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import Layout
 from rlhf_pg.models.packing import arranged
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.native.attention import Decode, KeyValues, Members, Prefill, StateStore
+from rlhf_pg.rollout.native.attention import Decode, Members, Prefill
+from rlhf_pg.rollout.native.cache import KeyValues, StateStore
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 MAX_ROWS = 256
