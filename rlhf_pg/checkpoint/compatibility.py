@@ -16,7 +16,6 @@ REMEDIES = {
     "teacher": "the same teacher",
     "tokenizer": "the same processing_class, vocabulary and chat template",
     "train_dataset": "the same rows in the same order, or start a new run from its weights",
-    "order": "the version that saved it, or start a new run from its weights",
 }
 
 

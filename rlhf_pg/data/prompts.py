@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -297,7 +297,7 @@ class PromptSampler:
         return [orders[index // size][index % size] for index in indices]
 
 
-@lru_cache(2)
-def permutation(size: int, *key: int) -> tuple[int, ...]:
+def permutation(size: int, *key: int) -> list[int]:
     """Return a random order of 0..size-1 that depends only on the key."""
-    return tuple(np.random.default_rng(key).permutation(size).tolist())
+    order: list[int] = np.random.default_rng(key).permutation(size).tolist()
+    return order

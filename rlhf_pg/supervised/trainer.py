@@ -10,7 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +23,6 @@ from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import Batch
-from rlhf_pg.data.prompts import permutation
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run.learner import Learner, Outputs
@@ -139,11 +138,6 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
             f"{len(self.examples)} examples, {self.total_steps} steps"
         )
 
-    @cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprints that a resumed run must have again, of the order of rows too."""
-        return super().fingerprints | {"order": "permutation of seed and epoch"}
-
     def step(self) -> dict[str, Any]:
         """Make one update, and count it; the loss is a mean over the tokens of all its rows."""
         args = self.args
@@ -214,7 +208,13 @@ def token_budget(args: SupervisedConfig, longest: int, runtime: Runtime) -> int:
 def rows_of_step(size: int, batch: int, seed: int, step: int) -> Sequence[int]:
     """Return the rows of a step: a batch (the last may be smaller) of a permutation per epoch."""
     epoch, number = divmod(step, math.ceil(size / batch))
-    return permutation(size, seed, epoch)[number * batch : (number + 1) * batch]
+    return _permutation(size, seed + epoch)[number * batch : (number + 1) * batch]
+
+
+@lru_cache(1)
+def _permutation(size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randperm(size, generator=generator).tolist())
 
 
 def fingerprint(rows: Any) -> str:

@@ -20,7 +20,6 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.models.policy import disable_dropout
 from rlhf_pg.report.run_files import read
 from rlhf_pg.run.learner import Learner
-from rlhf_pg.run.loop import TrainingLoop
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.supervised.trainer import SupervisedTrainer, rows_of_step, token_budget
 from tests.rewards.test_reward_model import letters
@@ -119,17 +118,11 @@ def test_gradient_of_a_step_is_that_of_a_loop_over_rows(tmp_path, monkeypatch, a
 
 
 def test_rows_of_every_epoch_come_once():
-    """In an order of their own, which no epoch of the next seed has."""
-
-    def epoch(seed, number):
-        batches = [rows_of_step(11, 4, seed, 3 * number + i) for i in range(3)]
-        assert [len(batch) for batch in batches] == [4, 4, 3]
-        return tuple(row for batch in batches for row in batch)
-
-    orders = {epoch(seed, number) for seed in (7, 8) for number in (0, 1)}
-    assert len(orders) == 4
-    for order in orders:
-        assert sorted(order) == list(range(11))
+    epochs = [[rows_of_step(11, 4, 7, 3 * epoch + i) for i in range(3)] for epoch in (0, 1)]
+    assert [len(batch) for batch in epochs[0]] == [4, 4, 3]
+    first, second = ([row for batch in epoch for row in batch] for epoch in epochs)
+    assert sorted(first) == sorted(second) == list(range(11))
+    assert first != second
 
 
 def test_micro_batches_and_packing_change_no_step(tmp_path, monkeypatch):
@@ -182,14 +175,6 @@ def test_finished_run_measures_again_what_it_has_measured(tmp_path):
     options = {"label_smoothing": 0.3, "held_out": upper(6), "save_steps": 50}
     metrics = train(tmp_path, **options)
     assert train(tmp_path, **options, resume_from_checkpoint="latest") == metrics
-
-
-def test_checkpoint_with_another_order_of_rows_is_refused(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(SupervisedTrainer, "fingerprints", TrainingLoop.fingerprints)
-        train(tmp_path, save_steps=50)
-    with pytest.raises(ValueError, match="another order"):
-        train(tmp_path, save_steps=50, resume_from_checkpoint="latest")
 
 
 def test_gradients_that_stay_non_finite_end_the_run(tmp_path):
