@@ -23,7 +23,7 @@ from rlhf_pg.runtime import Runtime
 
 STATE = "state.json"
 SEAL = "sha256"  # the key in it
-# What reading a state of any content and shape may raise.
+# Exceptions that reading a state of any content and shape may raise.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -165,7 +165,7 @@ def seal(facts: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what was sealed; one of `UNREADABLE` if it was not, or has changed."""
+    """Return the sealed facts; raise one of `UNREADABLE` if they are missing or have changed."""
     _check_kind(path / STATE, stat.S_IFREG)
     facts = json.loads((path / STATE).read_bytes())
     if not isinstance(facts, dict) or facts.pop(SEAL, None) != _digest(facts):

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer.safetensors"
 RNG = "rng-rank{}.safetensors"
-# What names of weights begin with, in each part before the model whose files are saved.
+# In each part, the prefix of the weights of the model whose files are saved.
 PREFIXES = {
     "model": "",
     "critic": "model.",
@@ -191,7 +191,7 @@ class Checkpointer:
                     try:
                         merge(policy.module).save_pretrained(folder)
                         self.tokenizer.save_pretrained(folder)
-                    except (RuntimeError, ValueError) as error:  # the adapter is worth more
+                    except (RuntimeError, ValueError) as error:  # the adapter is saved anyway
                         shutil.rmtree(folder, ignore_errors=True)
                         logger.warning("%s has no merged/: %s", save.path, tell(error))
 

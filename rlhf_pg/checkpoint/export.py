@@ -22,8 +22,8 @@ def save_final(
     path: Path,
     write_model: Callable[[atomic.Save, Path], None],
 ) -> None:
-    """Save what `write_model` writes, and a model card, all or none: if it fails, the old directory
-    is kept, and all processes raise OSError.
+    """Save the output of `write_model` and a model card, all or nothing: if it fails, the old
+    directory is kept, and all processes raise OSError.
     """
     saving = atomic.Save(runtime, path)
     partial = atomic.partial_of(path)

@@ -126,4 +126,4 @@ class RewardsConfig:
         help=
         'Options of the rewards by name, such as {"length": {"longest": 200}}.')
     reward_model_name_or_path: Text | None = option(None, "rewards", help=
-        "Reward model, before other rewards; with reward_weights 1 and 0 a task's is only logged.")
+        "Reward model, the first reward; with reward_weights [1, 0] a task's own is only logged.")

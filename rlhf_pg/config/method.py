@@ -13,7 +13,7 @@ Correction = Literal[
 
 @dataclass(frozen=True)
 class Traits:
-    """What an advantage estimator or a policy loss needs and compares.
+    """Properties of an advantage estimator or a policy loss.
 
     Args:
         needs: "critic"; "greedy", a scored greedy completion of every prompt; "average", that of
@@ -71,11 +71,11 @@ class SamplingConfig:
         needs="rollout_engine auto or native", help=
         "Most tokens in the native KV cache. None: half of a GPU's free memory, 4 GiB on a CPU.")
     rollout_workers: int = option(0, "cost", ge=0, needs="rollout_engine auto or native", help=
-        "Processes of one CPU thread, for each process of the trainer, in which the native engine "
+        "Single-threaded processes, for each process of the trainer, in which the native engine "
         "samples; 0: in the trainer.")
     rollout_ahead: int = option(0, "run", ge=0,
         needs="rollout_workers or rollout_engine vllm_server", help=
-        "Sample each batch with the weights of this many steps before, during those steps.")
+        "Sample each batch with the weights of this many steps earlier, while those steps run.")
     vllm_gpu_memory_utilization: float = option(0.3, "cost", gt=0, le=1,
         needs="rollout_engine auto or vllm", help=
         "Share of the GPU's memory for vLLM; lower it if training runs out.")
@@ -113,7 +113,7 @@ class SamplingConfig:
     agent_call_timeout: float = option(300.0, "cost", gt=0, needs="agent_program", help=
         "Seconds for an answer to agent_program.")
     agent_host: Text = option("127.0.0.1", "output", needs="agent_program", help=
-        "Address at which agent_program finds the policy; beyond loopback, others may find it too.")
+        "Address at which agent_program finds the policy; beyond loopback, it is open to others.")
     agent_credit: Literal["episode", "branch"] = option("episode", "update", needs="agent_program",
         help=
         "Credit a reward to all earlier turns, or to those of its own endpoint.fork() alone.")
@@ -204,7 +204,7 @@ class MethodConfig:
     old_kl_coef: float = option(1.0, "update", ge=0, help=
         "Coefficient of KL(policy before the step || policy now), in the loss kl_penalty.")
     old_kl_target: float | None = option(None, "update", gt=0, needs="old_kl_coef", help=
-        "Target KL(old || new) per token, to halve or double old_kl_coef for. None: fixed.")
+        "Target KL(old || new) per token, kept by halving or doubling old_kl_coef. None: fixed.")
     sampler_correction: Correction = option("auto", "update", bias="rollout_engine", help=
         "Weight the loss by policy / sampler; auto: token_truncate with vLLM or rollout_ahead, "
         "else none.")
@@ -261,7 +261,7 @@ class MethodConfig:
         "Compare this many likeliest tokens of the teacher, and the rest as one. None: all.")
     teacher_gamma: float = option(0.0, "update", ge=0, le=1, needs="teacher_placement reward",
         bias="pays a token little for what it leads to", help=
-        "Discount of teacher_placement reward without a critic: 0 pays each token its own alone.")
+        "Discount of teacher_placement reward without a critic: 0 pays a token only its own.")
     teacher_mixup_alpha: float = option(1.0, "update", ge=0, le=1,
         needs="teacher_model_name_or_path policy", help=
         "Weight of the policy in the teacher `policy` after a step: 0 keeps the initial policy.")
@@ -287,7 +287,7 @@ class MethodConfig:
     target_kl: float | None = option(None, "update", gt=0, help=
         "KL(old || new) per token, in nats; above 1.5 times this a step stops early. None: never.")
     kl_adaptive_lr: float | None = option(None, "update", gt=0, help=
-        "KL(old || new) per token that the learning rates keep within a factor of two.")
+        "KL(old || new) per token; learning rates adapt to keep it within a factor of two.")
     sync_ref_model: bool = option(False, "update", needs="beta", help=
         "Move the reference towards the policy.")
     ref_model_sync_steps: int = option(512, "update", ge=1, needs="sync_ref_model", help=

@@ -122,13 +122,13 @@ class RunConfig:
     save_best: bool = option(True, "output", help=
         "Keep the checkpoint of the highest eval_reward, in best/.")
     log_completions_steps: int = option(10, "output", ge=0, help=
-        "Steps between saving (and printing some) completions, beside the first and last; 0: none.")
+        "Steps between saving (and printing some) completions, plus the first and last; 0: none.")
     num_completions_to_print: int = option(2, "output", ge=1, help=
         "Prompts with a printed completion.")
 
 
 def effect_of(key: str) -> str:
-    """Return which of `EFFECTS` a key has, of any config; a key that does not say: update."""
+    """Return the name in `EFFECTS` of a key of any config, "update" by default."""
     for kind in configs(TrainingConfig):
         if key in kind.__dataclass_fields__:
             return str(kind.__dataclass_fields__[key].metadata.get("effect", "update"))

@@ -24,8 +24,8 @@ class SupervisedConfig(TrainingConfig, AdapterConfig, DataConfig, ModelConfig):
     batch_size: int = option(32, "run", ge=1, help=
         "Examples or pairs per step, over all processes.")
     micro_batch_tokens: Auto = option("auto", "cost", help=
-        "Most tokens per forward pass; never changes the result. auto: as are still faster, up to "
-        "16384.")
+        "Most tokens per forward pass; never changes the result. auto: as many as speed up "
+        "training, at most 16384.")
     learning_rate: float = option(2e-05, "later", gt=0, help=
         "Peak learning rate of AdamW; adapters need about ten times more.")
     lr_scheduler_type: Text = option("cosine", names=SCHEDULES)

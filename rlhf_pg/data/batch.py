@@ -37,8 +37,8 @@ def _column(axis: str, fill: float = 0, blank: float = 0, **default: Any) -> Any
 
     Args:
         axis: "row" for (B,) or (B,...), "prompt" for (B,P), "token" for (B,T) or (B,T,...).
-        fill: what stands in padding, and in rows of a batch that lacks the tensor.
-        blank: what stands in a row that is computed for nothing but to keep processes in step.
+        fill: the value in padding, and in rows of a batch that lacks the tensor.
+        blank: the value in a blank row, which is computed only to keep processes in step.
     """
     return field(metadata={"axis": axis, "fill": fill, "blank": blank}, **default)
 
@@ -103,7 +103,7 @@ class Batch:
     advantages: Any = _column("token", default=None)  # (B,T)
     returns: Any = _column("token", default=None)  # (B,T) targets of the critic, in its units
 
-    # Of the step: greedy completions of this process, totals over all processes.
+    # For the step: greedy completions of this process, totals over all processes.
     greedy: Self | None = None  # one greedy completion per group, for a baseline
     num_prompts: int = 0  # prompts used
     other_tokens: int = 0  # tokens sampled but not trained on, prompts included
@@ -120,8 +120,8 @@ class Batch:
         dtype: torch.dtype = torch.float32,
         sources: int | None = None,
     ) -> Self:
-        """Pad rows into a batch; `dtype` is that of log-probabilities, and of the scores of rows
-        that have them of this number of `sources`.
+        """Pad rows into a batch; `dtype` is that of log-probabilities and scores. Rows have scores
+        if `sources`, the number of their sources, is given.
         """
         prompts = [row.prompt_ids for row in rows]
         completions = [row.ids for row in rows]

@@ -43,7 +43,7 @@ class Prompt:
     ids: Sequence[int]
 
     def opening(self) -> Any:
-        """Return a copy of the text or messages, which the functions that see a row may change."""
+        """Return a copy of the text or messages: functions that get it may change it."""
         return copy.deepcopy(self.example["prompt"])
 
     def columns(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def load_prompts(
         dataset = dataset.select(list(tokens))
     if continued == len(dataset) > 0:
         logger.warning(
-            "every prompt ends with a message of the assistant, which the policy continues: if it "
-            "is to answer the message before, take the last one out"
+            "every prompt ends with a message of the assistant, which the policy continues: remove "
+            "it if the policy should answer the message before it"
         )
     if not tokens:
         raise ValueError(
@@ -177,12 +177,12 @@ def tools_of_row(tools: Tools, row: Mapping[str, Any]) -> Schemas:
         return tools(dict(row))
     schemas = read_tools(row.get("tools"), "tools")
     if tools and schemas:
-        raise ValueError("tools: the run has tools, and the row too: leave out one of them")
+        raise ValueError("tools: both the run and the row have tools: leave out one of them")
     return tools or schemas
 
 
 def refuse_unread(dataset: Dataset) -> None:
-    """Refuse columns that say something which a run cannot obey, such as images (ValueError)."""
+    """Refuse columns that a run would have to ignore, such as images (ValueError)."""
     for name in UNREAD.keys() & {*dataset.column_names}:
         values = dataset.with_format("arrow")[:][name].to_pylist()  # not decoded
         for row, value in enumerate(values):
@@ -229,7 +229,7 @@ def from_rows(
                     storable(values[number], f"{name} in {where(number)}")
             raise ValueError(
                 f"{where(row)} does not fit in column {name!r}: {tell(error)}. All rows of a "
-                "column need one type, such as text, in whole characters"
+                "column need one type, such as valid Unicode text"
             ) from error
     return concatenate_datasets(columns, axis=1)
 

@@ -1,4 +1,4 @@
-"""A row: a prompt and what followed it. Everything makes rows, and `Batch.of` pads them."""
+"""A row: a prompt and what followed it. All data become rows, which `Batch.of` pads."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -114,8 +114,8 @@ class Critic(nn.Module):
         return torch.where(mask, before, 0.0), ends
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
-        """Save trunk or adapter as `from_pretrained` reads them, and the head beside them; with
-        `moments` of the returns the trained head, for (R - mean) / std, and one that predicts R.
+        """Save trunk or adapter as `from_pretrained` reads them, and the head beside them. With
+        `moments` of returns, save the trained head for (R - mean) / std, and another that gives R.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:

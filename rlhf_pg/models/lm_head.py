@@ -56,7 +56,7 @@ class LogitTransform:
 NOTHING = LogitTransform()
 TokenStatistics = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribution.statistics`
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
-# Of log-probabilities (n,V) of these rows: divergences from a teacher, gradients by their logits.
+# From log-probabilities (n,V) of these rows: divergences from a teacher, gradients by logits.
 Compare = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 HeadInput = tuple["TeacherHead", Tensor]  # the head, and the hidden states (N,H) it reads
 
@@ -433,7 +433,7 @@ def _blocks(output: Tensor) -> Iterator[slice]:
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the base model of an adapter, whose layers include it, or the model itself."""
+    """Return the base model of an adapter, with adapted layers, or the model itself."""
     if isinstance(model, PeftModel):
         return model.get_base_model()
     return model
@@ -474,8 +474,8 @@ class Known(BaseModelOutput):  # type: ignore[misc]
 def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     """Find the model's transform after its head, by replacing the head's output by known numbers.
 
-    It runs the model, so call it before sharding; of a model on the meta device it runs only what
-    is outside of trunk and head. None if `ChunkedLMHead` cannot replace the head: the module is of
+    It runs the model, so call it before sharding; on the meta device it runs only the parts outside
+    trunk and head. None if `ChunkedLMHead` cannot replace the head: the module is of
     another kind, the head reads something other than the trunk's last hidden states, or another
     operation follows it.
     """

@@ -91,10 +91,10 @@ def layout_support(model: PreTrainedModel) -> AttentionSupport:
 
 @torch.no_grad()
 def _keeps_rows(trunk: Any) -> bool:
-    """Compute two rows that begin alike packed and alone, and return whether they agree.
+    """Compute two rows with a common prefix, packed and alone, and return whether they agree.
 
     True for weights without data, and in 16 bits: there rounding chooses other experts, and a
-    resumed run might decide otherwise. Such runs end in their first step (`Agreement`).
+    resumed run might decide otherwise. A run whose rows disagree ends in step 1 (`Agreement`).
     """
     for parameter in trunk.parameters():
         has_no_data = parameter.is_meta or isinstance(parameter, FakeTensor)
@@ -259,8 +259,8 @@ class Segment(NamedTuple):
 
 
 def _segments(batch: Batch, rows: Sequence[RowLengths]) -> list[Segment]:
-    """Cut rows at every branch, in order of creation; the prompt of a family is in its first, and
-    apart from the completion if there are several.
+    """Cut rows at every branch, in order of creation; the prompt of a family is in its first row,
+    and a segment of its own if the family has several rows.
     """
     sizes = Counter(row.family for row in rows)
     firsts = dict[int, int]()

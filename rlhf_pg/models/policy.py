@@ -92,7 +92,7 @@ class Policy(nn.Module):
             self.head = replace(self.head, entropy_gradient=True)
 
     def keep_dropout(self) -> None:
-        """Train with dropout; unpacked if the attention has dropout, which ours cannot apply."""
+        """Train with dropout; rows are not packed if attention has it: ours cannot apply it."""
         self.drops = True
         if self.window:
             self.window = packing_window(lm_head.trunk(self.model), training=True)
@@ -347,8 +347,8 @@ def _as_forward(
     names: list[str],
     mixing: dict[nn.Module, Any],
 ) -> Iterator[None]:
-    """Use the same attention and mixers in the forward pass and its recomputation, and the mode of
-    the children, since a part's own only switches recomputation on.
+    """Use the same attention and mixers in the forward pass and its recomputation, and the train
+    mode of the children, since a part's own mode only switches recomputation on.
     """
     mode = part.training
     part.training = all(child.training for child in part.children())

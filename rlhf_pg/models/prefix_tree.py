@@ -46,7 +46,7 @@ STRIP = 1024  # queries per pass when making the block mask
 STRIP_OF_WINDOW = 256  # queries per pass of the CPU kernel with a window
 KV_BLOCKS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
-# The repeated tokens beyond which a mixer computes a segment apart, once.
+# Beyond this many repeated tokens, a mixer computes a segment once, on its own.
 REPEATED = 128
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Keys that queries attend to: of neighbouring sequences of equal length each its own share."""
+    """Queries and their keys, in neighbouring sequences of equal length, each with its own keys."""
 
     queries: slice
     keys: slice
@@ -95,7 +95,7 @@ class MixerPart(NamedTuple):
     """Rows that a mixer computes together."""
 
     tokens: Tensor  # (R,L) indices into the packed row, padded on the right
-    continues: Tensor | None  # (R,) numbers of rows of earlier parts, all of them counted; or none
+    continues: Tensor | None  # (R,) rows of earlier parts, numbered across all parts; or None
     is_continued: bool  # the rows are of equal length, and their last states are kept
 
 
@@ -279,7 +279,7 @@ class PrefixTree:
 
     def bias(self, block: _Block, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to the scores of a block, (queries,keys): 0 or minus infinity; None
-        if all is seen that is not later.
+        if only later tokens are hidden.
         """
         if block.window is None:
             return None
@@ -365,7 +365,7 @@ class PrefixTree:
 
     @cached_property
     def leave(self) -> Tensor:
-        """(N,) the end of all that continues each token: what sees it."""
+        """(N,) the end of the tokens that continue each token, and so see it."""
         starts, stops, leave, _ = torch.tensor(sorted(self.spans)).T
         of_tokens = leave.repeat_interleave(stops - starts)
         return to_device(of_tokens, self.device)
@@ -428,9 +428,9 @@ class PrefixTree:
 
 
 def _tree_blocks(tree: "PrefixTree", window: int | None) -> Iterator[_Block]:
-    """Yield a causal block for each run of segments of equal length that follow the same, then one
-    to each segment from all that continues it; with a window in strips of queries, without keys
-    that are out of reach.
+    """Yield a causal block for each run of equally long segments with the same parent, then one in
+    which all that continues a segment attends to it; with a window in strips of queries, without
+    keys that are out of reach.
     """
     spans = sorted(tree.spans)
     for (_, length), run in groupby(spans, key=lambda span: (span.parent, span.length)):

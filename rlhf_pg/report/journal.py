@@ -180,7 +180,7 @@ def _text(turns: Any) -> str:
 
 
 def summarize(metrics: MetricsLine, *names: str) -> str:
-    """Return the metrics that the run computes as text, a reward with its sources if several."""
+    """Return as text the metrics that the run has, a reward with its sources if it has several."""
     parts = []
     for name in names:
         if metrics.get(name) is None:

@@ -81,8 +81,8 @@ class Request:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     def limit(self, params: SamplingParams, longest: int | None = None, what: str = "") -> int:
-        """Return the largest number of tokens of each continuation; ValueError if there is no
-        prompt, or with it they exceed `longest`, the limit on a sequence that `what` names.
+        """Return the most tokens of each continuation; ValueError if the prompt is empty, or with
+        them exceeds `longest`, the limit on a sequence that `what` names.
         """
         most = min(self.max_tokens or params.max_tokens, params.max_tokens)
         if not len(self.tokens):
@@ -183,7 +183,7 @@ class RolloutEngine(ABC):
         prompt_ids: Sequence[int] | None = None,
     ) -> list[Completion]:
         """Sample `n` completions of every prompt, in the order prompt * n + sample (`stream`), from
-        the weights of the block `weights_synced`, or outside of one from those of now.
+        the weights of the enclosing `weights_synced`, or without one from the current weights.
         """
         with nullcontext() if self.is_synced else self.weights_synced():
             completions = dict(self.stream(prompts, n, params, seed, prompt_ids))
@@ -241,7 +241,7 @@ class RolloutEngine(ABC):
             self.is_synced = False
 
     def check_synced(self) -> None:
-        """Refuse to sample from weights that may be of another moment (RuntimeError)."""
+        """Refuse to sample from weights that may be outdated (RuntimeError)."""
         if not self.is_synced:
             raise RuntimeError("the engine has not got the weights: sample inside weights_synced()")
 

@@ -38,7 +38,7 @@ class Learner:
             evaluation. The module is then placed like a reference model.
         token_budget: tokens in one forward pass.
         max_skipped_steps: most consecutive steps without an update.
-        state: the counters of the run, including these.
+        state: the counters of the run, including skipped steps.
 
     Attributes:
         size: of the module, in words.
@@ -68,12 +68,12 @@ class Learner:
         self.state = state
         self.updates_begun = 0
         self.size = _size(module)
-        module.eval()  # but in an update
+        module.eval()  # except during updates
         self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch) for name, part in parts.items()
         }
         if runtime.splits:
-            _ = self.fingerprints  # of whole weights; cached
+            _ = self.fingerprints  # cached while the weights are whole
         if optimizer is None:
             runtime.place(module)
             self.backend = cast(Any, partial(runtime.output, module))
@@ -182,7 +182,7 @@ class Learner:
         A process with fewer yields blank rows (indices None) to avoid deadlocks. If no process has
         a row, one blank row still gives every parameter a gradient.
         """
-        window = min(packer.window for packer in self.packers)  # a row that one pads must fit
+        window = min(packer.window for packer in self.packers)  # padded rows must fit too
         batch = batch.with_counts()
         chunks = batch.micro_batches(self.token_budget, window)
         # Reduced before the first pass, which may itself wait for the other processes.
@@ -221,7 +221,7 @@ def _size(module: nn.Module) -> str:
 
 
 def _spoil(loss: Tensor) -> Tensor:
-    """Return a finite loss as it is; another makes the whole gradient NaN, so that every process
-    sees a norm that is not finite and skips the update.
+    """Return a finite loss unchanged, any other as NaN: the whole gradient becomes NaN, so every
+    process sees a norm that is not finite and skips the update.
     """
     return loss * (1 + (loss - loss).detach())

@@ -63,7 +63,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse what is no callback (ValueError)."""
+    """Refuse objects that are not callbacks (ValueError)."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ValueError(
@@ -98,7 +98,7 @@ class TrainingLoop(ABC):
     shown: ClassVar[Sequence[str]] = ("loss", "grad_norm")  # metrics on the console
     shown_held_out: ClassVar[Sequence[str]] = ()  # of an evaluation; empty: all
     auto_keys: ClassVar[Sequence[str]] = ("micro_batch_tokens",)  # which a resumed run takes over
-    # Whether an evaluation changes what a checkpoint has, which is saved after it then.
+    # Whether an evaluation changes the state, so that checkpoints are saved after it.
     evaluation_counts: ClassVar[bool] = False
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -130,7 +130,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe the run in a line or some."""
+        """Describe the run in one or more lines."""
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
@@ -204,7 +204,7 @@ class TrainingLoop(ABC):
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
             self.save_final(journal, directory / "final")
-        # Also of a signal during the last report. The caller has to end as well.
+        # A signal may come during the last report too. The caller has to end as well.
         if number := self.termination.agree():
             self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}, with report.html beside it")
@@ -285,7 +285,7 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------------- resume and leave
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Take over what the resumed run found for open keys."""
+        """Use the values that the resumed run found for keys set to "auto"."""
         found = saved.get("micro_batch_tokens", "auto")
         if "micro_batch_tokens" in self.open_keys and found != "auto":
             self.learner.token_budget = found  # another order of sums rounds differently
@@ -351,8 +351,8 @@ class TrainingLoop(ABC):
         return path
 
     def save_final(self, journal: Journal, path: Path) -> None:
-        """Save what the run has trained, with a model card, all or none: if it fails, the old
-        directory is kept, and all processes raise OSError.
+        """Save the trained model with a model card, all or nothing: if it fails, the old directory
+        is kept, and all processes raise OSError.
         """
         export.save_final(self.checkpointer, self.runtime, path, self.write_model)
 

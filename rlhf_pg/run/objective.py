@@ -42,12 +42,12 @@ class Term:
         loss: given the module's output and the batch, returns the loss of every token, (B,T), and
             numbers (B,T) or (B,) by name, whose means over the tokens, or the rows that have some,
             are logged; the names are the same on all processes. In other slots the loss is finite.
-        tokens: the tokens (B,T) that the term is over, of whatever rows.
-        coef: a number, or a function that returns the number of this moment.
+        tokens: selects the tokens (B,T) of the term, in any rows.
+        coef: a number, or a function that returns the current number.
         aggregation: `token_mean`, `sequence_mean` or `constant`; None: as the key `aggregation`.
         rows: given the step and the update, both from 0, returns rows that every update gets for
             this term. They have no action tokens, so that other terms leave them out.
-        entropy_gradient: True if the loss follows `new.entropy`, which has no gradient otherwise.
+        entropy_gradient: True if the loss depends on `new.entropy`, which is detached otherwise.
     """
 
     name: str

@@ -48,7 +48,7 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
-    """Make the optimizer of policy and critic, which has a rate of its own."""
+    """Make the optimizer of policy and critic; the critic has its own rate."""
     modules: list[tuple[nn.Module, float]] = [(policy, args.learning_rate)]
     if critic is not None and isinstance(args, PPOConfig):
         modules.append((critic, args.value_learning_rate or args.learning_rate))

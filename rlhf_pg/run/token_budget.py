@@ -160,7 +160,7 @@ def copy_bytes(
 
 
 def engine_bytes(args: PolicyGradientConfig, total: float) -> float:
-    """Return the bytes that a vLLM in the process keeps of a GPU's `total` during updates."""
+    """Return how many of a GPU's `total` bytes an in-process vLLM keeps during updates."""
     if args.rollout_engine != "vllm":
         return 0.0
     if args.vllm_enable_sleep_mode:
@@ -221,12 +221,12 @@ def of_update(
     device: torch.device,
     kind: str | None = None,
 ) -> Growth:
-    """Measure how the micro-batches of an update grow: one group of the longest rows, and as many
-    as a micro-batch holds (of short ones fewer, for the time that it takes). Memory is that of the
-    largest of several stages, each of which grows with the tokens, so between these two it is at
-    most what is returned.
+    """Measure how the memory of an update's micro-batches grows: with one group of the longest
+    rows, and with as many as a micro-batch holds (at most `MOST_GROUPS`, to save time). The peak is
+    that of the largest of several stages, each of which grows with the tokens, so between the two
+    sizes it is at most the returned line.
 
-    A run has a `kind` of device; the module may be measured on another one, which is here.
+    The module is measured on `device`, which may differ from the `kind` of device of the run.
     """
     kind = kind or device.type
     rows = args.num_generations

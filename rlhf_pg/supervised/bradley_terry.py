@@ -94,8 +94,8 @@ def pair_losses(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) 
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the mean of (r_chosen + r_rejected)^2 of (B,) scores, which the differences of the
-    Bradley-Terry loss leave open (Eisenstein et al. 2023).
+    """Compute the mean of (r_chosen + r_rejected)^2 of (B,) scores. The Bradley-Terry loss depends
+    on differences alone, and leaves the sums open (Eisenstein et al. 2023).
     """
     return pair_centerings(chosen, rejected).mean()
 
@@ -112,7 +112,7 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
         error = sum_b n_b/N |share of pairs in the right order in b - mean confidence in b|
 
     The bins divide the confidences of the (N,) scores from 1/2 to 1 into equal parts. 0 is perfect:
-    80 % of the pairs preferred with 80 % are in the right order. A tie is half right. NaN if a
+    80 % of the pairs with confidence 80 % are in the right order. A tie is half right. NaN if a
     score is.
     """
     apart = (chosen - rejected).double()
@@ -320,8 +320,8 @@ class PairScorer(nn.Module):
         return self
 
     def forward(self, batch: Batch) -> PairScores:
-        """Score the texts of each pair: the first and the last path of its row, which come row by
-        row in the order of creation. A blank row has one path.
+        """Score the texts of each pair: the first and the last path of its row. Paths come row by
+        row, in order of creation; a blank row has one.
         """
         inputs = lay_out_padded(batch).inputs
         scores = sequence_scores(self.model, inputs["input_ids"], inputs["attention_mask"])
@@ -332,8 +332,8 @@ class PairScorer(nn.Module):
 
 
 def row_of(pair: Pair, group: int = 0) -> Row:
-    """Return a pair as a tree: two branches, chosen before rejected, that follow the tokens with
-    which both begin. The loss of the pair is at the last token.
+    """Return a pair as a tree: two branches, chosen before rejected, after their common prefix. The
+    loss of the pair is at the last token.
 
         >>> row = row_of(Pair([5, 6, 7], [5, 8]))
         >>> row.prompt_ids, row.ids, row.offsets, row.actions

@@ -200,14 +200,12 @@ def repeat_prompts(data: Dataset, *columns: str) -> bool:
     for name in columns:
         if not all(map(repeats, data["prompt"], data[name])):
             return False
-    logger.warning("every %s begins with its prompt, which is read once", " and ".join(columns))
+    logger.warning("every %s begins with its prompt: the copy is dropped", " and ".join(columns))
     return True
 
 
 def without_prompt(prompt: Any, text: str) -> str:
-    """Return the rest of a text that begins with its prompt; an answer in a chat has no space
-    before it.
-    """
+    """Return the rest of a text that begins with its prompt, in a chat without leading spaces."""
     text = text.removeprefix(last_text(prompt))
     if isinstance(prompt, str):
         return text
@@ -215,8 +213,8 @@ def without_prompt(prompt: Any, text: str) -> str:
 
 
 def split_repeated(prompt: Any, text: Any, row: int, column: str) -> tuple[list[Any], list[Any]]:
-    """Return the messages of a prompt and those that follow it, which may be a whole conversation
-    that begins with the prompt, as in many public datasets.
+    """Return the messages of a prompt and those after it. As in many public datasets, `text` may be
+    a whole conversation, which begins with the prompt.
     """
     prompt = normalise(prompt, f"prompt in row {row}")
     text = normalise(text, f"{column} in row {row}")
@@ -255,7 +253,7 @@ def limit_of(args: SupervisedConfig, positions: int | None) -> int | None:
 
 
 def ends_of(examples: Sequence[Example], args: SFTConfig, positions: int | None) -> list[int]:
-    """Return the last token that is learnt of each example, but for those that were cut."""
+    """Return the last trained token of each example, except those that were truncated."""
     limit = limit_of(args, positions) if args.long_examples == "truncate" else None
     ends = []
     for example in examples:

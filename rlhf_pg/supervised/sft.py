@@ -105,8 +105,8 @@ def train_sft(
 def learn_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lasts: Sequence[int]
 ) -> list[int]:
-    """Make the special tokens with which examples end stop tokens of the model, as it is saved too;
-    return those that were not, for the tokenizer either.
+    """Add the special tokens that end examples to the model's stop tokens, which are saved with it;
+    return those that neither the model nor the tokenizer had.
     """
     ends = sorted({*lasts} & special_tokens(tokenizer).ids)
     known = stop_token_ids(model, tokenizer)

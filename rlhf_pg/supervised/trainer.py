@@ -1,7 +1,7 @@
 """The step and the evaluation of supervised runs.
 
-A step trains on `batch_size` rows over all processes; the last step of an epoch has what is left.
-Its loss is a mean over the tokens of its term (one of each pair) in all its rows, however they are
+A step trains on `batch_size` rows over all processes; the last step of an epoch has the rest. Its
+loss is a mean over the tokens of the term (one per pair) in all rows of the step, however they are
 split.
 """
 
@@ -164,7 +164,7 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         }
 
     def evaluates(self, step: int) -> bool:
-        """Return whether an evaluation follows a step, as it does the last."""
+        """Return whether an evaluation follows a step, as after the last one."""
         return bool(self.held_out) and (step == self.total_steps or super().evaluates(step))
 
     def evaluate(self) -> Metrics:
@@ -197,8 +197,8 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
 
 
 def token_budget(args: SupervisedConfig, longest: int, runtime: Runtime) -> int:
-    """Return `micro_batch_tokens`, for rows of at most `longest` tokens; for "auto" as many as are
-    still faster, up to `TOKENS`.
+    """Return `micro_batch_tokens`, for rows of at most `longest` tokens; for "auto" as many as
+    speed up training, at most `TOKENS`.
     """
     if args.micro_batch_tokens != "auto":
         return int(args.micro_batch_tokens)

@@ -47,7 +47,7 @@ SURE = 5  # allowed standard errors of the mean over recent steps
 
 
 class DisagreementError(RuntimeError):
-    """Sampler and policy are not the same distribution; ends the run."""
+    """Sampler and policy have different distributions; ends the run."""
 
 
 class Agreement:
@@ -85,8 +85,8 @@ class Agreement:
     def check(self, batch: Batch) -> dict[str, float]:
         """Judge the step before its first update, and return its metrics; collective.
 
-        `batch` has the `old_logprobs` of that update. They are compared, or those that `begin` was
-        given, if it was. With dropout the update's are of another policy: nothing is compared.
+        `batch` has the `old_logprobs` of that update. If `begin` was given some, those are compared
+        instead. Otherwise, with dropout nothing is compared: the update's are of another policy.
 
         Raises:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.

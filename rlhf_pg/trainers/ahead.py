@@ -1,7 +1,7 @@
-"""Batches that are sampled and scored beside the updates of earlier steps (`rollout_ahead`).
+"""Batches that are sampled and scored during the updates of earlier steps (`rollout_ahead`).
 
 With rollout_ahead k, the batch of step n is sampled by the weights after step n - k, or by the
-first ones. Only the numbers of the steps decide this, so a run can be repeated, and resumed from a
+initial ones. This depends only on the step numbers, so a run can be repeated, and resumed from a
 checkpoint, which holds the batches ahead of its step.
 """
 
@@ -37,7 +37,7 @@ from rlhf_pg.trainers.sampler import Sampler, gathered_for
 TOTALS = ("num_prompts", "other_tokens", "metrics", "logged_metrics")
 IN_JSON = ("prompts", "completions", "dataset_rows", "logged", *TOTALS)
 GREEDY = "greedy."
-SLICE = 10.0  # seconds for which a process waits before it says that it does not hang
+SLICE = 10.0  # seconds that a process waits before it reports that it is not hanging
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Job:
     """The batch of a step, sampled or not."""
 
     step: int  # counted from 0
-    version: int  # the steps that its weights have taken
+    version: int  # steps that its weights have been trained for
     done: "Future[tuple[Batch, int, dict[str, float]]]"  # the batch, the prompt after it, seconds
     dropped: Event = field(default_factory=Event)  # set if the batch is not wanted any more
 
@@ -129,7 +129,7 @@ class Ahead:
         copied: Copied,
         dropped: Event,
     ) -> tuple[Batch, int, dict[str, float]]:
-        """Sample the batch of a step, after the one before it, and whatever was begun last."""
+        """Sample the batch of a step, once the one before it and the last one begun are done."""
         wait(filter(None, [last]))
         if before is not None:
             first = before.result()[1]
@@ -147,7 +147,7 @@ class Ahead:
         watch = self.runtime.watch
         if count is None and self.last is not None:
             jobs.add(self.last)  # it may have been dropped
-        while jobs:  # it ends in time if another process fails, but works and does not hang
+        while jobs:  # ends soon if another process fails, but is not taken for a hang
             with nullcontext() if watch is None else watch.waiting("rollout_ahead"):
                 jobs = wait(jobs, SLICE).not_done
 
@@ -160,7 +160,7 @@ class Ahead:
     # ------------------------------------------------------------------------------- checkpoints
 
     def save(self, directory: Path, rank: int, step: int) -> None:
-        """Write the batches of the steps from `step` on, as far as none has failed."""
+        """Write the batches of the steps from `step` on, up to the first that has failed."""
         ahead = [job for job in self.queue if job.step >= step]
         jobs = list(takewhile(lambda job: job.done.exception() is None, ahead))
         facts = []

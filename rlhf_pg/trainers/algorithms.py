@@ -145,9 +145,9 @@ class PPOTrainer(PolicyGradientTrainer):
             loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
                       + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
 
-        With `normalize_values` V_t is the critic's raw output, before the step and now, and R_t the
-        return minus the running mean of all returns, over their deviation, this step included.
-        When these change, the critic is not adjusted, so its values change with them.
+        With `normalize_values`, the old and the new V_t are raw outputs of the critic, and R_t is
+        normalised by the running mean and deviation of all returns, including this step's. When
+        these change, the critic is not adjusted, so its values change with them.
 
         Elsewhere: skrl takes the old V_t in the units after the change and the new one in those
         before it: the clip then restrains a critic that has not changed yet.

@@ -15,7 +15,7 @@ from rlhf_pg.kl import AdaptiveKLController, KLAdaptiveRate, PenaltyKLController
 
 @dataclass
 class EntropyController:
-    """Keep the policy's entropy at a target by the coefficient of its bonus (Skywork-OR1, 2025).
+    """Keep the policy's entropy at a target by adapting its bonus coefficient (Skywork-OR1, 2025).
 
         coef <- min(coef + delta, maximum)  if entropy < target
         coef <- max(coef - delta, minimum)  if entropy > target

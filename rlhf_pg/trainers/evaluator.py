@@ -99,7 +99,7 @@ def standard_error(values: Tensor, owners: Tensor) -> float:
     Prompts are the draws: the completions of one prompt resemble each other, and N of them say less
     than N prompts would. With equally many per prompt and one source this is the standard deviation
     (ddof 1) of the prompts' means over sqrt(P). The factor P / (P - 1) makes it unbiased for few
-    prompts. Of a source that applies to some prompts only, this is the error to first order.
+    prompts. For a source that applies to some prompts only, this is a first-order estimate.
 
     `values` (N,) or (N,K) have one per completion and source; NaN is left out, so that a source has
     N_k values. `owners` (N,) are their prompts; with fewer than two the error is NaN.
@@ -136,8 +136,8 @@ def _attempts(
 
 
 def _votes(scores: Tensor, completions: Sequence[Any], answer: AnswerFunction) -> Any:
-    """Return the score of each prompt's most frequent answer, from (P,n) scores of completions, of
-    which failed episodes (-inf) have no vote; NaN without a vote.
+    """Return the score of each prompt's most frequent answer, given the scores (P,n) of
+    completions; failed episodes (-inf) do not vote. NaN without a vote.
     """
     answers = []
     for completion in completions:
@@ -161,8 +161,8 @@ def _votes(scores: Tensor, completions: Sequence[Any], answer: AnswerFunction) -
 def attempt_metrics(judged: Tensor, names: Sequence[str], threshold: float) -> dict[str, float]:
     """Compute pass@1, 2, 4 ... n, best@n and majority@n: means over prompts, and errors.
 
-    A prompt with a completion that has no score, NaN, is left out. An episode that failed, -inf, is
-    wrong at every threshold; best@n and majority@n are over the others of its prompt. `judged`
+    Prompts with an unscored completion (NaN) are left out. A failed episode (-inf) is wrong at
+    every threshold; best@n and majority@n are over the prompt's other episodes. `judged`
     (P,n,K+2) has the weighted sum, the scores of the K sources, and the majority's; pass@k of each
     source is computed only if there are several.
     """

@@ -1,4 +1,4 @@
-"""What a run is of: data, rewards, model and environment, from Python or from the config."""
+"""The inputs of a run: data, rewards, model and environment, from Python or from the config."""
 
 import dataclasses
 import os
@@ -28,8 +28,8 @@ OF_TRAINING = ("peft_config", "optimizers", "value_model", "privileged_prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The arguments of a trainer beside its config, which `PolicyGradientTrainer` documents; or,
-    settled, with what the config names in their place.
+    """The arguments of a trainer besides its config (see `PolicyGradientTrainer`); once resolved,
+    also the inputs that the config names.
     """
 
     model: Any = None
@@ -67,14 +67,14 @@ class Inputs:
 
     @property
     def environments(self) -> EnvironmentSource | None:
-        """The source of the environments, once settled."""
+        """The source of the environments, once resolved."""
         return cast(EnvironmentSource | None, self.environment_factory)
 
 
 def resolve_inputs(
     args: PolicyGradientConfig, inputs: Inputs, trains: bool
 ) -> tuple[PolicyGradientConfig, Inputs, list[str], dict[str, Any]]:
-    """Put what the config names in the place of what Python did not give.
+    """Take the inputs that were not given in Python from the config.
 
     Returns:
         The config and the inputs: reward functions in a list, evaluation sets by name, and an

@@ -138,7 +138,7 @@ class PolicyLearner(Learner):
         return batch.with_columns(**columns)
 
     def observe(self, batch: Batch, outputs: PolicyOutput, meter: Meter) -> tuple[Batch, Outputs]:
-        """Keep the policy's log-probabilities, which are the old ones of an only update."""
+        """Keep the policy's log-probabilities: those of a single update are also the old ones."""
         meter.add_masked("entropy", outputs.entropy, batch.action_mask)
         logprobs = torch.where(batch.action_mask, outputs.logprobs.detach(), 0.0)
         if batch.old_logprobs is None:
@@ -233,7 +233,7 @@ class PolicyLearner(Learner):
         return step < self.args.policy_frozen_until
 
     def sync_reference(self, step: int) -> None:
-        """Move the reference towards the policy if it is due, and a teacher that is the policy."""
+        """Move the reference, if due, and a self-distillation teacher towards the policy."""
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
             assert self.reference is not None  # the config requires beta > 0
@@ -262,7 +262,7 @@ class PolicyLearner(Learner):
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
         This takes one more forward pass, of about every 16th row (of whole groups with 16 prompts
-        or more), or of all rows where something follows the number. The updates trained on these
+        or more), or of all rows if a coefficient or rate follows it. The updates trained on these
         rows, whose ratios moved most: in small runs it is 1.1 to 3.2 times the KL on completions
         that are drawn anew.
         """

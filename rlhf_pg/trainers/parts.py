@@ -281,7 +281,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     logits = chunk_size(runtime) // (3 if args.compares_distributions else 1)  # p's, q's, gradient
     policy, module = assemble(policy_model, args, critic, tokens, logits)
     module.eval()
-    if not any(p.is_meta for p in module.parameters()):  # else they come when it is sharded
+    if not any(p.is_meta for p in module.parameters()):  # else sharding loads them
         module.to(runtime.loading_device)
     reference = teacher = optimizer = scheduler = teacher_prompt_limit = None
     if trains:

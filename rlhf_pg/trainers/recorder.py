@@ -168,8 +168,8 @@ def _hash(tensor: Tensor) -> int:
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Return a text for each token; together they are the decoded ids.
 
-    Special tokens are shown. A token that ends within a character has an empty text, and the token
-    that completes the character has it. Invalid bytes are shown as U+FFFD; with some tokenizers
+    Special tokens are shown. A token that ends within a character has an empty text; the character
+    is with the token that completes it. Invalid bytes are shown as U+FFFD; with some tokenizers
     these differ from those of decoding all ids at once.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)

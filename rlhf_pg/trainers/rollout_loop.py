@@ -1,4 +1,4 @@
-"""What a run with rewards adds to the loop: its rollout engine, its record and its best model."""
+"""The loop of a run with rewards, which adds a rollout engine, step records and the best model."""
 
 import dataclasses
 import inspect
@@ -23,8 +23,8 @@ from rlhf_pg.trainers.recorder import Recorder
 
 
 class RolloutLoop(Parts, TrainingLoop):
-    """The loop of a run that samples. It has the parts as attributes, which are never replaced
-    (`Parts` is frozen; the attributes of its own are not).
+    """The loop of a run that samples. The parts are attributes of it that are never replaced
+    (`Parts` is frozen); its own attributes may be.
     """
 
     args: PolicyGradientConfig
@@ -89,7 +89,7 @@ class RolloutLoop(Parts, TrainingLoop):
         self.journal.record(self.recorder.record(step, batch, shown))
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Take over what the resumed run found for open keys; ValueError without its engine."""
+        """Use the values that the resumed run found for "auto"; ValueError without its engine."""
         engine = saved.get("rollout_engine", "auto")
         if "rollout_engine" in self.open_keys and engine != "auto":  # another samples differently
             here = self.engine_name

@@ -71,7 +71,7 @@ class Sampler:
 
         Raises:
             RolloutError, ValueError: on all processes, the engine or a reward function failed, or
-                every episode or every call of a reward function.
+                every episode failed, or every reward call.
         """
         args = self.args
         self.results = []
@@ -235,7 +235,7 @@ class Sampler:
         return batch.with_columns(scores=scores, rows=rows)
 
     def _inputs(self, rows: Sequence[Row]) -> RewardInputs:
-        """Return what reward functions are told about some rows."""
+        """Return the inputs of reward functions for some rows."""
         stops = self.player.stop_token_ids
         environments = []
         for row in rows:

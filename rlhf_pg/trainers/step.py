@@ -50,7 +50,7 @@ from rlhf_pg.trainers.teacher import privileged_batch
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = "is no argument of a trainer"
+UNKNOWN = "is not an argument of a trainer"
 REPLACED = {  # methods that subclasses once overrode, and those in their place
     "estimate": "credit",
     "score": "infer",
@@ -170,7 +170,7 @@ class PolicyGradientTrainer(RolloutLoop):
 
     @cached_property
     def objective(self) -> Objective:
-        """What every update follows: the sum of `terms`."""
+        """The objective of every update: the sum of `terms`."""
         objective = Objective(
             self.terms(),
             aggregation=self.args.aggregation,
@@ -256,7 +256,7 @@ class PolicyGradientTrainer(RolloutLoop):
         advantages = torch.zeros_like(rewards)
         for part in parts:
             advantages = advantages + self.advantages(part)  # (B,T)  <- the algorithm
-            if teacher_rewards is not None:  # beside the baselines, which compare completions
+            if teacher_rewards is not None:  # added after the baselines, which compare completions
                 to_go = discounted_returns(teacher_rewards, part.mask, args.teacher_gamma)
                 advantages = advantages + to_go
         returns, metrics = self.critic_targets(inputs, advantages)  # (B,T), or None
@@ -295,7 +295,7 @@ class PolicyGradientTrainer(RolloutLoop):
         return self.runtime.gather(x)[0]
 
     def kl_reward(self, batch: Batch, meter: Meter) -> Tensor:
-        """Return what a KL in the reward pays every token: -beta KL_t, (B,T)."""
+        """Return the KL term of every token's reward: -beta KL_t, (B,T)."""
         args = self.args
         mask = batch.action_mask
         if args.kl_controller != "fixed":  # follows the mean of the summed k1 of completions
@@ -308,7 +308,7 @@ class PolicyGradientTrainer(RolloutLoop):
         return -self.controllers["beta"] * kl
 
     def teacher_reward(self, batch: Batch, meter: Meter) -> Tensor | None:
-        """Return what a teacher in the reward pays every token: coef (log q - log p), (B,T)."""
+        """Return the teacher's term of every token's reward: coef (log q - log p), (B,T)."""
         if batch.teacher_logprobs is None or self.args.teacher_placement != "reward":
             return None
         log_ratio = batch.teacher_logprobs.clamp(min=IMPOSSIBLE) - batch.old_logprobs

@@ -33,8 +33,8 @@ def load_teacher(
     device: torch.device,
     most_tokens: int,
 ) -> Teacher | None:
-    """Load the teacher that a config names, if it names one; ValueError if it reads other tokens
-    than the policy. An adapter of the model that a LoRA policy adapts shares its frozen weights.
+    """Load the teacher that a config names, if any; ValueError if its tokens differ from the
+    policy's. A teacher that adapts the same model as a LoRA policy shares its frozen weights.
     """
     name = args.teacher_model_name_or_path
     if name is None:
@@ -65,7 +65,7 @@ def load_teacher(
             path = name if loading.has_tokenizer(name) else base
             if known := bool(path and loading.has_tokenizer(path)):
                 loading.check_same_tokens(str(path), tokenizer, code)
-        # Models of one family may have rows without a token, and not equally many.
+        # Models of one family may have different numbers of embedding rows without a token.
         rows, theirs = (x.get_output_embeddings().weight.shape[0] for x in (adapted, model))
         if theirs < rows or (theirs > rows and not known):
             raise ValueError(f"{KEY}: {name} has {theirs} rows of embeddings, the policy {rows}")
@@ -127,10 +127,10 @@ def privileged_batch(
 ) -> Batch | None:
     """Return the batch with the prompts that the teacher sees; None if they are the policy's.
 
-    These are in the column `privileged_prompt`, or what a function returns for the completions of
-    one prompt: a list with a prompt for each, or None for a row without a teacher. Such rows have
-    no action tokens. The function is called as a reward function is, with their total `rewards`
-    too. A prompt has at most `most` tokens.
+    They come from the column `privileged_prompt`, or from a function that returns a list with one
+    for each completion of a prompt. A row with None is not taught, and has no action tokens. The
+    function is called like a reward function, and also gets the total `rewards`. A prompt has at
+    most `most` tokens.
 
     Raises:
         ValueError: the function failed, a prompt cannot be used, or rows are trees.
@@ -154,7 +154,7 @@ def privileged_batch(
     if not prompts:
         return None
     if batch.parent_offsets is not None:
-        raise ValueError(f"{PRIVILEGED} cannot be the prompt of branches: leave it out")
+        raise ValueError(f"{PRIVILEGED} does not support an agent's branches: leave it out")
     tokens = []
     for i, (prompt, row) in enumerate(zip(prompts, batch.rows, strict=True)):
         schemas = tools_of_row(tools, {**row.columns, "prompt": row.prompt})

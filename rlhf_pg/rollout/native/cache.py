@@ -1,4 +1,4 @@
-"""What sampling keeps of earlier tokens: keys and values of attention, states of recurrent layers.
+"""The cache of earlier tokens: keys and values of attention, states of recurrent layers.
 
 Shapes: N tokens of a pass, K key-value heads, D their width.
 """

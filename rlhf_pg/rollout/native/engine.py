@@ -114,7 +114,7 @@ class NativeEngine(RolloutEngine):
 
     @cached_property
     def _attention_support(self) -> AttentionSupport:
-        # Of the model whose weights are used in place: copies keep the marks of its mixers.
+        # Test the model whose weights are used in place: copies keep the marks of its mixers.
         model = self.model
         with evaluating(model):
             return layout_support(bare(model))

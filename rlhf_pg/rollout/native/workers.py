@@ -45,7 +45,7 @@ NUMBERS = itertools.count()  # paths are used again
 
 
 class SharedMemory:
-    """Memory that other processes map, and that the system frees when none does any more."""
+    """Memory that other processes map; the system frees it once no process maps it."""
 
     def __init__(self, size: int) -> None:
         file = os.memfd_create("rlhf_pg")
@@ -164,7 +164,7 @@ class WorkerSession(FutureSession):
         assert engine.copy is not None
         regions = [memory.region for memory in engine.copy]
         future: Any = engine.pool.schedule(sample_alone, *regions, plain, self.params, self.seed)
-        future.memory = engine.copy  # which has to be there until it is done
+        future.memory = engine.copy  # must outlive the task
         self.wait_for(future, (request, attempt))
 
     def read(self, future: Future[Any], asked: tuple[Request, int]) -> list[Finished]:

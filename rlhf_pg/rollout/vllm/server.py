@@ -67,7 +67,7 @@ class VllmServerEngine(RolloutEngine):
         directory: a directory that the servers see under the same path; weights are put into a
             subdirectory with a secret name, which is removed at exit.
         timeout: seconds for one answer.
-        is_main: whether this process hands over the weights; the others have to wait for it.
+        is_main: whether this process hands over the weights; other processes must wait for it.
         save: saves the model's weights in a directory, or with None helps the main process to do
             so (collective); by default they have to be whole.
 
@@ -128,13 +128,13 @@ class VllmServerEngine(RolloutEngine):
         return next(server for server in order if not server.lost)
 
     def leave_out(self, server: "VllmServer", error: RolloutError) -> None:
-        """Ask a server no more that has failed; raise the error if it was the last."""
+        """Stop asking a server that has failed; raise the error if it was the last."""
         lost = server.lost
         server.lost = True
         if not self.alive:
             raise error
         if not lost:
-            logger.warning("%s. It is left out, and its prompts are asked elsewhere", error)
+            logger.warning("%s. It is left out, and its prompts go to other servers", error)
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Leave out, in all processes, servers that have failed in one; collective."""
@@ -223,7 +223,7 @@ class WeightsCopy:
 
 
 class VllmServer:
-    """One `vllm serve`; the constructor asks it what it is, and may raise what the engine may."""
+    """One `vllm serve`; the constructor checks the server, and may raise what the engine may."""
 
     def __init__(self, url: str, timeout: float, token: int) -> None:
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
@@ -393,7 +393,7 @@ class _ServerSession(FutureSession):
         except RolloutError as error:
             self._engine.leave_out(server, error)
         self._ask(request, sample, max_tokens)
-        # Nor is it waited for in other requests.
+        # Its other requests are asked elsewhere too.
         for other, (theirs, *again) in list(self._asked.items()):
             if theirs is server:
                 del self._asked[other]
