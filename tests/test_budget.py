@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11410,
     "rewards": 13061,
     "rng.py": 455,
-    "rollout": 16837,
+    "rollout": 16907,
     "run": 7409,
     "running_stats.py": 397,
     "runtime": 9051,

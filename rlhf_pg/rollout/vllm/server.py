@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.boundary import http
 from rlhf_pg.boundary.quoted import show, tell
-from rlhf_pg.boundary.user_code import begin
+from rlhf_pg.boundary.user_code import begin, call_concurrently
 from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.models.streaming import bytes_of
@@ -160,19 +160,8 @@ class VllmServerEngine(RolloutEngine):
             for server in self.servers:
                 server.lost = False
                 server.name = server.served
-        new = self.copy is None or self.copy.name != copy.name
-        for server in self.alive if new else ():
-            try:
-                if not self.adapted:
-                    server.instance, _ = server.identity()
-                if copy.folder is not None and self.adapted:
-                    server.load_adapter(copy.name, copy.folder)
-                elif copy.folder is not None:
-                    server.replace_weights(copy.folder)
-            except RolloutError as error:
-                see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
-                self.leave_out(server, RolloutError(f"{error}{see}"))
-            server.name = copy.name if self.adapted else server.name
+        if self.copy is None or self.copy.name != copy.name:
+            self._hand_over(copy)
         self.copy = copy
         if copy.folder is not None and not self.adapted:
             shutil.rmtree(copy.folder, ignore_errors=True)
@@ -188,6 +177,26 @@ class VllmServerEngine(RolloutEngine):
                     f"the server at {server.client.url} was started again, and sampled from other "
                     "weights: resume"
                 )
+
+    def _hand_over(self, copy: "WeightsCopy") -> None:
+        """Load a copy on all servers at the same time; those that fail are left out."""
+        servers = self.alive
+        loads = [call_concurrently(None, self._load, server, copy) for server in servers]
+        for server, load in zip(servers, loads, strict=True):
+            try:
+                load.result()
+            except RolloutError as error:
+                see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
+                self.leave_out(server, RolloutError(f"{error}{see}"))
+            server.name = copy.name if self.adapted else server.name
+
+    def _load(self, server: "VllmServer", copy: "WeightsCopy") -> None:
+        if not self.adapted:
+            server.instance, _ = server.identity()
+        if copy.folder is not None and self.adapted:
+            server.load_adapter(copy.name, copy.folder)
+        elif copy.folder is not None:
+            server.replace_weights(copy.folder)
 
     def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,24 @@ def test_prompts_are_shared_out_by_index(two, tmp_path):
     assert engine.generate([[5], [8], [9]], 2, PARAMS, 0) == alone
     assert [prompts_of(fake) for fake in two] == [{5, 9}, {8}]
     assert all(fake.count("/collective_rpc") for fake in two)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_servers_load_weights_at_the_same_time(two, tmp_path, adapted):
+    """Each answers only once the other has been asked too."""
+    model = get_peft_model(tiny_model("llama"), adapter()) if adapted else tiny_model("llama")
+    path = "/v1/load_lora_adapter" if adapted else "/collective_rpc"
+    both = threading.Barrier(2)
+
+    def wait(body):
+        with suppress(threading.BrokenBarrierError):  # of a later request of one server
+            both.wait(timeout=10)
+
+    engine = VllmServerEngine(model, [3, 7], [x.url for x in two], tmp_path / "sync")
+    for fake in two:
+        fake.answers[path] = wait
+    assert engine.generate([[5], [8]], 1, PARAMS, 0)
+    assert not both.broken
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
