@@ -306,7 +306,7 @@ def changed_row(rows):
 def test_changed_dataset_on_resume_is_refused(output, change) -> None:
     trainer = build(str(output), **OPTIONS)
     rows = change(trainer.train_prompts.rows)
-    vars(trainer)["train_prompts"] = trainer.prompt_loader.load(rows, "train_dataset")
+    trainer.data_fingerprint = trainer.prompt_loader.load(rows, "train_dataset").fingerprint
     with pytest.raises(ValueError, match="another train_dataset"):
         trainer.checkpointer.resume("latest", trainer.runtime)
 
