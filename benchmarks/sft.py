@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.sft [--vocabulary 32000] [--rounds 2]
 
-The same model (6 layers, 256 wide, float32), the same 320 rows of 16 to 256 tokens and the same
+The model of `benchmarks.peer` in float32, the same 320 rows of 16 to 256 tokens, and the same
 batches of 32 rows. Each side has a process of its own, whose peak memory is printed beside the
 median seconds of its steps after the first, and the loss of the first.
 """
@@ -18,19 +18,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import (
+    AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 
+from benchmarks.peer.workload import save_model
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.report.run_files import read
 from rlhf_pg.runtime import Runtime
@@ -39,22 +39,6 @@ from rlhf_pg.supervised.sft import fit
 BATCH = 32
 STEPS = 8
 RATE = 1e-4
-
-
-def new_model(vocabulary: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        intermediate_size=1024,
-        vocab_size=vocabulary,
-        pad_token_id=0,
-        eos_token_id=2,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config)
 
 
 def new_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
@@ -88,11 +72,12 @@ class Clock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
-def theirs(vocabulary: int, directory: str) -> tuple[list[float], float]:
+def theirs(model: PreTrainedModel, directory: str) -> tuple[list[float], float]:
     """Return the seconds of each step of `Trainer`, and the first loss."""
     clock = Clock()
+    vocabulary = model.config.vocab_size
     trainer = Trainer(
-        new_model(vocabulary),
+        model,
         TrainingArguments(
             directory,
             per_device_train_batch_size=BATCH,
@@ -113,7 +98,7 @@ def theirs(vocabulary: int, directory: str) -> tuple[list[float], float]:
     return clock.seconds, losses[0]
 
 
-def ours(vocabulary: int, directory: str) -> tuple[list[float], float]:
+def ours(model: PreTrainedModel, directory: str) -> tuple[list[float], float]:
     """Return the seconds of each step of `train_sft`, and the first loss."""
     args = SFTConfig(
         output_dir=directory,
@@ -122,8 +107,9 @@ def ours(vocabulary: int, directory: str) -> tuple[list[float], float]:
         learning_rate=RATE,
         save_steps=0,
     )
+    vocabulary = model.config.vocab_size
     tokenizer = new_tokenizer(vocabulary)
-    fit(args, new_model(vocabulary), tokenizer, new_rows(vocabulary), {}, Runtime(cpu=True))
+    fit(args, model, tokenizer, new_rows(vocabulary), {}, Runtime(cpu=True))
     lines = read(Path(directory, "metrics.jsonl"))
     return [line["step_time"] for line in lines], lines[0]["loss"]
 
@@ -139,14 +125,20 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.side is None:
         for side in [*SIDES] * flags.rounds:
-            own = [f"--side={side}", f"--vocabulary={flags.vocabulary}"]
-            command = [sys.executable, "-m", "benchmarks.sft", *own]
+            command = [
+                sys.executable,
+                *("-m", "benchmarks.sft"),
+                f"--side={side}",
+                f"--vocabulary={flags.vocabulary}",
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             print(done.stdout.splitlines()[-1], flush=True)
         return
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as directory:
-        seconds, loss = SIDES[flags.side](flags.vocabulary, directory)
+        path = save_model(Path(directory, "model"), flags.vocabulary, 256, 6)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        seconds, loss = SIDES[flags.side](model, f"{directory}/run")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     median = statistics.median(seconds[1:])
     print(f"{flags.side:10} {median:6.2f} s/step  {peak:5.2f} GiB  first loss {loss:.4f}")

@@ -86,13 +86,13 @@ def load(name: str, what: str = "function") -> Any:
     there is no such file or module, its import fails (the message has its traceback), or it has no
     function of that name.
     """
-    owner, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if name.endswith(".py") or not owner:
+    source, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if name.endswith(".py") or not source:
         raise ValueError(
             f"{quote(name)} names no {what}: write file.py:NAME or package.module:NAME"
         )
-    directory, _, dotted = owner.rpartition("/")
-    file = find_file(owner, name) if owner.endswith(".py") else None
+    directory, _, dotted = source.rpartition("/")
+    file = find_file(source, name) if source.endswith(".py") else None
     where = file or Path(directory).absolute()
     if file is None:
         _search(where)

@@ -129,3 +129,13 @@ def load_texts(args: PolicyGradientConfig, tokenizer: Any) -> list[list[int]]:
                 ids = encode(text, tokenizer, row, "text")
                 texts.append(ids[: 1 + args.max_completion_length])  # nothing predicts the first
     return texts
+
+
+def check_fingerprint(expected: str | None, fingerprint: str) -> None:
+    """Refuse training data with another fingerprint than the expected one, if any (ValueError)."""
+    if expected not in (None, fingerprint):
+        raise ValueError(
+            f"the training data have the fingerprint {fingerprint}, not dataset_fingerprint "
+            f"{expected}: data, tokenizer or keys of the text differ; leave it out to train on "
+            "these data"
+        )

@@ -240,7 +240,7 @@ def new_critic(
         peft_config: an adapter to train on the trunk of `value_model`; by default one like the
             policy's own, if it has one.
         random_seed: start from random weights with this seed, in the policy's architecture.
-        model_options: as in `load_model`, except those on the location of the policy's files.
+        model_options: as in `load_model`, except those about the location of the policy's files.
 
     Raises:
         ValueError: there is no such model, it has another vocabulary, it is the policy itself, or

@@ -226,17 +226,17 @@ class ChunkedLMHead:
                 del linear.forward
             return statistics
 
-        def compute(x: Tensor, y: Tensor, *states: Tensor) -> Any:
+        def of_chunk(x: Tensor, y: Tensor, *states: Tensor) -> Any:
             compare = teacher and teacher[0].after(*states)
             return _TokenStatistics.apply(layer(x), y, distribution, compare)  # type: ignore[no-untyped-call]
 
         if self.chunks > 1:
-            compute = partial(checkpoint, compute, use_reentrant=False)
+            of_chunk = partial(checkpoint, of_chunk, use_reentrant=False)
         read = [hidden, tokens]
         if teacher is not None:
             read.append(teacher[1])
         pieces = (x.tensor_split(self.chunks) for x in read)
-        parts = map(compute, *pieces)
+        parts = map(of_chunk, *pieces)
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     @torch.no_grad()

@@ -45,7 +45,7 @@ from rlhf_pg.models.streaming import empty_model, zeros_in_place
 Location = str | PathLike[str]  # a directory, a file, or an id of the Hub
 POOLER = ("pooler.",)  # an encoder's pooler, which is never used here
 ATTENTION = "attn_implementation"
-# Arguments of from_pretrained on the location of a model's files, and on how they are read.
+# Arguments of from_pretrained about the location of a model's files, and how they are read.
 LOCATION_KEYS = {"revision", "subfolder", "variant"}
 READING = {
     "cache_dir",

@@ -27,12 +27,12 @@ LONGEST_RUBRIC = 80  # characters
 # Files that may name the base model, with its key: in a model's directory, or in its run's.
 NAMES_BASE = {"README.md": "base_model", "adapter_config.json": "base_model_name_or_path"}
 NAMES_BASE |= {"config.json": "_name_or_path", "../config.yaml": "model_name_or_path"}
-SUPERVISED = {"sft": "supervised fine-tuning", "reward_model": "preference pairs"}
+SUPERVISED = {"sft": "supervised fine-tuning", "reward_model": "the Bradley-Terry loss"}
 PAPERS = {
     "GRPO": "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
     "RLOO": "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
     "Reinforce": "Williams 1992, Simple Statistical Gradient-Following Algorithms, ML 8:229-256",
-    "reward_model": "Bradley and Terry 1952, Rank Analysis of Incomplete Block Designs, 39:324-345",
+    "reward_model": "Bradley & Terry 1952, Rank Analysis of Incomplete Block Designs, Biometrika",
     "PPO": "Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 }
 
@@ -44,7 +44,7 @@ def model_card(
     is_adapter: bool = False,
 ) -> str:
     """Return the model card in Markdown, from a config with its algorithm, the fingerprint of the
-    training data, and the run's `metrics.jsonl`.
+    training data, and the run's `metrics.jsonl`; whether the model is an adapter is for the Hub.
     """
     algorithm = str(config["algorithm"])
     model = config.get("model_name_or_path")
@@ -58,8 +58,8 @@ def model_card(
     if "reward_funcs" in config:
         tags.insert(1, "reinforcement-learning")
         columns = COLUMNS
-        rewards = [settings.get("reward_model_name_or_path"), *settings.get("reward_funcs", ())]
-        rewards = [name for name in rewards if name]
+        named = [settings.get("reward_model_name_or_path"), *settings.get("reward_funcs", ())]
+        rewards = [name for name in named if name]
     datasets = [name for name in config.get("dataset_name") or () if _is_hub_id(name)]
     fence = "```"
     while fence in text:

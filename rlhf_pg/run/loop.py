@@ -98,8 +98,8 @@ class TrainingLoop(ABC):
     shown: ClassVar[Sequence[str]] = ("loss", "grad_norm")  # metrics on the console
     shown_held_out: ClassVar[Sequence[str]] = ()  # of an evaluation; empty: all
     auto_keys: ClassVar[Sequence[str]] = ("micro_batch_tokens",)  # which a resumed run takes over
-    # Whether an evaluation changes the state, so that checkpoints are saved after it.
-    evaluation_counts: ClassVar[bool] = False
+    # Evaluations may fail, so checkpoints are saved first, unless evaluations change the state.
+    saves_after_evaluation: ClassVar[bool] = False
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
@@ -128,9 +128,9 @@ class TrainingLoop(ABC):
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the held-out data, whose names begin with "eval_"."""
 
-    @abstractmethod
     def describe(self) -> str:
         """Describe the run in one or more lines."""
+        return f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}"
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
@@ -141,6 +141,9 @@ class TrainingLoop(ABC):
 
     def before_first_step(self, journal: Journal) -> None:  # noqa: B027
         """Act before the first step."""
+
+    def before_final(self, journal: Journal) -> None:  # noqa: B027
+        """Act after the last step, before `final/` is written."""
 
     def after_save(self) -> None:  # noqa: B027
         """Act after a checkpoint has been written."""
@@ -203,7 +206,13 @@ class TrainingLoop(ABC):
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before closing the trackers, which may wait for a network.
-            self.save_final(journal, directory / "final")
+            self.before_final(journal)
+            export.save_final(
+                self.checkpointer,
+                self.runtime,
+                directory / "final",
+                self.write_model,
+            )
         # A signal may come during the last report too. The caller has to end as well.
         if number := self.termination.agree():
             self._end_by_signal(number, journal)
@@ -248,10 +257,10 @@ class TrainingLoop(ABC):
         saves = due(step, args.save_steps, self.total_steps)
         try:
             self._tell("on_step_end")
-            if saves and not self.evaluation_counts:  # before an evaluation, which may fail
+            if saves and not self.saves_after_evaluation:
                 self.save_checkpoint()
             if evaluates:
-                metrics |= self.evaluate_and_say(journal)
+                metrics |= self.evaluate_in_run(journal)
                 self.after_evaluation(metrics)
                 self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
@@ -262,7 +271,7 @@ class TrainingLoop(ABC):
                 self.trackers.log(metrics)
         if reported:
             self._tell("on_log", metrics)
-        if saves and self.evaluation_counts:
+        if saves and self.saves_after_evaluation:
             self.save_checkpoint()
         number = self.termination.agree()
         if self.termination.stopping and not reported:
@@ -274,7 +283,7 @@ class TrainingLoop(ABC):
             journal.say(f"stopped at step {step}; the run can be resumed from there")
             self._latest_checkpoint()
 
-    def evaluate_and_say(self, journal: Journal) -> dict[str, float]:
+    def evaluate_in_run(self, journal: Journal) -> dict[str, float]:
         """Evaluate, and show the metrics on the console."""
         metrics = self.evaluate()
         names = self.shown_held_out or tuple(metrics)
@@ -286,9 +295,9 @@ class TrainingLoop(ABC):
 
     def on_resume(self, saved: dict[str, Any]) -> None:
         """Use the values that the resumed run found for keys set to "auto"."""
-        found = saved.get("micro_batch_tokens", "auto")
-        if "micro_batch_tokens" in self.open_keys and found != "auto":
-            self.learner.token_budget = found  # another order of sums rounds differently
+        tokens = saved.get("micro_batch_tokens", "auto")
+        if "micro_batch_tokens" in self.open_keys and tokens != "auto":
+            self.learner.token_budget = tokens  # another order of sums rounds differently
         self.checkpointer.config = self.saved_config()
 
     def _end_by_signal(self, number: int, journal: Journal) -> None:
@@ -349,12 +358,6 @@ class TrainingLoop(ABC):
         self.after_save()
         self._tell("on_save", path)
         return path
-
-    def save_final(self, journal: Journal, path: Path) -> None:
-        """Save the trained model with a model card, all or nothing: if it fails, the old directory
-        is kept, and all processes raise OSError.
-        """
-        export.save_final(self.checkpointer, self.runtime, path, self.write_model)
 
     def write_model(self, save: atomic.Save, path: Path) -> None:
         """Write the final model and the tokenizer as `from_pretrained` reads them."""

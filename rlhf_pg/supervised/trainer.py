@@ -23,6 +23,7 @@ from rlhf_pg.boundary.output_files import write_file
 from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data import Batch
+from rlhf_pg.data.inputs import check_fingerprint
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.run.learner import Learner, Outputs
@@ -67,13 +68,10 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         token_budget: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.data_fingerprint = found = fingerprint(examples)
-        if args.dataset_fingerprint not in (None, found):
-            raise ValueError(
-                f"the training data have the fingerprint {found}, not dataset_fingerprint "
-                f"{args.dataset_fingerprint}: the data or the tokenizer differ; leave it out"
-            )
-        self.args = args = args.on(runtime.device.type)
+        self.data_fingerprint = fingerprint(examples)
+        check_fingerprint(args.dataset_fingerprint, self.data_fingerprint)
+        args = args.on(runtime.device.type)
+        self.args = args
         self.examples = examples
         self.held_out = held_out
         self.measured = Metrics()
@@ -133,10 +131,7 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
 
     def describe(self) -> str:
         """Describe the run in one line."""
-        return (
-            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{len(self.examples)} examples, {self.total_steps} steps"
-        )
+        return f"{super().describe()}; {len(self.examples)} examples, {self.total_steps} steps"
 
     def step(self) -> dict[str, Any]:
         """Make one update, and count it; the loss is a mean over the tokens of all its rows."""
@@ -185,11 +180,10 @@ class SupervisedTrainer(TrainingLoop, Generic[E]):
         self.measured = metrics
         return metrics
 
-    def save_final(self, journal: Journal, path: Path) -> None:
-        """Save the final model, and its metrics on the held-out sets, in metrics.json."""
+    def before_final(self, journal: Journal) -> None:
+        """Write the metrics on the held-out sets into metrics.json."""
         if not self.measured:  # a run that was stopped, or resumed at its end
-            self.evaluate_and_say(journal)
-        super().save_final(journal, path)
+            self.evaluate_in_run(journal)
         if self.runtime.is_main:
             text = json.dumps(self.measured, indent=1, sort_keys=True)
             file = Path(self.args.output_dir) / "metrics.json"

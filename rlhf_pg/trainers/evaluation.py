@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NoReturn
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.run.loop import TrainingLoop
 from rlhf_pg.trainers.inputs import OF_EVALUATION
 from rlhf_pg.trainers.step import PolicyGradientTrainer
 
@@ -53,7 +54,7 @@ class Evaluation(PolicyGradientTrainer):
         """Describe in one line what is evaluated and how."""
         count = sum(len(prompts) for prompts in self.eval_sets.values())
         return (
-            f"Evaluation: {self.runtime.describe()}; {self.learner.size}; {count} prompts; "
+            f"{TrainingLoop.describe(self)}; {count} prompts; "
             f"rollout_engine {self.engine_name} ({self.why_engine})"
         )
 

@@ -18,7 +18,7 @@ from rlhf_pg.checkpoint import TrainState
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.config.fields import bind
 from rlhf_pg.data import Prompts, PromptSampler
-from rlhf_pg.data.inputs import load_texts, with_date
+from rlhf_pg.data.inputs import check_fingerprint, load_texts, with_date
 from rlhf_pg.data.prompts import Tools, load_prompts, no_tools
 from rlhf_pg.data.rendering import warn_of_turn_end
 from rlhf_pg.data.sources import PRIVILEGED
@@ -226,13 +226,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         prompts = loader.load(train_dataset, "train_dataset")
     else:
         prompts = next(iter(eval_sets.values()))
-    wanted = args.dataset_fingerprint
-    if wanted not in (None, prompts.fingerprint):
-        raise ValueError(
-            f"the training data have the fingerprint {prompts.fingerprint}, not "
-            f"dataset_fingerprint {wanted}: data, tokenizer or prompt keys differ; leave it out to "
-            "train on these data"
-        )
+    check_fingerprint(args.dataset_fingerprint, prompts.fingerprint)
     state = TrainState()
     total_steps = args.total_steps(len(prompts))
     progress = Progress(state, len(prompts), total_steps)

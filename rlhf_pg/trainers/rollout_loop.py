@@ -33,8 +33,8 @@ class RolloutLoop(Parts, TrainingLoop):
     config_type: ClassVar[type[PolicyGradientConfig]]
     shown = ("reward", "teacher/divergence", "kl", "entropy")
     shown_held_out = ("eval_reward", "eval_greedy_reward")
-    auto_keys = ("micro_batch_tokens", "rollout_engine")
-    evaluation_counts = True  # the best reward
+    auto_keys = (*TrainingLoop.auto_keys, "rollout_engine")
+    saves_after_evaluation = True  # with the best reward
 
     def __init__(self, parts: Parts, callbacks: Sequence[Callback]) -> None:
         Parts.__init__(self, **vars(parts))
@@ -124,12 +124,11 @@ class RolloutLoop(Parts, TrainingLoop):
 
     def describe(self) -> str:
         """Describe the run in one line, and each source of reward in another."""
-        trained = (
-            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
+        first = (
+            f"{super().describe()}; {len(self.train_prompts)} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.engine_name} ({self.why_engine})"
         )
-        return "\n".join([trained, *self.described])
+        return "\n".join([first, *self.described])
 
     def resolved_args(self) -> PolicyGradientConfig:
         """Return the config with the data, rewards, engine and token budget that were found."""

@@ -242,6 +242,7 @@ def test_adapter_is_merged_into_plain_classifier(tmp_path):
     metrics = train(tmp_path, model, **options)
     assert metrics["eval_accuracy"] > 0.95
     assert not list((tmp_path / "final").glob("adapter*"))
+    assert "library_name: transformers" in (tmp_path / "final" / "README.md").read_text()
     after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
     changed = {
         name

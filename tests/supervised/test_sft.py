@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg import Callback
+from rlhf_pg.checkpoint import export
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.models.policy import disable_dropout
@@ -159,13 +160,17 @@ def test_keys_of_the_past_are_answered(key, answer, capsys):
 
 
 def test_evaluation_that_fails_loses_neither_weights_nor_the_step(tmp_path, monkeypatch):
+    saved = []
+
     def fails(trainer):
+        saved.append(trainer.checkpointer.saved_step)
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
         patched.setattr(SupervisedTrainer, "evaluate", fails)
         with pytest.raises(RuntimeError):
             train(tmp_path, held_out=upper(6), max_steps=3, save_steps=50)
+    assert saved == [3]  # first, since an error of one process among several saves nothing
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     options = {"max_steps": 3, "save_steps": 50, "resume_from_checkpoint": "latest"}
     assert train(tmp_path, held_out=upper(6), **options)["eval_loss"] > 0
@@ -321,6 +326,14 @@ class StopsAtTwo(Callback):
         self.seen.append(metrics["step"])
         if metrics["step"] == 2:
             trainer.stop()
+
+
+def test_final_model_is_uploaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    uploaded = []
+    monkeypatch.setattr(export, "push", lambda path, args: uploaded.append(path))
+    train(tmp_path, max_steps=1, push_to_hub=True)
+    assert uploaded == [tmp_path / "final"]
 
 
 def test_callback_stops_the_run_which_measures_its_last_weights(tmp_path):
