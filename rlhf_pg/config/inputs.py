@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import files
 from rlhf_pg.config.fields import Day, Mapping, Names, Numbers, Split, Text, config, is_set, option
 
@@ -24,6 +25,9 @@ class ModelConfig:
         "eager, sdpa, flash_attention_2, flex_attention or a Hub kernel. None: the default.")
     model_init_kwargs: Mapping[Any] = option({}, "run", help=
         'Arguments of from_pretrained or fields of the model config, such as {"revision": "main"}.')
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("auto", "run", help=
+        "Data type of weights and computation; bfloat16 updates float32 master weights. "
+        "auto: bfloat16 on a GPU, float32 on a CPU, and what it was in a resumed run.")
     gradient_checkpointing: bool | Literal["offload"] = option(False, "cost", help=
         "Recompute activations to save memory; offload also moves layer inputs to the host.")
 
@@ -31,12 +35,22 @@ class ModelConfig:
         """Return the config with absolute file names, looked up beside the recipe first."""
         return replace(self, **files.locate_keys(self, recipe_dir))
 
-    def on(self, device: str) -> Self:
-        """Return the config for a kind of device; on a CPU activations are not offloaded."""
-        if self.gradient_checkpointing != "offload" or device != "cpu":
-            return self
-        logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it means true")
-        return replace(self, gradient_checkpointing=True)
+    def on(self, device: str, dtype: str | None = None) -> Self:
+        """Return the config for a kind of device; on a CPU activations are not offloaded.
+
+        Args:
+            dtype: what `dtype: auto` means; by default bfloat16 on a GPU, float32 on a CPU.
+
+        ValueError if the launcher asks for another precision.
+        """
+        changes: dict[str, Any] = {}
+        if self.dtype == "auto":
+            changes["dtype"] = dtype or ("float32" if device == "cpu" else "bfloat16")
+        if self.gradient_checkpointing == "offload" and device == "cpu":
+            logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it means true")
+            changes["gradient_checkpointing"] = True
+        check_precision(changes.get("dtype", self.dtype))
+        return replace(self, **changes) if changes else self
 
 
 @config

@@ -42,8 +42,6 @@ class TrainingConfig:
         "Directory for the run's files.")
     resume_from_checkpoint: Text | None = option(None, "output", help=
         'Checkpoint directory to resume from, or "latest" for the newest in output_dir.')
-    dtype: Literal["float32", "bfloat16", "float64"] = option("float32", "run", help=
-        "Data type of weights and computation; bfloat16 updates float32 master weights.")
     seed: int = option(42, "run", ge=0, le=2 ** 32 - 1, help="Seed of all random numbers.")
     disable_dropout: bool = option(True, "update", help="Train without dropout or router jitter.")
     pad_token: Text | None = option(None, "run", help="Pad token for a tokenizer without one.")

@@ -23,7 +23,6 @@ from transformers import (
     set_seed,
 )
 
-from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import about, show
 from rlhf_pg.boundary.user_code import LARGEST, finite
 from rlhf_pg.checkpoint import atomic
@@ -53,6 +52,7 @@ from rlhf_pg.models.packing import lay_out_padded
 from rlhf_pg.models.policy import checkpoint_activations, train_as_evaluated
 from rlhf_pg.rewards.reward_model import check_head, encode_whole, sequence_scores, with_eos
 from rlhf_pg.rewards.scores import at_end
+from rlhf_pg.run.device import auto_dtype
 from rlhf_pg.run.learner import Outputs
 from rlhf_pg.run.loop import Callback, check_callbacks
 from rlhf_pg.run.objective import Term
@@ -154,8 +154,8 @@ def train_reward_model(
     """
     check_callbacks(callbacks)
     args = args.locate()
-    check_precision(args.dtype)
     runtime = Runtime(args.ddp_timeout)
+    args = args.on(runtime.device.type, auto_dtype(args, runtime))
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)
     names_held_out = args.eval_dataset_name or args.dataset_test_split

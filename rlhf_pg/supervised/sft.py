@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.terminal import say
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import Batch, Row
@@ -21,6 +20,7 @@ from rlhf_pg.models.policy import (
     checkpoint_activations,
     disable_dropout,
 )
+from rlhf_pg.run.device import auto_dtype
 from rlhf_pg.run.learner import Outputs
 from rlhf_pg.run.loop import Callback, check_callbacks
 from rlhf_pg.run.objective import Term, action_tokens, likelihood
@@ -72,8 +72,8 @@ def train_sft(
     """
     check_callbacks(callbacks)
     args = args.locate()
-    check_precision(args.dtype)
     runtime = Runtime(args.ddp_timeout)
+    args = args.on(runtime.device.type, auto_dtype(args, runtime))
     set_seed(args.seed)
     data = resolve_data(args, train_dataset, eval_dataset)
     peft_config = adapter_of(args, peft_config)

@@ -23,6 +23,7 @@ from rlhf_pg.tasks import Demonstration, load_task
 def warm_start(args: SFTConfig) -> Path:
     """Train a new model on the task's answers, on a CPU; return the path of `final/`."""
     task = load_task(str(args.task))
+    args = args.on("cpu")
     set_seed(args.seed)
     model, tokenizer = task.new_model()
     rows = examples(task.demonstrations(), tokenizer, [get_json_schema(one) for one in task.tools])

@@ -10,7 +10,6 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary import user_modules
-from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.files import absolute, names_function
@@ -85,7 +84,6 @@ def resolve_inputs(
         ValueError: something is given twice, missing or unfit. No model has been loaded.
     """
     args = args.locate()
-    check_precision(args.dtype)
     in_python = inputs.given_in_python(args)
     for name in in_python:
         if getattr(args, name, None):

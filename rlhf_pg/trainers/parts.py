@@ -41,6 +41,7 @@ from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import RolloutEngine, factory
 from rlhf_pg.rollout.players import CompletionPlayer, Player
+from rlhf_pg.run.device import auto_dtype
 from rlhf_pg.run.optimizer import optimizer_and_schedule
 from rlhf_pg.run.token_budget import chunk_size, find_budget, most
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
@@ -150,7 +151,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
     """Make the parts of a trainer, or of an evaluation, which does not train."""
     args, inputs, described, recorded = resolve_inputs(args, inputs, trains)
     runtime = Runtime(args.ddp_timeout)
-    args = args.on(runtime.device.type)
+    args = args.on(runtime.device.type, auto_dtype(args, runtime))
     for warning in args.warnings if runtime.is_main else ():
         logger.warning("%s", warning)
     environments = inputs.environments

@@ -334,11 +334,18 @@ def test_flags_have_declared_type(flags, key, value):
 @pytest.mark.parametrize("given", [False, True, "offload"])
 def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
     for config_type in (GRPOConfig, SFTConfig):
-        args = config_type(gradient_checkpointing=given)
+        args = config_type(gradient_checkpointing=given, dtype="float32")
         assert args.on("cuda") is args
         assert args.on("cpu").gradient_checkpointing is bool(given)
     said = "gradient_checkpointing: offload is for GPUs; on a CPU it means true"
     assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
+
+
+def test_auto_dtype_is_that_of_the_device() -> None:
+    for config_type in (GRPOConfig, SFTConfig):
+        args = config_type()
+        assert [args.on(device).dtype for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
+        assert config_type(dtype="float64").on("cuda", "bfloat16").dtype == "float64"
 
 
 def test_later_recipe_wins_and_keys_of_other_algorithms_are_left_out(recipe, tmp_path, caplog):

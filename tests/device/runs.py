@@ -40,6 +40,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "reinforce": (ReinforceConfig, ReinforceTrainer),
 }
 COMMON: dict[str, Any] = {
+    "dtype": "float32",  # as on a CPU
     "max_steps": 2,
     "save_steps": 0,
     "prompts_per_step": 4,

@@ -90,6 +90,11 @@ def test_offload_holds_no_inputs_of_layers_on_device(tmp_path: Path) -> None:
     assert all(a.equal(b) for a, b in zip(plain, offloaded, strict=True))
 
 
+def test_auto_dtype_is_bfloat16(tmp_path: Path) -> None:
+    made = trainer(Run(options={"dtype": "auto"}), tmp_path)
+    assert (made.args.dtype, made.model.dtype) == ("bfloat16", torch.bfloat16)
+
+
 def test_budget_is_found_on_meta_tensors(tmp_path: Path) -> None:
     """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
     made = trainer(Run("ppo", {"micro_batch_tokens": 200}), tmp_path)

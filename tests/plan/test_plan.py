@@ -196,7 +196,7 @@ def test_gpu_is_planned_with_whole_chunks_of_logits(tmp_path) -> None:
     config.save_pretrained(tmp_path)
     character_tokenizer("0123456789").save_pretrained(tmp_path)
     keys = {"max_prompt_length": 8, "max_completion_length": 512, "micro_batch_tokens": 8192}
-    args = GRPOConfig(model_name_or_path=str(tmp_path), **keys)
+    args = GRPOConfig(model_name_or_path=str(tmp_path), dtype="float32", **keys)
     on_cpu, on_gpu = (build_meta_models(args, "cpu", kind).update for kind in ("cpu", "cuda"))
     chunk = 2**24  # logits: `lm_head.CHUNK_SIZE`
     assert on_gpu.at(8192) - on_cpu.at(8192) > 6 * chunk

@@ -97,3 +97,16 @@ def test_resumed_run_is_bit_identical(make, tmp_path, case) -> None:
     assert not all(weight.equal(start[name]) for name, weight in ends.items())
     assert (rest.state, rest.running) == (whole.state, whole.running)
     assert untimed(tmp_path / "rest") == untimed(tmp_path / "whole")[stop:]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_resumed_run_keeps_its_dtype(make, tmp_path, by_name) -> None:
+    """A run that began on another device, or before `auto` was the default."""
+    output = {"output_dir": str(tmp_path / "run")}
+    make(dtype="bfloat16", max_steps=1, save_steps=1, **output).train()
+    checkpoint = str(tmp_path / "run/checkpoints/step-00000001") if by_name else "latest"
+    trainer = make(max_steps=2, resume_from_checkpoint=checkpoint, **output)
+    assert trainer.model.dtype == torch.bfloat16
+    trainer.train()
+    assert trainer.state.step == 2
+    assert make().model.dtype == torch.float32
