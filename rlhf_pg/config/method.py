@@ -69,7 +69,7 @@ class SamplingConfig:
         "auto uses vLLM on a GPU if it is installed and supports the run.")
     rollout_cache_tokens: int | None = option(None, "cost", ge=1,
         needs="rollout_engine auto or native", help=
-        "Most tokens in the native KV cache. None: half of a GPU's free memory, 4 GiB on a CPU.")
+        "Most tokens in the native KV cache. None: 0.8 of a GPU's free memory, 4 GiB on a CPU.")
     rollout_workers: int = option(0, "cost", ge=0, needs="rollout_engine auto or native", help=
         "Single-threaded processes, for each process of the trainer, in which the native engine "
         "samples; 0: in the trainer.")

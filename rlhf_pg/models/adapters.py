@@ -150,7 +150,7 @@ def adds_nothing(model: PreTrainedModel) -> bool:
 
 
 def freeze_unread(model: PreTrainedModel) -> None:
-    """Freeze parts that text does not pass through, such as image towers: DDP would wait."""
+    """Freeze parts that text does not pass through, such as image towers."""
     base = bare(model)
     if base.config.get_text_config() is not base.config:
         parts = (

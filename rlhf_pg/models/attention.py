@@ -96,6 +96,17 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices, or batches of them, summing and returning in at least float32."""
+    wide = torch.promote_types(b.dtype, torch.float32)
+    multiply: Any = torch.mm if b.dim() == 2 else torch.bmm
+    # Tensor cores sum in float32 anyway, but torch does not return these sums on ROCm.
+    if b.is_cuda and b.dtype != wide and torch.version.hip is None:
+        product: Tensor = multiply(a.to(b.dtype), b, out_dtype=wide)
+        return product
+    return a.to(wide) @ b.to(wide)
+
+
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, options: AttentionOptions
 ) -> Tensor:

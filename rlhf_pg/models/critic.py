@@ -305,7 +305,7 @@ def new_critic(
 
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze the weights that the critic does not use: DDP would wait for their gradients."""
+    """Freeze the weights that the critic does not use, which never have a gradient."""
     freeze_unread(model)
     freeze_all_but(model, trunk(model))
     return model

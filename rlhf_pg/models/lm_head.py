@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from rlhf_pg.kl import IMPOSSIBLE
 from rlhf_pg.masking import widen
+from rlhf_pg.models.attention import wide_product
 
 # The classes that `from_pretrained` returns: PeftModel is not a PreTrainedModel, but wraps one.
 LOADED = (PreTrainedModel, PeftModel)
@@ -298,21 +299,12 @@ class _ChunkedStatistics(torch.autograd.Function):
             ctx.distribution.to_gradient(gradient, *parts, compare=compare)
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
-                to_weight += _product(gradient.T, hidden[rows])
+                to_weight += wide_product(gradient.T, hidden[rows])
             if to_bias is not None:
                 to_bias += gradient.sum(0, dtype=to_bias.dtype)
             del gradient, compare  # before the next ones are made
         rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
         return to_hidden, *rounded, None, None, None, None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two matrices, summing and returning in at least float32."""
-    wide = _wide(a)
-    # Tensor cores sum in float32 anyway, but torch does not return these sums on ROCm.
-    if a.is_cuda and a.dtype != wide and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
 
 
 def _wide(x: Tensor) -> torch.dtype:

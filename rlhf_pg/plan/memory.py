@@ -44,7 +44,7 @@ from rlhf_pg.models.loading import (
 )
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.duration import hours
-from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
+from rlhf_pg.rollout.native.continuous_batching import most_rows
 from rlhf_pg.run.token_budget import (
     SHARDINGS,
     SHARE,
@@ -221,12 +221,13 @@ def predict_memory(
         rollout["copy to sample from"] = 0.0
     if args.rollout_engine == "vllm":
         rollout["vLLM"] = args.vllm_gpu_memory_utilization * room
-    left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
+    left = 0.8 * (room - sum(rollout.values())) if kind == "cuda" else CPU_CACHE
     support = AttentionSupport(None) if serves else attention_support(meta.policy.model)
     each = support.bytes_per_token
     groups = math.ceil(args.prompts_per_step / processes)
     cached = args.rollout_cache_tokens or int(max(left, 0.0) // max(each, 1))
-    fitting = min(MAX_ROWS, (cached - groups * meta.prompt) // width)
+    at_a_time = most_rows(room if kind == "cuda" else None)
+    fitting = min(at_a_time, (cached - groups * meta.prompt) // width)
     rows = max(1, min(fitting, groups * args.num_generations))
     room_of = [math.ceil(n / 64) * 64 for n in (meta.prompt, width)]  # rounded like the engine's
     groups = math.ceil(rows / args.num_generations)

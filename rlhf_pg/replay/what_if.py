@@ -144,12 +144,10 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
         if learner.trains_critic_alone(trainer.state.step):
             learner.backend.zero_grad_of(learner.policy)
         gradient = {}
-        for (
-            name,
-            parameter,
-        ) in trainer.checkpointer.parameters.items():
-            if parameter.grad is not None:
-                gradient[name] = parameter.grad.clone()
+        for name, parameter in trainer.checkpointer.parameters.items():
+            summed = learner.backend.gradient(parameter)
+            if summed is not None:
+                gradient[name] = summed.clone()
             elif parameter.requires_grad:
                 gradient[name] = torch.zeros_like(parameter)
     finally:

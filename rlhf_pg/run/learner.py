@@ -115,8 +115,8 @@ class Learner:
         meter: Meter,
         update: int = 0,
     ) -> Columns:
-        """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch; return
-        what `observe` kept of its outputs. `update` is its number in the step.
+        """Add up the gradient of one optimizer update, micro-batch by micro-batch; return what
+        `observe` kept of its outputs. `update` is its number in the step.
         """
         size = minibatch.completion_ids.shape
         minibatch = objective.with_rows(minibatch, self.state.step, update)

@@ -134,9 +134,8 @@ def memory_by_part(
             masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
             each["optimizer"] = (moments + masters) / (processes if layout.moments else 1)
             kept = not rollout or layout.name == "ZeRO-3"  # ZeRO-3 never frees them
-            each["gradients"] = kept * b / (processes if layout.gradients else 1)
-            if layout.name == "DDP" and processes > 1:
-                each["gradients"] += b  # its buckets
+            gradient = b if layout.deepspeed else max(b, 4)  # summed in float32
+            each["gradients"] = kept * gradient / (processes if layout.gradients else 1)
         for name, size in each.items():
             total[name] = total.get(name, 0.0) + size * parameter.numel()
     return total

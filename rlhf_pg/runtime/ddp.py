@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import swap_tensors
@@ -85,9 +85,10 @@ def put(parameter: Tensor, value: Tensor) -> None:
 class MasterWeights:
     """Updates float32 master weights, and rounds them into the model's bfloat16 weights.
 
-    The 8 bits of bfloat16 would lose changes below 0.2 %. Weights in other dtypes are updated
-    directly. The optimizer's parameter groups then hold the masters; ValueError if it already has
-    moments of the replaced weights.
+    The 8 bits of bfloat16 would lose changes below 0.2 %, of weights and of gradients that are
+    summed over micro-batches: each weight's gradient moves to its master as soon as it is computed.
+    Weights in other dtypes are updated directly. The optimizer's parameter groups then hold the
+    masters; ValueError if it already has moments of the replaced weights.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -97,6 +98,9 @@ class MasterWeights:
         for parameter in trained:
             if parameter.dtype == torch.bfloat16:
                 self._of[parameter] = nn.Parameter(parameter.detach().float())
+        for weight in self._of:
+            hook = self._take_gradient
+            weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._weights = {master: weight for weight, master in self._of.items()}
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
@@ -111,11 +115,15 @@ class MasterWeights:
         """Return the weight of an updated tensor, the inverse of `of`."""
         return self._weights.get(updated, updated)
 
-    def take_gradients(self) -> None:
-        """Move the gradients, in float32, to the tensors that the optimizer updates."""
-        for weight, master in self._of.items():
-            master.grad = None if weight.grad is None else weight.grad.float()
-            weight.grad = None
+    def _take_gradient(self, weight: Tensor) -> None:
+        """Add a weight's gradient to its master's."""
+        master = self._of[weight]
+        assert weight.grad is not None
+        if master.grad is None:
+            master.grad = weight.grad.float()
+        else:
+            master.grad += weight.grad
+        weight.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -162,7 +170,12 @@ class DDPBackend:
         self._masters = MasterWeights(self.optimizer)
 
     def _wrap(self) -> Any:
-        return self._accelerator.prepare_model(self.module)
+        # Without torch's DDP, whose buckets sum in the dtype of the weights.
+        module: Any = self._accelerator.prepare_model(self.module, evaluation_mode=True)
+        if self._world > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                distributed.broadcast(tensor.detach(), src=0)
+        return module
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
@@ -171,28 +184,50 @@ class DDPBackend:
 
     @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Return the module's output; without a gradient DDP's wrapper has nothing to do."""
+        """Return the module's output."""
         module = self._wrapped if torch.is_grad_enabled() else self.module
         return module(*inputs, **options)
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
-        if last:
-            return nullcontext()
-        return self._accelerator.no_sync(self._wrapped)  # type: ignore[no-any-return]
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Wrap forward and backward of one micro-batch; gradients are exchanged after the last."""
+        yield
+        if last and self._world > 1:
+            self._sum_gradients()
+
+    @waits
+    def _sum_gradients(self) -> None:
+        """Sum the gradients of all processes, of parameters that have one on any."""
+        updated = [self._masters.of(p) for p in self.module.parameters() if p.requires_grad]
+        has_gradient = torch.tensor(
+            [parameter.grad is not None for parameter in updated],
+            dtype=torch.int32,
+            device=self._accelerator.device,
+        )
+        distributed.all_reduce(has_gradient)
+        exchanges = []
+        for parameter, count in zip(updated, has_gradient.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                exchanges.append(distributed.all_reduce(parameter.grad, async_op=True))
+        for exchange in exchanges:
+            exchange.wait()
 
     @waits
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share of the loss.
+        """Add the gradient of this process's share of the loss, of which all shares are the sum."""
+        torch.autograd.backward(loss)
 
-        The shares of all processes sum to the loss, but torch and DeepSpeed average gradients, so
-        the share is multiplied by the number of processes.
-        """
-        torch.autograd.backward(loss * self._world)
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient of a parameter, in at least float32, or this process's shard."""
+        return self._masters.of(parameter).grad
 
     def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of a module's parameters, so that the next step skips them."""
-        module.zero_grad()
+        for parameter in module.parameters():
+            parameter.grad = None
+            self._masters.of(parameter).grad = None
 
     def discard_update(self) -> None:
         """Drop the gradients of an interrupted update."""
@@ -204,7 +239,6 @@ class DDPBackend:
 
         A gradient that is not finite leaves the weights unchanged.
         """
-        self._masters.take_gradients()
         updated = [self._masters.of(p) for p in self.module.parameters()]
         norms = nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf)
         norm = float(full(norms))

@@ -7,7 +7,7 @@ recipe, not DeepSpeed's config, decides on precision, clipping and accumulation.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -80,9 +80,10 @@ class DeepSpeedBackend(DDPBackend):
         object.__setattr__(module, "engine", engine)
         return module
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
         self._wrapped.set_gradient_accumulation_boundary(last)
-        return nullcontext()
+        yield
 
     @waits
     def backward(self, loss: Tensor) -> None:
@@ -92,7 +93,7 @@ class DeepSpeedBackend(DDPBackend):
                 "an update was interrupted, and DeepSpeed keeps half of its gradient: resume from "
                 "a checkpoint in a new process"
             )
-        self._wrapped.backward(loss * self._world)
+        self._wrapped.backward(loss * self._world)  # DeepSpeed averages
 
     def discard_update(self) -> None:
         """Mark the backend as broken, since DeepSpeed's buffers cannot drop half a gradient."""

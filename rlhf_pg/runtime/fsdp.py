@@ -1,14 +1,14 @@
 """The FSDP2 backend: every process has a shard of weights, gradients and moments."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from rlhf_pg.models.streaming import stored_value
@@ -47,8 +47,12 @@ class FSDPBackend(DDPBackend):
                     part.reshard()
         return output
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * self._world)  # FSDP2 averages
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         # Like the optimizer: `DTensor.from_local` would move an offloaded moment to the GPU.
@@ -69,6 +73,10 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     plugin = accelerator.state.fsdp_plugin
     policy = plugin.auto_wrap_policy
     layers = plugin.transformer_cls_names_to_wrap
+    widest = max((p.dtype for p in module.parameters()), key=lambda dtype: dtype.itemsize)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        reduce_dtype=torch.promote_types(widest, torch.float32)
+    )
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
     sharded: Any = fsdp2_prepare_model(accelerator, module)
     # The plugin now has this module's layers; restore it for the next module.

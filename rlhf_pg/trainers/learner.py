@@ -197,8 +197,8 @@ class PolicyLearner(Learner):
             if not is_extra:
                 meter.absorb(seen)
             if is_extra or self.trains_critic_alone(step):
-                # After the all-reduce, since DDP waits for every gradient, and before clipping: the
-                # frozen policy's gradient enters neither the norm nor Adam's moments.
+                # Before clipping: the frozen policy's gradient enters neither the norm nor Adam's
+                # moments.
                 self.backend.zero_grad_of(self.policy)
             elif norms and self._has_drifted(seen):  # the first update has the old policy
                 drifted = True

@@ -71,7 +71,7 @@ def main(out: Path, backend: str) -> None:
             for micro_batch in range(len(ROWS)):
                 with wrapped.micro_batch(last=micro_batch + 1 == len(ROWS)):
                     wrapped.backward(loss(*wrapped(*rows_of(runtime.rank, micro_batch))))
-        found = flat(gradient_of(p) for p in scorer.parameters() if p.requires_grad)
+        found = flat(gradient_of(p, wrapped) for p in scorer.parameters() if p.requires_grad)
         if runtime.is_main:
             torch.save((found, at_once.call_count), out / f"{kind}.pt")
 

@@ -6,22 +6,20 @@ run after another in the same processes; what is left of a job are options of it
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import train_reward_model
-from rlhf_pg.runtime import Runtime
-from rlhf_pg.runtime.ddp import full, put
+from rlhf_pg.runtime import Runtime, ddp
+from rlhf_pg.runtime.ddp import DDPBackend, full, put
 from rlhf_pg.supervised import train_sft
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
@@ -207,12 +205,12 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     ]
     (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
     gradients, budget = {}, learner.token_budget
-    exchanges = count_exchanges(learner.backend._wrapped)
+    exchanges = count_exchanges(learner.backend)
     for split, tokens in SPLITS.items():
         exchanges.clear()
         learner.token_budget = tokens
         learner.accumulate(trainer.drop_truncated(experience), trainer.objective, Meter())
-        gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
+        gradients[split] = flat(gradient_of(p, learner.backend) for p in parameters(trainer))
         learner.backend.zero_grad_of(learner.module)
         learner.backend.step()
     (out / "exchanges.json").write_text(json.dumps(exchanges))
@@ -220,27 +218,31 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     return gradients
 
 
-def count_exchanges(wrapped: Any) -> list[int]:
-    """The buckets of gradients that DDP exchanges from here on, by number."""
+def count_exchanges(backend: Any) -> list[int]:
+    """The sizes of what DDP's processes sum from here on: which parameters have a gradient, and
+    these gradients.
+    """
     exchanges: list[int] = []
+    all_reduce = torch.distributed.all_reduce
 
-    def count(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        exchanges.append(bucket.index())
-        return default_hooks.allreduce_hook(None, bucket)
+    def count(gradient: Tensor, *args: Any, **options: Any) -> Any:
+        exchanges.append(gradient.numel())
+        return all_reduce(gradient, *args, **options)
 
-    if isinstance(wrapped, DistributedDataParallel):
-        wrapped.register_comm_hook(None, count)
+    if type(backend) is DDPBackend:
+        ddp.distributed = SimpleNamespace(all_reduce=count, broadcast=torch.distributed.broadcast)
     return exchanges
 
 
-def gradient_of(parameter: Any) -> Tensor:
+def gradient_of(parameter: Any, backend: Any) -> Tensor:
     """All of it, wherever its pieces are."""
     if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)
     else:
-        gradient = None if parameter.grad is None else full(parameter.grad)
+        gradient = backend.gradient(parameter)
+        gradient = None if gradient is None else full(gradient)
     return torch.zeros_like(full(parameter)) if gradient is None else gradient
 
 

@@ -138,6 +138,7 @@ def test_optimizer_bytes_follow_options(optim, moments_and_masters) -> None:
     memory = predict_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     count = sum(p.numel() for p in own.policy.parameters())
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
+    assert memory.update["gradients"] == pytest.approx(4 * count)
 
 
 def test_hours_are_those_of_published_throughputs(drawn) -> None:

@@ -40,7 +40,7 @@ def weights_after(steps, lr=1e-3):
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
     trained = RUNTIME.prepare(module, optimizer)
     for _ in range(steps):
-        module.weight.grad = torch.ones_like(module.weight)
+        trained.backward(module.weight.sum())
         trained.step()
     return module.weight.detach().float()
 
@@ -75,13 +75,25 @@ def test_updates_below_last_bit_add_up_only_in_masters() -> None:
     assert moved.eq(1 - steps * lr).all()
 
 
+def test_micro_batches_are_summed_in_float32() -> None:
+    """In bfloat16 the sum of 1 and 2^-9 is 1, however often that is added."""
+    module = nn.Linear(3, 1, bias=False).bfloat16()
+    trained = RUNTIME.prepare(module, adamw(module))
+    for number in range(129):
+        with trained.micro_batch(last=number == 128):
+            trained.backward(module.weight.sum() * (2.0**-9 if number else 1.0))
+    gradient = trained.gradient(module.weight)
+    assert gradient.dtype == torch.float32
+    assert gradient.eq(1.25).all()
+    assert module.weight.grad is None  # two bytes per weight are gone
+
+
 def test_non_finite_gradient_changes_neither_weights_nor_masters() -> None:
     module = Mixed()
     trained = RUNTIME.prepare(module, adamw(module))
     before = [p.clone() for p in module.parameters()]
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    module.first.weight.grad[0, 0] = torch.nan
+    trained.backward(sum(parameter.sum() for parameter in module.parameters()))
+    trained.gradient(module.first.weight)[0, 0] = torch.nan
     assert math.isnan(trained.step())
     assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
     masters = {p: value for p, key, value in trained.state() if key == "master"}

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_pg.masking import widen
-from rlhf_pg.models.attention import AttentionOptions, fused_on_cpu
+from rlhf_pg.data.batch import to_device
+from rlhf_pg.models.attention import AttentionOptions, fused_on_cpu, wide_product
 from rlhf_pg.models.prefix_tree import PrefixTree, split_sequences
 from rlhf_pg.models.recurrent import Mixer
 from rlhf_pg.rollout.native.cache import KeyValues, StateStore
+
+
+class HeadOrder(NamedTuple):
+    """Indices between the query heads of rows, (R,K,H/K), and those of prompts, (G,K,M,H/K)."""
+
+    of_prompts: Tensor  # (G K M H/K,) the row's head in each place
+    of_rows: Tensor  # (R K H/K,) the place of each row's head
 
 
 class Members:
@@ -47,14 +54,34 @@ class Members:
                 row_slots[row] = row_slot
             missing = most - len(group)
             padded.append([*group, *[0] * missing])  # any row
-        self.padded = torch.tensor(padded, device=device)
-        self.row_slots = torch.tensor(row_slots, device=device)
         of_prompts = torch.tensor(lengths)
         columns = torch.arange(max(lengths))
         seen = columns < of_prompts[:, None]
-        self.seen = seen.to(device)  # (G,P)
-        prompts = [row_slot // most for row_slot in row_slots]
-        self.lengths = of_prompts[prompts]  # of the prompt of each row
+        prompts = torch.tensor([row_slot // most for row_slot in row_slots])
+        self.longest = max(lengths)
+        self.padded = to_device(torch.tensor(padded), device)
+        self.row_slots = to_device(torch.tensor(row_slots), device)
+        self.rows = torch.arange(len(row_slots), device=device)
+        self.seen = to_device(seen, device)  # (G,P)
+        self.seen_by_rows = to_device(seen[prompts], device)  # (R,P)
+        self.lengths = to_device(of_prompts[prompts], device)  # of the prompt of each row
+        self._orders = dict[tuple[int, int], HeadOrder]()
+
+    def order(self, key_heads: int, shared: int) -> HeadOrder:
+        """Return the order of K key heads, each shared by H/K query heads."""
+        if (key_heads, shared) not in self._orders:
+            count = len(self.rows)
+            device = self.rows.device
+            of_rows = torch.arange(count * key_heads * shared, device=device)
+            of_rows = of_rows.view(count, key_heads, shared)
+            of_prompts = of_rows[self.padded].transpose(1, 2)  # (G,K,M,H/K)
+            places = torch.arange(of_prompts.numel(), device=device)
+            places = places.view(of_prompts.shape).transpose(1, 2).flatten(0, 1)
+            self._orders[key_heads, shared] = HeadOrder(
+                of_prompts.flatten(),
+                places[self.row_slots].flatten(),
+            )
+        return self._orders[key_heads, shared]
 
 
 class _Run(NamedTuple):
@@ -163,26 +190,57 @@ class PartialSoftmax(NamedTuple):
     logsum: Tensor  # log of the sum of exp(score)
 
 
-class Seen(NamedTuple):
-    """What the newest tokens see, as additive bias: 0, or minus infinity elsewhere."""
+@dataclass(eq=False)
+class Seen:
+    """What the newest tokens see within a window, as masks and as additive bias: 0, or minus
+    infinity elsewhere.
+    """
 
-    prompt: Tensor  # (G,1,1,P), or (G,M,P) if rows of a prompt see different parts
-    row: Tensor  # (R,1,1,T) of the tokens written so far
+    members: Members
+    of_prompt: Tensor | None  # (R,P) bool of a prompt's tokens; None: all
+    of_row: Tensor  # (R,T) bool of the row's own tokens
     newest: tuple[Tensor | slice, slice, Tensor | int]  # where those are written, (R,K,D)
+    dtype: torch.dtype
+
+    @cached_property
+    def prompt(self) -> Tensor:
+        """The bias (G,1,1,P) of prompts, or (G,M,P) if rows of a prompt see different parts."""
+        if self.of_prompt is None:
+            return self._bias(self.members.seen)[:, None, None]
+        return self._bias(self.of_prompt)[self.members.padded]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """The bias (R,1,1,T) of the rows' own tokens."""
+        return self._bias(self.of_row)[:, None, None]
+
+    @cached_property
+    def both(self) -> Tensor:
+        """The bias (R,1,1,P+T) of a prompt's tokens and the row's own."""
+        of_prompt = self.members.seen_by_rows if self.of_prompt is None else self.of_prompt
+        mask = torch.cat([of_prompt, self.of_row], dim=1)
+        return self._bias(mask)[:, None, None]
+
+    def _bias(self, mask: Tensor) -> Tensor:
+        zeros = torch.zeros_like(mask, dtype=self.dtype)
+        return zeros.masked_fill_(~mask, -torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
     """The newest token of every row, attending to its prompt and to its own earlier tokens.
 
-    Row r is in slot r of `own` and of `states`, prompt g in slot g of `prompts`.
+    Row r is in slot r of `own` and of `states`, prompt g in slot g of `prompts`. Everything is on
+    the device, and nothing waits for it.
     """
 
     prompts: KeyValues
     own: KeyValues
     states: StateStore
     members: Members
-    last: Tensor  # (R,) the number of each row's tokens before the newest, on the host
+    last: Tensor  # (R,) the number of each row's tokens before the newest
+    longest: int  # the largest of them
+    is_level: bool  # whether all are equal
     dtype: torch.dtype  # of the model
     _seen: dict[int | None, Seen] = field(default_factory=dict)
 
@@ -198,40 +256,28 @@ class Decode:
 
     def _see(self, window: int | None) -> Seen:
         members = self.members
-        last = self.last
-        device = members.row_slots.device
-        longest = int(last.max()) + 1
-        columns = last
-        prompt = bias(members.seen, self.dtype)
-        prompt = prompt[:, None, None]
+        last = self.last[:, None]
+        width = self.longest + 1
+        column = self.longest
+        columns = self.last
+        of_prompt = None
         if window is not None:
-            columns = last % window
-            longest = min(longest, window)
+            column %= window
+            columns = columns % window
+            width = min(width, window)
             kept = members.lengths.clamp(max=window - 1)
             kept = kept[:, None]
-            width = max(int(kept.max()), 1)
-            column = torch.arange(width)
+            most = max(min(members.longest, window - 1), 1)
+            place = torch.arange(most, device=last.device)
             # A token in column c of the kept ones is kept - c tokens before the row's first.
-            is_near = last[:, None] + kept - column < window
-            seen = (column < kept) & is_near
-            prompt = bias(seen.to(device), self.dtype)
-            prompt = prompt[members.padded]
-        written = torch.arange(longest) <= last[:, None]
-        row = bias(written.to(device), self.dtype)
-        return Seen(
-            prompt,
-            row[:, None, None],
-            self._slots_of(columns),
-        )
-
-    def _slots_of(self, columns: Tensor) -> tuple[Tensor | slice, slice, Tensor | int]:
-        """Return the index of the newest tokens, given the column of each."""
-        first = int(columns[0])
-        if (columns == first).all():  # a slice is written faster
-            return slice(self.size), slice(None), first
-        device = self.members.row_slots.device
-        rows = torch.arange(self.size, device=device)
-        return rows, slice(None), columns.to(device)
+            is_near = last + kept - place < window
+            of_prompt = (place < kept) & is_near
+        written = torch.arange(width, device=last.device) <= last
+        newest: tuple[Tensor | slice, slice, Tensor | int] = members.rows, slice(None), columns
+        if self.is_level:  # a slice is written faster
+            newest = slice(self.size), slice(None), column
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return Seen(members, of_prompt, written, newest, wide)
 
     def attend(
         self,
@@ -243,24 +289,81 @@ class Decode:
     ) -> Tensor:
         window = options.window
         seen = self.seen(window)
-        keys, values = self.own.of(layer, key, value, window)
-        keys[seen.newest] = key.transpose(0, 1)
-        values[seen.newest] = value.transpose(0, 1)
+        own = self.own.of(layer, key, value, window)
+        for store, new in zip(own, (key, value), strict=True):
+            store[seen.newest] = new.transpose(0, 1)
+        prompts = self.prompts.of(layer, key, value, _kept(window))
         # Query heads that share a key head become additional queries of it.
-        query = torch.unflatten(query, 0, (len(key), -1))
-        query = query.permute(2, 0, 1, 3)  # (R,K,H/K,D)
-        to_row = _attend(query, keys, values, seen.row, options)
-        limit = _kept(window)
-        keys, values = self.prompts.of(layer, key, value, limit)
-        to_prompt = self._attend_to_prompts(query, keys, values, seen.prompt, options)
+        query = torch.unflatten(query.transpose(0, 1), 1, (len(key), -1))  # (R,K,H/K,D)
+        is_fused = key.device.type == "cpu" and options.softcap is None
+        is_fused &= key.dtype == seen.dtype and key.shape == value.shape
+        attend = self._attend_in_parts if is_fused else self._attend_at_once
+        out = attend(query, own, prompts, seen, options)
+        return out.flatten(1, 2).to(query.dtype)
+
+    def _attend_at_once(
+        self,
+        query: Tensor,
+        own: tuple[Tensor, Tensor],
+        prompts: tuple[Tensor, Tensor],
+        seen: Seen,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with query (R,K,H/K,D) by one softmax over a prompt's tokens and the row's own.
+
+        Keys and values are read in their own dtype, scores are in at least float32.
+        """
+        members = self.members
+        rows, key_heads, shared, depth = query.shape
+        order = members.order(key_heads, shared)
+        width = seen.of_row.shape[1]
+        keys, values = (_batched(x, rows, width) for x in own)
+        prompt_width = seen.both.shape[-1] - width
+        groups, most = members.padded.shape
+        prompt_keys, prompt_values = (_batched(x, groups, prompt_width) for x in prompts)
+
+        heads = query.reshape(-1, depth)
+        of_prompts = heads[order.of_prompts].view(groups * key_heads, most * shared, depth)
+        to_prompt = wide_product(of_prompts, prompt_keys.transpose(1, 2))
+        to_prompt = to_prompt.view(-1, prompt_width)[order.of_rows]
+        to_row = wide_product(heads.view(-1, shared, depth), keys.transpose(1, 2))
+        scores = torch.cat([to_prompt, to_row.view(-1, width)], dim=1)
+        scores = scores.view(rows, key_heads, shared, -1)
+        if options.softcap is None:
+            scores = torch.add(seen.both, scores, alpha=options.scale)
+        else:
+            scores = torch.tanh(scores * (options.scale / options.softcap))
+            scores = torch.add(seen.both, scores, alpha=options.softcap)
+        if options.sinks is not None:
+            sinks = options.sinks.view(key_heads, shared, 1).to(scores)
+            sinks = sinks.expand(rows, -1, -1, -1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1).flatten(0, 2)
+        to_prompt = weights[:, :prompt_width][order.of_prompts]
+        to_prompt = to_prompt.view(groups * key_heads, most * shared, prompt_width)
+        to_row = weights[:, prompt_width:][:, :width].view(-1, shared, width)
+        out = wide_product(to_prompt, prompt_values).flatten(0, 1)[order.of_rows]
+        out = out + wide_product(to_row, values).flatten(0, 1)
+        return out.view(rows, key_heads, shared, -1)
+
+    def _attend_in_parts(
+        self,
+        query: Tensor,
+        own: tuple[Tensor, Tensor],
+        prompts: tuple[Tensor, Tensor],
+        seen: Seen,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Do the same by the CPU's fused kernel, which needs no room for scores."""
+        to_row = _attend(query, *own, seen.row, options)
+        to_prompt = self._attend_to_prompts(query, *prompts, seen.prompt, options)
         out = together(to_prompt, to_row)
         if options.sinks is not None:
             logsum = torch.logaddexp(to_prompt.logsum, to_row.logsum)
-            sinks = options.sinks.view(len(key), -1, 1)
+            sinks = options.sinks.view(query.shape[1], -1, 1)
             share = torch.sigmoid(logsum - sinks)
             out = out * share
-        out = out.flatten(1, 2)
-        return out.to(query.dtype)
+        return out
 
     def _attend_to_prompts(
         self,
@@ -293,10 +396,8 @@ class Decode:
 
     def mix(self, mixer: Mixer) -> Tensor:
         layer = mixer.recurrent.layer
-        device = self.members.row_slots.device
-        rows = torch.arange(self.size, device=device)
         before = self.states.of(layer, self.size)
-        output, after = mixer(rows[:, None], before)
+        output, after = mixer(self.members.rows[:, None], before)
         self.states.replace(layer, after)
         return output[:, 0]
 
@@ -306,13 +407,6 @@ def _kept(window: int | None) -> int | None:
     if window is None:
         return None
     return max(window - 1, 1)
-
-
-def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as an additive bias: 0 where it is True, minus infinity elsewhere."""
-    wide = torch.promote_types(dtype, torch.float32)
-    zeros = torch.zeros_like(mask, dtype=wide)
-    return zeros.masked_fill_(~mask, -torch.inf)
 
 
 def _attend(
@@ -327,27 +421,13 @@ def _attend(
     width = bias.shape[-1]
     keys = keys[:slots, :, :width]
     values = values[:slots, :, :width]
-    is_fused = keys.device.type == "cpu" and options.softcap is None
-    is_fused &= keys.dtype == bias.dtype
-    is_fused &= keys.shape == values.shape
-    if is_fused:
-        out, logsum = fused_on_cpu(
-            query,
-            keys,
-            values,
-            attn_mask=bias,
-            scale=options.scale,
-        )
-        return PartialSoftmax(out, logsum[..., None])
-    scores = widen(query) @ widen(keys).transpose(2, 3)
-    if options.softcap is None:
-        scores = torch.add(bias, scores, alpha=options.scale)
-    else:
-        scores = torch.tanh(scores * options.scale / options.softcap)
-        scores = options.softcap * scores + bias
-    logsum = scores.logsumexp(dim=-1, keepdim=True)
-    weights = scores.sub_(logsum).exp_()
-    return PartialSoftmax(weights @ widen(values), logsum)
+    out, logsum = fused_on_cpu(query, keys, values, attn_mask=bias, scale=options.scale)
+    return PartialSoftmax(out, logsum[..., None])
+
+
+def _batched(store: Tensor, slots: int, width: int) -> Tensor:
+    """Return the first slots and columns of a store (slots,K,width,D), one for each key head."""
+    return store[:slots, :, :width].flatten(0, 1)
 
 
 def together(a: PartialSoftmax, b: PartialSoftmax) -> Tensor:

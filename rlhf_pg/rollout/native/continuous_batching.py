@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_pg.data.batch import to_device
 from rlhf_pg.models.attention import Layout
 from rlhf_pg.models.packing import arranged
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
@@ -20,8 +21,18 @@ from rlhf_pg.rollout.native.attention import Decode, Members, Prefill
 from rlhf_pg.rollout.native.cache import KeyValues, StateStore
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
-MAX_ROWS = 256
+MAX_ROWS = 256  # on a CPU, or a small GPU
+MEMORY_PER_ROW = 75 * 2**20  # bytes of a GPU: 1,024 rows on one of 80 GB
+# Tokens that are drawn before Python looks which rows have ended. On a GPU it would wait for each.
+STEPS = {"cuda": 8}
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
+
+
+def most_rows(memory: float | None) -> int:
+    """Return how many rows are sampled at a time with these bytes of GPU memory, or on a CPU."""
+    if memory is None:
+        return MAX_ROWS
+    return max(MAX_ROWS, int(memory // MEMORY_PER_ROW))
 
 
 @dataclass(eq=False)
@@ -52,9 +63,12 @@ class SampleState:
     stopped: bool = False
 
     @property
+    def has_ended(self) -> bool:
+        return self.stopped or len(self.tokens) >= self.prompt.limit
+
+    @property
     def over(self) -> bool:
-        is_full = len(self.tokens) >= self.prompt.limit
-        return self.stopped or is_full or self.prompt.request.cancelled()
+        return self.has_ended or self.prompt.request.cancelled()
 
     def append(self, token: int, logprob: float, stopping: Stopping) -> None:
         self.tokens.append(token)
@@ -75,8 +89,8 @@ class SlotAssignment:
     """The assignment of rows to prompts, unchanged until one enters or leaves."""
 
     members: Members
-    first: Tensor  # (R,) position of each row's first new token
-    keys: Tensor  # (R,) seeds of the rows' noise
+    first: Tensor  # (R,) position of each row's first new token, on the host
+    keys: Tensor  # (R,) seeds of the rows' noise, on the host
 
 
 @dataclass(eq=False)
@@ -93,6 +107,7 @@ class BatchingSession:
     stopping: Stopping
     cache_tokens: int
     row_tokens: int = 0
+    memory: float | None = None  # of the GPU, in bytes
 
     def __post_init__(self) -> None:
         self.queue = deque[PromptState]()
@@ -161,7 +176,7 @@ class BatchingSession:
         of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
         of_row = self.params.max_tokens + self.row_tokens
         fitting = (self.cache_tokens - of_prompts) // of_row
-        room = min(MAX_ROWS, fitting) - rows
+        room = min(most_rows(self.memory), fitting) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
     def _prefill(self, fresh: list[PromptState]) -> None:
@@ -218,7 +233,8 @@ class BatchingSession:
         self._assignment = None
         logits = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
         first = torch.tensor([prompt.request.position for prompt in prompts])
-        self._draw(new, logits, uniform(keys, first))
+        noise = to_device(uniform(keys, first), logits.device)
+        self._append(new, [sample(logits, self.params, noise)])
         for prompt in prompts:
             if not prompt.waiting:
                 prompt.logits = None
@@ -226,25 +242,37 @@ class BatchingSession:
     # ------------------------------------------------------------------------------- drawing
 
     def _decode(self) -> None:
-        """Draw one more token of every row."""
+        """Draw one or more tokens of every row; those after a row's end are dropped."""
         assignment = self._assignment or self._assign()
         self._assignment = assignment
-        drawn = torch.tensor([len(row.tokens) for row in self.rows])
-        self.own_cache.reserve(len(self.rows), int(drawn.max()))
-        last = drawn - 1  # column of the newest token
-        layout = Decode(
-            prompts=self.prompt_cache,
-            own=self.own_cache,
-            states=self.own_states,
-            members=assignment.members,
-            last=last,
-            dtype=self.model.dtype,
-        )
-        newest = torch.tensor([row.tokens[-1] for row in self.rows])
-        positions = assignment.members.lengths + last
-        logits = self._forward(newest, positions, layout)
-        noise = uniform(assignment.keys, assignment.first + drawn)
-        self._draw(self.rows, logits, noise)
+        device = self.model.device
+        lengths = [len(row.tokens) for row in self.rows]
+        left = min(row.prompt.limit - len(row.tokens) for row in self.rows)
+        steps = min(left, STEPS.get(device.type, 1))
+        longest = max(lengths) - 1
+        self.own_cache.reserve(len(self.rows), longest + steps)
+        # The columns of the newest tokens, by step.
+        last = torch.tensor(lengths) + torch.arange(steps)[:, None] - 1
+        noise = to_device(uniform(assignment.keys, assignment.first + last + 1), device)
+        last = to_device(last, device)
+        ids = to_device(torch.tensor([row.tokens[-1] for row in self.rows]), device)
+        drawn = []
+        for step in range(steps):
+            layout = Decode(
+                prompts=self.prompt_cache,
+                own=self.own_cache,
+                states=self.own_states,
+                members=assignment.members,
+                last=last[step],
+                longest=longest + step,
+                is_level=min(lengths) == max(lengths),
+                dtype=self.model.dtype,
+            )
+            positions = assignment.members.lengths + last[step]
+            logits = self._forward(ids, positions, layout)
+            ids, logprobs = sample(logits, self.params, noise[step])
+            drawn.append((ids, logprobs))
+        self._append(self.rows, drawn)
 
     def _assign(self) -> SlotAssignment:
         groups: list[list[int]] = [[] for _ in self.prompts]
@@ -266,14 +294,14 @@ class BatchingSession:
     ) -> Tensor:
         """Return logits (N,V) for N tokens in a packed row, or only for those in `keep`."""
         device = self.model.device
-        ids = ids[None].to(device)
+        ids = to_device(ids, device)[None]
         if isinstance(keep, Tensor):
-            keep = keep.to(device)
+            keep = to_device(keep, device)
         with arranged(self.model, layout):
             output = self.model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),  # or some infer padding
-                position_ids=positions[None].to(device),
+                position_ids=to_device(positions, device)[None],
                 use_cache=False,
                 logits_to_keep=keep,
                 layout=layout,
@@ -281,11 +309,17 @@ class BatchingSession:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _draw(self, rows: Sequence[SampleState], logits: Tensor, noise: Tensor) -> None:
-        """Draw the next token of each row from logits (R,V)."""
-        ids, logprobs = sample(logits, self.params, noise.to(logits.device))
-        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
-            row.append(token, logprob, self.stopping)
+    def _append(
+        self,
+        rows: Sequence[SampleState],
+        drawn: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Append the ids and log-probabilities (R,) of one or more steps, up to each row's end."""
+        numbers = [torch.stack([ids.double(), logprobs.double()]) for ids, logprobs in drawn]
+        for ids, logprobs in torch.stack(numbers).tolist():  # one copy: the host waits once
+            for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+                if not row.has_ended:
+                    row.append(int(token), logprob, self.stopping)
 
     # ----------------------------------------------------------------------------- leaving
 

@@ -31,10 +31,10 @@ from rlhf_pg.models.lm_head import bare, evaluating
 from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import (
-    MAX_ROWS,
     BatchingSession,
     PromptState,
     SampleState,
+    most_rows,
 )
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
@@ -56,7 +56,7 @@ class NativeEngine(RolloutEngine):
         pad_token_id: pads shorter prompts on the left in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
         cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
-            full length; other rows wait. None: at most half of a GPU's free memory, or 4 GiB.
+            full length; other rows wait. None: at most 0.8 of a GPU's free memory, or 4 GiB.
     """
 
     def __init__(
@@ -127,8 +127,14 @@ class NativeEngine(RolloutEngine):
         room = 4 * 2**30
         if device.type == "cuda":  # memory that torch has reserved but not allocated is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+            room = int(0.8 * (torch.cuda.mem_get_info(device)[0] + unused))
         return int(room // max(self._attention_support.bytes_per_token, 1))
+
+    def memory(self) -> float | None:
+        """Return the bytes of the GPU; None on a CPU."""
+        if self.model.device.type == "cpu":
+            return None
+        return float(torch.cuda.mem_get_info(self.model.device)[1])
 
     def row_tokens(self) -> int:
         """Return the number of tokens whose keys and values take as much as the states of a row."""
@@ -156,9 +162,19 @@ class _NativeSession:
             session: Session
             if plain:
                 logger.warning("sampling by transformers' generate, which is slower: %s", reason)
-                session = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
+                session = HFGenerateSession(
+                    *common,
+                    engine.pad_token_id,
+                    engine.cache_tokens,
+                    engine.memory(),
+                )
             else:
-                session = BatchingSession(*common, engine.room(), engine.row_tokens())
+                session = BatchingSession(
+                    *common,
+                    engine.room(),
+                    engine.row_tokens(),
+                    engine.memory(),
+                )
             self.sessions[plain] = session
         self.sessions[plain].add(request)
 
@@ -180,6 +196,7 @@ class HFGenerateSession:
     stopping: Stopping
     pad_token_id: int
     cache_tokens: int | None = None
+    memory: float | None = None  # of the GPU, in bytes
 
     def __post_init__(self) -> None:
         self.model = bare(self.model)  # peft's `generate` would change the generation config
@@ -200,7 +217,7 @@ class HFGenerateSession:
         """Sample the next batch of rows to their ends."""
         if not self.waiting:
             return []
-        count = MAX_ROWS
+        count = most_rows(self.memory)
         if self.cache_tokens is not None:
             longest = max(row.prompt.length for row in self.waiting[:count])
             count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1

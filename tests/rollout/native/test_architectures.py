@@ -5,6 +5,7 @@ import torch
 
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout import NativeEngine, Request
+from rlhf_pg.rollout.native.attention import Decode
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.token_sampling import Stopping
 from tests.models.architectures import build
@@ -48,13 +49,17 @@ def test_unsupported_attention_is_not_replaced(arch, reason):
     assert_teacher_forced(model, PROMPTS, completions)
 
 
-@pytest.mark.parametrize("room", ["", "little"])
+@pytest.mark.parametrize("how", ["", "little room", "one softmax"])
 @pytest.mark.parametrize("arch", KINDS)
-def test_windows_sinks_and_states_sample_as_generate(monkeypatch, caplog, arch, room):
-    """The same ids with the same noise, also where rows wait for room and move between slots."""
+def test_windows_sinks_and_states_sample_as_generate(monkeypatch, caplog, arch, how):
+    """The same ids with the same noise, also where rows wait for room and move between slots, and
+    as a GPU computes it.
+    """
     model = build(arch, **KINDS[arch])
     engine = NativeEngine(model, EOS, PAD)
-    if room:
+    if how == "one softmax":
+        monkeypatch.setattr(Decode, "_attend_in_parts", Decode._attend_at_once)
+    if how == "little room":
         engine.cache_tokens = 30 + 5 * engine.row_tokens()
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=1)
     assert "generate, which is slower" not in caplog.text
