@@ -148,7 +148,8 @@ def _side(trainer: PolicyGradientTrainer, batch: Batch) -> Side:
             summed = learner.backend.gradient(parameter)
             if summed is not None:
                 gradient[name] = summed.clone()
-            elif parameter.requires_grad:
+                continue
+            if parameter.requires_grad:
                 gradient[name] = torch.zeros_like(parameter)
     finally:
         learner.backend.discard_update()

@@ -73,10 +73,10 @@ def _shard(accelerator: Accelerator, module: nn.Module) -> Any:
     plugin = accelerator.state.fsdp_plugin
     policy = plugin.auto_wrap_policy
     layers = plugin.transformer_cls_names_to_wrap
-    widest = max((p.dtype for p in module.parameters()), key=lambda dtype: dtype.itemsize)
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        reduce_dtype=torch.promote_types(widest, torch.float32)
-    )
+    widest = torch.float32
+    for parameter in module.parameters():
+        widest = torch.promote_types(widest, parameter.dtype)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=widest)
     # `Accelerator.prepare` takes only one model, and only with its optimizer.
     sharded: Any = fsdp2_prepare_model(accelerator, module)
     # The plugin now has this module's layers; restore it for the next module.

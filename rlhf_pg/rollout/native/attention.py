@@ -25,10 +25,18 @@ from rlhf_pg.rollout.native.cache import KeyValues, StateStore
 
 
 class HeadOrder(NamedTuple):
-    """Indices between the query heads of rows, (R,K,H/K), and those of prompts, (G,K,M,H/K)."""
+    """The order of the query heads of rows, (R K H/K,), and of prompts, (G K, M H/K)."""
 
-    of_prompts: Tensor  # (G K M H/K,) the row's head in each place
-    of_rows: Tensor  # (R K H/K,) the place of each row's head
+    row_heads: Tensor  # (G K, M H/K) the row's head in each place of the prompts'
+    places: Tensor  # (R K H/K,) the inverse
+
+    def by_prompt(self, x: Tensor) -> Tensor:
+        """Return (G K, M H/K, W) from (R K H/K, W)."""
+        return x[self.row_heads]
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return (R K H/K, W) from (G K, M H/K, W)."""
+        return x.flatten(0, 1)[self.places]
 
 
 class Members:
@@ -72,15 +80,14 @@ class Members:
         if (key_heads, shared) not in self._orders:
             count = len(self.rows)
             device = self.rows.device
-            of_rows = torch.arange(count * key_heads * shared, device=device)
-            of_rows = of_rows.view(count, key_heads, shared)
-            of_prompts = of_rows[self.padded].transpose(1, 2)  # (G,K,M,H/K)
-            places = torch.arange(of_prompts.numel(), device=device)
-            places = places.view(of_prompts.shape).transpose(1, 2).flatten(0, 1)
-            self._orders[key_heads, shared] = HeadOrder(
-                of_prompts.flatten(),
-                places[self.row_slots].flatten(),
-            )
+            heads = torch.arange(count * key_heads * shared, device=device)
+            heads = heads.view(count, key_heads, shared)
+            row_heads = heads[self.padded].transpose(1, 2)  # (G,K,M,H/K)
+            places = torch.arange(row_heads.numel(), device=device)
+            places = places.view(row_heads.shape).transpose(1, 2)
+            places = places.flatten(0, 1)[self.row_slots]
+            row_heads = row_heads.flatten(0, 1)
+            self._orders[key_heads, shared] = HeadOrder(row_heads.flatten(1), places.flatten())
         return self._orders[key_heads, shared]
 
 
@@ -289,23 +296,32 @@ class Decode:
     ) -> Tensor:
         window = options.window
         seen = self.seen(window)
-        own = self.own.of(layer, key, value, window)
-        for store, new in zip(own, (key, value), strict=True):
-            store[seen.newest] = new.transpose(0, 1)
-        prompts = self.prompts.of(layer, key, value, _kept(window))
+        keys, values = self.own.of(layer, key, value, window)
+        keys[seen.newest] = key.transpose(0, 1)
+        values[seen.newest] = value.transpose(0, 1)
+        limit = _kept(window)
+        prompts = self.prompts.of(layer, key, value, limit)
         # Query heads that share a key head become additional queries of it.
         query = torch.unflatten(query.transpose(0, 1), 1, (len(key), -1))  # (R,K,H/K,D)
         is_fused = key.device.type == "cpu" and options.softcap is None
-        is_fused &= key.dtype == seen.dtype and key.shape == value.shape
+        is_fused &= key.dtype == seen.dtype
+        is_fused &= key.shape == value.shape
         attend = self._attend_in_parts if is_fused else self._attend_at_once
-        out = attend(query, own, prompts, seen, options)
-        return out.flatten(1, 2).to(query.dtype)
+        out = attend(
+            query,
+            (keys, values),
+            prompts,
+            seen,
+            options,
+        )
+        out = out.flatten(1, 2)
+        return out.to(query.dtype)
 
     def _attend_at_once(
         self,
         query: Tensor,
-        own: tuple[Tensor, Tensor],
-        prompts: tuple[Tensor, Tensor],
+        row_store: tuple[Tensor, Tensor],
+        prompt_store: tuple[Tensor, Tensor],
         seen: Seen,
         options: AttentionOptions,
     ) -> Tensor:
@@ -313,50 +329,60 @@ class Decode:
 
         Keys and values are read in their own dtype, scores are in at least float32.
         """
-        members = self.members
         rows, key_heads, shared, depth = query.shape
-        order = members.order(key_heads, shared)
+        order = self.members.order(key_heads, shared)
         width = seen.of_row.shape[1]
-        keys, values = (_batched(x, rows, width) for x in own)
         prompt_width = seen.both.shape[-1] - width
-        groups, most = members.padded.shape
-        prompt_keys, prompt_values = (_batched(x, groups, prompt_width) for x in prompts)
-
-        heads = query.reshape(-1, depth)
-        of_prompts = heads[order.of_prompts].view(groups * key_heads, most * shared, depth)
-        to_prompt = wide_product(of_prompts, prompt_keys.transpose(1, 2))
-        to_prompt = to_prompt.view(-1, prompt_width)[order.of_rows]
-        to_row = wide_product(heads.view(-1, shared, depth), keys.transpose(1, 2))
-        scores = torch.cat([to_prompt, to_row.view(-1, width)], dim=1)
+        keys, values = (_first(store, rows, width) for store in row_store)
+        groups = len(self.members.padded)
+        prompt_keys, prompt_values = (_first(store, groups, prompt_width) for store in prompt_store)
+        query = query.reshape(-1, depth)
+        to_prompt = order.by_prompt(query)
+        to_prompt = wide_product(to_prompt, prompt_keys.transpose(1, 2))
+        to_row = query.view(-1, shared, depth)
+        to_row = wide_product(to_row, keys.transpose(1, 2))
+        scores = torch.cat([order.by_row(to_prompt), to_row.flatten(0, 1)], dim=1)
         scores = scores.view(rows, key_heads, shared, -1)
-        if options.softcap is None:
-            scores = torch.add(seen.both, scores, alpha=options.scale)
-        else:
+        factor = options.scale
+        if options.softcap is not None:
             scores = torch.tanh(scores * (options.scale / options.softcap))
-            scores = torch.add(seen.both, scores, alpha=options.softcap)
+            factor = options.softcap
+        scores = torch.add(seen.both, scores, alpha=factor)
         if options.sinks is not None:
             sinks = options.sinks.view(key_heads, shared, 1).to(scores)
             sinks = sinks.expand(rows, -1, -1, -1)
             scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(-1).flatten(0, 2)
-        to_prompt = weights[:, :prompt_width][order.of_prompts]
-        to_prompt = to_prompt.view(groups * key_heads, most * shared, prompt_width)
-        to_row = weights[:, prompt_width:][:, :width].view(-1, shared, width)
-        out = wide_product(to_prompt, prompt_values).flatten(0, 1)[order.of_rows]
-        out = out + wide_product(to_row, values).flatten(0, 1)
+        weights = scores.softmax(-1)
+        weights = weights.flatten(0, 2)
+        to_prompt = order.by_prompt(weights[:, :prompt_width])
+        to_row = weights[:, prompt_width : prompt_width + width]
+        to_row = to_row.view(-1, shared, width)
+        from_prompt = wide_product(to_prompt, prompt_values)
+        from_row = wide_product(to_row, values)
+        out = order.by_row(from_prompt) + from_row.flatten(0, 1)
         return out.view(rows, key_heads, shared, -1)
 
     def _attend_in_parts(
         self,
         query: Tensor,
-        own: tuple[Tensor, Tensor],
-        prompts: tuple[Tensor, Tensor],
+        row_store: tuple[Tensor, Tensor],
+        prompt_store: tuple[Tensor, Tensor],
         seen: Seen,
         options: AttentionOptions,
     ) -> Tensor:
         """Do the same by the CPU's fused kernel, which needs no room for scores."""
-        to_row = _attend(query, *own, seen.row, options)
-        to_prompt = self._attend_to_prompts(query, *prompts, seen.prompt, options)
+        to_row = _attend(
+            query,
+            *row_store,
+            seen.row,
+            options,
+        )
+        to_prompt = self._attend_to_prompts(
+            query,
+            *prompt_store,
+            seen.prompt,
+            options,
+        )
         out = together(to_prompt, to_row)
         if options.sinks is not None:
             logsum = torch.logaddexp(to_prompt.logsum, to_row.logsum)
@@ -425,7 +451,7 @@ def _attend(
     return PartialSoftmax(out, logsum[..., None])
 
 
-def _batched(store: Tensor, slots: int, width: int) -> Tensor:
+def _first(store: Tensor, slots: int, width: int) -> Tensor:
     """Return the first slots and columns of a store (slots,K,width,D), one for each key head."""
     return store[:slots, :, :width].flatten(0, 1)
 
