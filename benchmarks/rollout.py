@@ -30,7 +30,8 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.native.continuous_batching import BatchingSession, SampleState
+from rlhf_pg.rollout.native.continuous_batching import SampleState
+from rlhf_pg.rollout.token_sampling import Stopping
 
 EOS, PAD = 1, 0
 
@@ -92,33 +93,32 @@ def force(logits: Tensor, lengths: Tensor, position: Tensor | int) -> Tensor:
     return logits
 
 
-def forced(wanted: Tensor) -> AbstractContextManager[Any]:
-    """Inside, completions of the native engine have the lengths `wanted` (P,n); those of
-    prompt p are in row p mod P.
+def forced(wanted: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
+    """Inside, completions of the native engine have the lengths `wanted` (P,n), with EOS at their
+    ends alone; those of prompt p are in row p mod P.
     """
 
-    draw = BatchingSession._draw
+    def append(row: SampleState, token: int, logprob: float, stopping: Stopping) -> None:
+        lengths = wanted[row.prompt.request.prompt_index % len(wanted)]
+        row.stopped = len(row.tokens) + 1 == lengths[row.sample]
+        if row.stopped:
+            token = EOS
+        elif token in (EOS, PAD):
+            token = PAD + 2
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
 
-    def forced_draw(
-        self: BatchingSession, rows: Sequence[SampleState], logits: Tensor, noise: Tensor
-    ) -> None:
-        places = [(row.prompt.request.prompt_index % len(wanted), row.sample) for row in rows]
-        ends = torch.stack([wanted[place] for place in places])
-        drawn = torch.tensor([len(row.tokens) for row in rows], device=ends.device)
-        draw(self, rows, force(logits, ends, drawn), noise)
-
-    return patch.object(BatchingSession, "_draw", forced_draw)
+    return patch.object(SampleState, "append", append)
 
 
 def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:
     prompts, lengths = case.draw(model.config.vocab_size)
-    wanted = torch.tensor(lengths, device=model.device)
 
     def run() -> int:
-        with forced(wanted):
+        with forced(lengths):
             engine = NativeEngine(model, EOS, PAD)
             done = engine.generate(prompts, case.n, SamplingParams(max_tokens=case.new), seed=0)
-        assert [len(c.tokens) for c in done] == wanted.flatten().tolist()
+        assert [len(c.tokens) for c in done] == [length for row in lengths for length in row]
         return sum(len(c.tokens) for c in done)
 
     return run

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
+from benchmarks.peer.workload import LEARNING_RATE, Job, synchronize
 from benchmarks.rollout import forced
 from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from rlhf_pg.data.batch import Batch
@@ -48,7 +47,7 @@ def stepper(job: Job, model: PreTrainedModel) -> Callable[[], dict[str, float]]:
     trainer.agreement.refuses = False  # lengths are forced, so it is not the policy's
     journal = Journal(Path(trainer.args.output_dir), 0, is_main=True)
     journal.console.quiet = True  # it keeps its lines, and says nothing
-    wanted = job.workload.lengths.to(device())
+    wanted = job.workload.lengths.tolist()
 
     def step() -> dict[str, float]:
         synchronize()
@@ -75,9 +74,9 @@ def gradient(job: Job, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor
     trainer.learner.accumulate(batch, trainer.objective, Meter())
     # RLOO divides by the longest length too ("constant"), TRL does not.
     scale = job.workload.new if job.algorithm == "rloo" else 1
-    return {name: scale * _of(weight) for name, weight in trainer.model.named_parameters()}
-
-
-def _of(weight: torch.nn.Parameter) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
+    gradients = {}
+    for name, weight in trainer.model.named_parameters():
+        summed = trainer.learner.backend.gradient(weight)
+        assert summed is not None
+        gradients[name] = scale * summed
+    return gradients
