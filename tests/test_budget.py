@@ -22,10 +22,10 @@ TOKENS = {
     "advantages": 3379,
     "agents": 8804,
     "audit": 3748,
-    "boundary": 4600,
+    "boundary": 4691,
     "checkpoint": 5330,
     "cli": 9721,
-    "config": 12986,
+    "config": 13001,
     "data": 21171,
     "episodes": 7541,
     "failpoints.py": 132,
@@ -41,10 +41,10 @@ TOKENS = {
     "rollout": 18022,
     "run": 7582,
     "running_stats.py": 397,
-    "runtime": 9380,
-    "supervised": 7184,
+    "runtime": 9406,
+    "supervised": 7196,
     "tasks": 5091,
-    "trainers": 21385,
+    "trainers": 21391,
 }
 PER_LINE = 9.0  # of a file above 30 lines of code
 # Files that may be denser, and why.

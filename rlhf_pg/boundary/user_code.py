@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
@@ -46,8 +47,25 @@ def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
     return loop
 
 
+def on_this_gpu(call: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that computes on the GPU of this thread; a new thread would take the first
+    one of the machine, which belongs to another process.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return call
+    device = torch.cuda.current_device()
+
+    def moved() -> T:
+        torch.cuda.set_device(device)
+        return call()
+
+    return moved
+
+
 def begin(call: Callable[[], Awaitable[Any]], loop: str = "users") -> Future[Any]:
     """Call an async function on an event loop of the process."""
+    call = on_this_gpu(call)
 
     async def outcome() -> Any:
         try:
@@ -67,7 +85,7 @@ def call_concurrently(
     process alive; an awaitable is cancelled. The future raises TimeoutError after `timeout`
     seconds, and RuntimeError for an exception that would end the run.
     """
-    call = partial(function, *arguments, **keywords)
+    call = on_this_gpu(partial(function, *arguments, **keywords))
 
     async def outcome() -> Any:
         try:

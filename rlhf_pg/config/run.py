@@ -43,6 +43,9 @@ class TrainingConfig:
     resume_from_checkpoint: Text | None = option(None, "output", help=
         'Checkpoint directory to resume from, or "latest" for the newest in output_dir.')
     seed: int = option(42, "run", ge=0, le=2 ** 32 - 1, help="Seed of all random numbers.")
+    deterministic: bool = option(False, "cost", help=
+        "The same bits in every run on the same GPUs, by torch's deterministic kernels, which are "
+        "slower. A CPU's sums are the same anyway.")
     disable_dropout: bool = option(True, "update", help="Train without dropout or router jitter.")
     pad_token: Text | None = option(None, "run", help="Pad token for a tokenizer without one.")
     eos_token: Text | None = option(None, "run", help=

@@ -37,12 +37,23 @@ logger = logging.getLogger(__name__)
 class Runtime:
     """The current process and its connection to the others.
 
-    The timeout is in seconds; `cpu` uses no GPU. ValueError for an unsupported launcher's backend.
+    Args:
+        timeout: in seconds.
+        cpu: use no GPU.
+        deterministic: let torch use deterministic kernels, or raise RuntimeError where there is
+            none, from now on in this process.
+
+    ValueError for an unsupported launcher's backend.
     """
 
     threads: int | None = None  # of torch, before a small model took one
 
-    def __init__(self, timeout: int = 1800, cpu: bool = False) -> None:
+    def __init__(
+        self,
+        timeout: int = 1800,
+        cpu: bool = False,
+        deterministic: bool = False,
+    ) -> None:
         self.timeout = timedelta(seconds=timeout + MARGIN)
         # The config, not the launcher, decides on precision and accumulation. Without CUDA
         # everything runs on the CPU, since Apple's GPUs lack float64 (for sampling and metrics).
@@ -62,6 +73,9 @@ class Runtime:
         self.device_name = f"{self.device.type} ({platform.machine()})"
         if self.device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(self.device)
+            if deterministic:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.use_deterministic_algorithms(True)
         self.loading_device = host if self.splits else self.device  # a GPU may not hold it all
         self.main_host = host if self.is_main else None  # see `FullWeights.gathered`
         self.watch: Watch | None = None

@@ -154,7 +154,7 @@ def train_reward_model(
     """
     check_callbacks(callbacks)
     args = args.locate()
-    runtime = Runtime(args.ddp_timeout)
+    runtime = Runtime(args.ddp_timeout, deterministic=args.deterministic)
     args = args.on(runtime.device.type, auto_dtype(args, runtime))
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)

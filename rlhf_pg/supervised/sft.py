@@ -72,7 +72,7 @@ def train_sft(
     """
     check_callbacks(callbacks)
     args = args.locate()
-    runtime = Runtime(args.ddp_timeout)
+    runtime = Runtime(args.ddp_timeout, deterministic=args.deterministic)
     args = args.on(runtime.device.type, auto_dtype(args, runtime))
     set_seed(args.seed)
     data = resolve_data(args, train_dataset, eval_dataset)

@@ -150,7 +150,7 @@ class Parts:
 def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) -> Parts:
     """Make the parts of a trainer, or of an evaluation, which does not train."""
     args, inputs, described, recorded = resolve_inputs(args, inputs, trains)
-    runtime = Runtime(args.ddp_timeout)
+    runtime = Runtime(args.ddp_timeout, deterministic=args.deterministic)
     args = args.on(runtime.device.type, auto_dtype(args, runtime))
     for warning in args.warnings if runtime.is_main else ():
         logger.warning("%s", warning)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def test_offload_holds_no_inputs_of_layers_on_device(tmp_path: Path) -> None:
 def test_auto_dtype_is_bfloat16(tmp_path: Path) -> None:
     made = trainer(Run(options={"dtype": "auto"}), tmp_path)
     assert (made.args.dtype, made.model.dtype) == ("bfloat16", torch.bfloat16)
+
+
+def test_deterministic_run_uses_deterministic_kernels(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        trainer(Run(options={"deterministic": True, "max_steps": 1}), tmp_path).train()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_budget_is_found_on_meta_tensors(tmp_path: Path) -> None:
