@@ -5,10 +5,11 @@ memory at a time, and is turned into its own gradient in place. With several chu
 recomputed in the backward pass.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from rlhf_pg.kl import IMPOSSIBLE
 from rlhf_pg.masking import widen
 from rlhf_pg.models.attention import wide_product
+
+logger = logging.getLogger(__name__)
 
 # The classes that `from_pretrained` returns: PeftModel is not a PreTrainedModel, but wraps one.
 LOADED = (PreTrainedModel, PeftModel)
@@ -59,6 +62,7 @@ TokenStatistics = tuple[Tensor, ...]  # of each token, (N,): see `TokenDistribut
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `rlhf_pg.kl.divergence`
 # From log-probabilities (n,V) of these rows: divergences from a teacher, gradients by logits.
 Compare = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+CompareRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # the same, for known rows
 HeadInput = tuple["TeacherHead", Tensor]  # the head, and the hidden states (N,H) it reads
 
 
@@ -81,9 +85,9 @@ class TokenDistribution:
         """The derivative of `logits` without a cap."""
         return self.transform.scale / self.temperature
 
-    def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def logits(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the argument of softmax, (n,V), and a cap's factor in the derivative."""
-        z = widen(output[rows])
+        z = widen(output)
         bend = None
         cap = self.transform.cap
         if cap is not None:
@@ -101,55 +105,129 @@ class TokenDistribution:
         compare: Compare | None = None,
     ) -> TokenStatistics:
         """Return log-probabilities, entropies and, if asked, divergences from a teacher; (N,)."""
-        logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
-        entropies = torch.empty_like(logprobs)
-        divergences = [] if compare is None else [torch.empty_like(logprobs)]
+        compute = _compiled(_statistics) if _compiles(output, compare) else _statistics
+        dtype = widen(output[:0]).dtype
+        count = 2 + (compare is not None)
+        columns = tuple(output.new_empty(len(tokens), dtype=dtype) for _ in range(count))
         for rows in _blocks(output):
-            everywhere = self.logits(output, rows)[0].log_softmax(-1)
-            logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
-            if self.smoothing:
-                logprobs[rows] = logprobs[rows].lerp(everywhere.mean(1), self.smoothing)
-            everywhere.clamp_(min=IMPOSSIBLE)
-            if compare is not None:
-                divergences[0][rows] = compare(everywhere, rows)[0]
-            entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
-        return logprobs, entropies, *divergences
+            parts = compute(self, output[rows], tokens[rows], _of_rows(compare, rows))
+            for column, part in zip(columns, parts, strict=True):
+                column[rows] = part
+        return columns
 
     def to_gradient(
         self,
         output: Tensor,
         tokens: Tensor,
-        entropies: Tensor,
-        to_logprobs: Tensor,
-        to_entropies: Tensor,
-        *to_divergences: Tensor,
+        *numbers: Tensor,
         compare: Compare | None = None,
     ) -> None:
-        """Overwrite the output with its gradient, given those of the statistics."""
-        to_logprobs = to_logprobs[:, None] * self.slope
-        to_entropies = to_entropies[:, None] * self.slope
+        """Overwrite the output with its gradient, given the entropies, and the gradients of
+        log-probabilities, entropies and, if there are any, divergences; (N,) each.
+        """
+        overwrite: Any = _overwrite
+        if is_compiled := _compiles(output, compare):
+            overwrite = _compiled(_overwrite)
         for rows in _blocks(output):
-            z, bend = self.logits(output, rows)
-            if self.entropy_gradient or compare is not None:
-                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
-            if compare is not None:
-                towards = compare(everywhere, rows)[1]
-                towards *= to_divergences[0][rows, None] * self.slope
-            if self.entropy_gradient:
-                p = everywhere.exp()
-                surprise = everywhere.add_(entropies[rows, None])
-                surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows])
-                gradient = p.mul_(surprise)
-            else:
-                gradient = z.softmax(-1)
-                gradient.mul_(-to_logprobs[rows])
-            of_token = to_logprobs[rows] * (1 - self.smoothing)
-            gradient.scatter_add_(1, tokens[rows, None], of_token)
-            if self.smoothing:
-                gradient += to_logprobs[rows] * (self.smoothing / gradient.shape[1])
-            if compare is not None:
-                gradient += towards
-            output[rows] = gradient if bend is None else gradient.mul_(bend)
+            of_rows = (x[rows] for x in numbers)
+            teacher = _of_rows(compare, rows)
+            overwrite(self, is_compiled, output[rows], tokens[rows], teacher, *of_rows)
+
+
+def _of_rows(compare: Compare | None, rows: slice) -> CompareRows | None:
+    if compare is None:
+        return None
+    return lambda logprobs: compare(logprobs, rows)
+
+
+def _statistics(
+    distribution: TokenDistribution,
+    output: Tensor,
+    tokens: Tensor,
+    compare: CompareRows | None,
+) -> TokenStatistics:
+    """Return the statistics of a block of rows."""
+    everywhere = distribution.logits(output)[0].log_softmax(-1)
+    logprobs = everywhere.gather(1, tokens[:, None]).squeeze(1)
+    if distribution.smoothing:
+        logprobs = logprobs.lerp(everywhere.mean(1), distribution.smoothing)
+    everywhere.clamp_(min=IMPOSSIBLE)
+    divergences = () if compare is None else compare(everywhere)[:1]
+    entropies = -everywhere.exp().mul_(everywhere).sum(-1)
+    return logprobs, entropies, *divergences
+
+
+def _overwrite(
+    distribution: TokenDistribution,
+    is_compiled: bool,
+    output: Tensor,
+    tokens: Tensor,
+    compare: CompareRows | None,
+    entropies: Tensor,
+    to_logprobs: Tensor,
+    to_entropies: Tensor,
+    *to_divergences: Tensor,
+) -> None:
+    """Overwrite a block of rows with its gradient."""
+    to_logprobs = to_logprobs[:, None] * distribution.slope
+    to_entropies = to_entropies[:, None] * distribution.slope
+    z, bend = distribution.logits(output)
+    if distribution.entropy_gradient or compare is not None:
+        everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
+    if compare is not None:
+        towards = compare(everywhere)[1]
+        towards *= to_divergences[0][:, None] * distribution.slope
+    if distribution.entropy_gradient:
+        p = everywhere.exp()
+        surprise = everywhere.add_(entropies[:, None])
+        surprise.mul_(-to_entropies).sub_(to_logprobs)
+        gradient = p.mul_(surprise)
+    else:
+        gradient = z.softmax(-1)
+        gradient.mul_(-to_logprobs)
+    of_token = to_logprobs * (1 - distribution.smoothing)
+    if is_compiled:  # a comparison joins the same pass, which a scattered sum would split
+        columns = torch.arange(output.shape[1], device=output.device)
+        gradient += torch.where(columns == tokens[:, None], of_token, 0.0)
+    else:
+        gradient.scatter_add_(1, tokens[:, None], of_token)
+    if distribution.smoothing:
+        gradient += to_logprobs * (distribution.smoothing / gradient.shape[1])
+    if compare is not None:
+        gradient += towards
+    output.copy_(gradient if bend is None else gradient.mul_(bend))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile on first use: a GPU then passes over the logits twice, and not eight times."""
+    return torch.compile(function, dynamic=True)
+
+
+def _compiles(output: Tensor, compare: Compare | None) -> bool:
+    """Return whether the passes over logits are compiled: on a GPU, without a teacher."""
+    if not output.is_cuda or compare is not None or isinstance(output, FakeTensor):
+        return False
+    return _head_compiles(output.dtype, output.device)
+
+
+@cache
+def _head_compiles(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the head compiles on this device; log if not."""
+    output = torch.ones(4, 8, dtype=dtype, device=device)
+    tokens = torch.zeros(4, dtype=torch.int64, device=device)
+    numbers = [torch.ones(4, dtype=widen(output[:0]).dtype, device=device)] * 3
+    distribution = TokenDistribution(1.0, NOTHING, False)
+    try:
+        _compiled(_statistics)(distribution, output, tokens, None)
+        _compiled(_overwrite)(distribution, True, output, tokens, None, *numbers)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning("the head is not compiled, so updates are slower: %s", reason)
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -166,7 +244,7 @@ class TeacherHead:
         output = nn.functional.linear(hidden, self.weight, self.bias)
 
         def compare(logprobs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            of_teacher = self.distribution.logits(output, rows)[0].log_softmax(-1)
+            of_teacher = self.distribution.logits(output[rows])[0].log_softmax(-1)
             return self.divergence(logprobs, of_teacher.clamp_(min=IMPOSSIBLE))
 
         return compare

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies from hidden states, against softmax written out row by row."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -231,6 +232,27 @@ def test_gradient_matches_finite_differences(transform, entropy) -> None:
         return found if entropy else found[0]
 
     assert torch.autograd.gradcheck(scores, [logits.requires_grad_()])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_compiled_passes_match(monkeypatch, entropy, smoothing) -> None:
+    """What a GPU compiles, traced as one graph each."""
+    results = []
+    for is_compiled in (False, True):
+        logits = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        _, tokens = rows()
+        if is_compiled:
+            traced = partial(torch.compile, backend="eager", fullgraph=True, dynamic=True)
+            monkeypatch.setattr(module, "_compiled", traced)
+            monkeypatch.setattr(module, "_compiles", lambda output, compare: True)
+        found = token_statistics(
+            logits * 1, tokens, 0.7, entropy, LogitTransform(3.0, 1.5), smoothing=smoothing
+        )
+        loss(found, entropy).backward()
+        results.append((*found, logits.grad))
+    for plain, compiled in zip(*results, strict=True):
+        assert plain.equal(compiled)
 
 
 def test_impossible_logits_keep_results_finite() -> None:
