@@ -1,12 +1,17 @@
-"""What `dtype: auto` means in this run."""
+"""What the keys of a model mean in this run, on its device."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.config.run import TrainingConfig
+from rlhf_pg.run.learner import Learner
 from rlhf_pg.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 
 def auto_dtype(args: TrainingConfig, runtime: Runtime) -> str:
@@ -34,3 +39,14 @@ def _resumed_dtype(args: TrainingConfig) -> str | None:
         if config := atomic.state(path).get("config"):
             return str(config["dtype"])
     return None
+
+
+def warn_of_attention(args: Any, learner: Learner) -> None:
+    """Warn if the model's attention is chosen, but rows are packed, whose attention is ours."""
+    is_packed = all(packer.window for packer in learner.packers)
+    if args.attn_implementation and is_packed and learner.runtime.is_main:
+        logger.warning(
+            "attn_implementation %s is not used where rows are packed, and by the native engine: "
+            "they compute shared prompts once, with their own attention",
+            args.attn_implementation,
+        )

@@ -24,6 +24,7 @@ from rlhf_pg.data import vocabulary_fingerprint
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal, due, summarize
 from rlhf_pg.rng import restore_rng, rng_tensors
+from rlhf_pg.run.device import warn_of_attention
 from rlhf_pg.run.learner import Learner
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
 from rlhf_pg.runtime.trackers import Trackers
@@ -103,6 +104,7 @@ class TrainingLoop(ABC):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = list(callbacks)
+        warn_of_attention(self.args, self.learner)
         self.history: list[dict[str, Any]] = []
         self.journal: Journal | None = None  # while the run trains
         self.checkpointer = Checkpointer(

@@ -14,7 +14,7 @@ def attention_of(model) -> set[str]:
 
 
 @pytest.mark.parametrize("given", ["path", "object"])
-def test_attention_is_that_of_policy_reference_and_critic(make, model_path, given):
+def test_attention_is_that_of_policy_reference_and_critic(make, model_path, given, caplog):
     model = model_path if given == "path" else AutoModelForCausalLM.from_pretrained(model_path)
     options = {"attn_implementation": "eager", "beta": 0.1}
     trainer = make(
@@ -24,10 +24,17 @@ def test_attention_is_that_of_policy_reference_and_critic(make, model_path, give
         **options,
         max_steps=1,
     )
+    assert "attn_implementation eager is not used where rows are packed" in caplog.text
     assert attention_of(trainer.model) == {"eager"}
     assert attention_of(trainer.learner.reference.policy.model) == {"eager"}
     assert attention_of(trainer.critic.model) == {"eager"}
     trainer.train()
+
+
+def test_chosen_attention_of_a_padded_model_is_used_in_silence(make, monkeypatch, caplog):
+    monkeypatch.setattr("rlhf_pg.models.policy.packing_window", lambda *_, **options: 0.0)
+    make(attn_implementation="eager")
+    assert "attn_implementation" not in caplog.text
 
 
 def test_loaded_critic_has_attention_and_fields_of_config(make, model_path):
