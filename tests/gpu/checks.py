@@ -25,6 +25,7 @@ from rich.console import Console
 from tests.gpu import report
 from tests.gpu.check import Group
 from tests.gpu.groups import GROUPS
+from tests.gpu.groups.common import SHORT
 from tests.gpu.report import ROOT, Row
 
 POLL = 0.1
@@ -47,6 +48,7 @@ class Job:
     until: float
     logs: Path
     module: str = "tests.gpu.groups"
+    pattern: str = ""  # of the names of checks
 
     @property
     def log(self) -> Path:
@@ -126,6 +128,7 @@ def _start(job: Job, first: int, lines: str, output: Any) -> subprocess.Popen[by
     """A group's process, at the head of a session, so that all it starts can be ended with it."""
     command = [sys.executable, "-m", "tests.gpu.group", job.module, job.name]
     command += ["--device", job.device, "--first", str(first), "--lines", lines]
+    command += ["--check", job.pattern]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {})
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -143,6 +146,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
+    parser.add_argument("--check", default="", metavar="PATTERN", help="a regular expression")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which it ends")
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
     return parser.parse_args()
@@ -153,6 +157,8 @@ def main() -> None:
     if flags.device == "cuda" and not torch.cuda.is_available():
         console.print("no GPU here: nothing checked")
         return
+    if flags.minutes < 20:
+        os.environ[SHORT] = "1"
     start, rows = time.monotonic(), list[Row]()
     where, logs = report.environment(flags.device), Path(tempfile.mkdtemp(prefix="gpu-checks-"))
     console.print(f"{where['device']}; what the checks print is in {logs}")
@@ -160,7 +166,8 @@ def main() -> None:
     for name in flags.only:
         group, now = GROUPS[name], time.monotonic()
         until = min(start + 60 * flags.minutes, now + 60 * group.minutes)
-        for row in run(Job(name, group, flags.device, until, logs)):
+        job = Job(name, group, flags.device, until, logs, pattern=flags.check)
+        for row in run(job):
             rows.append(row)
             line = f"{row.group}: {row.what}: {row.figure} [{row.verdict}]"
             console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,8 +28,10 @@ from tests.gpu.report import ROOT, Row
 Tell = Callable[[dict[str, Any]], None]
 
 
-def go(name: str, checks: Iterator[Check], first: int, tell: Tell) -> None:
-    """Make the checks from number `first` on; tell what begins, its row, and when all are done."""
+def go(name: str, checks: Iterator[Check], first: int, tell: Tell, pattern: str = "") -> None:
+    """Make the checks from number `first` on, of those whose names have the regular expression;
+    tell what begins, its row, and when all are done.
+    """
     number = 0
     while True:
         start = time.perf_counter()
@@ -40,6 +43,8 @@ def go(name: str, checks: Iterator[Check], first: int, tell: Tell) -> None:
             result, what = failed(error), "preparing the checks"
             tell({"row": row(name, what, result, start)})
             break
+        if not re.search(pattern, what):
+            continue
         number += 1
         if number <= first:
             continue
@@ -87,11 +92,13 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--lines", type=Path, required=True)
+    parser.add_argument("--check", default="")
     flags = parser.parse_args()
     group = importlib.import_module(flags.groups).GROUPS[flags.name]
     with flags.lines.open("a", buffering=1) as lines:
         tell = partial(print, file=lines)
-        go(flags.name, group.checks(flags.device), flags.first, lambda e: tell(json.dumps(e)))
+        checks = group.checks(flags.device)
+        go(flags.name, checks, flags.first, lambda e: tell(json.dumps(e)), flags.check)
 
 
 if __name__ == "__main__":

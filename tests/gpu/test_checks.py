@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu import checks, report
 from tests.gpu.check import Result
+from tests.gpu.group import go
 from tests.gpu.groups import GROUPS
 from tests.gpu.report import Row
 
@@ -36,6 +38,14 @@ def test_missing_gpu_is_reported(
     checks.main()
     assert capsys.readouterr().out == "no GPU here: nothing checked\n"
     assert not (tmp_path / "r.json").exists()
+
+
+def test_pattern_picks_checks() -> None:
+    events: list[dict[str, Any]] = []
+    picked = [(name, lambda: Result("1", True)) for name in ("decoding, llama", "gradient, qwen3")]
+    go("group", iter(picked), 0, events.append, "^gradient")
+    assert [event["row"]["what"] for event in events if "row" in event] == ["gradient, qwen3"]
+    assert events[-1] == {"done": True}
 
 
 @pytest.mark.parametrize("name", ["float32", "sampling", "steps"])

@@ -14,12 +14,13 @@ from rlhf_pg.rollout import NativeEngine
 from rlhf_pg.tasks import arithmetic
 from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import (
+    ARCHITECTURES,
     gradient,
     lengths,
     rollout_of,
     save_model,
 )
-from tests.tiny import ARCHS, tiny_model
+from tests.tiny import tiny_model
 
 # The sampler's, in float64: see `deterministic`.
 UNDETERMINED = {"cumsum_cuda_kernel"}
@@ -27,7 +28,7 @@ UNDETERMINED = {"cumsum_cuda_kernel"}
 
 def float32(device: str) -> Iterator[Check]:
     """Per-token numbers and gradients on the device against those of the CPU."""
-    for arch in ARCHS:
+    for arch in ARCHITECTURES:
         yield f"log-probabilities and gradient, {arch}", partial(agrees, arch, device)
 
 

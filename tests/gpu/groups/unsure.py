@@ -9,21 +9,22 @@ import torch
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import (
+    ARCHITECTURES,
     gradient,
     random_rollout,
     rollout_of,
     scored,
 )
-from tests.tiny import ARCHS, tiny_model
+from tests.tiny import tiny_model
 
 # ------------------------------------------------------------------------------------- bfloat16
 
 
 def bfloat16(device: str) -> Iterator[Check]:
     """Per-token numbers and gradients in bfloat16 against float32 on the CPU."""
-    for arch in ARCHS:
+    for arch in ARCHITECTURES:
         yield f"log-probabilities, {arch}", partial(rounded_scores, arch, device)
-    for arch in ARCHS:
+    for arch in ARCHITECTURES:
         yield f"gradient, {arch}", partial(rounded_gradient, arch, device)
 
 
@@ -52,7 +53,7 @@ def rounded_gradient(arch: str, device: str) -> Result:
 
 def decoding(device: str) -> Iterator[Check]:
     """Long completions, against a scoring pass."""
-    for arch in ARCHS:
+    for arch in ARCHITECTURES:
         yield f"decoding, {arch}", partial(decoded, arch, torch.float32, device)
     yield "decoding, qwen3, bfloat16", partial(decoded, "qwen3", torch.bfloat16, device)
 
