@@ -268,7 +268,7 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     adapted = stir(get_peft_model(policy, adapter()))
     adapted.save_pretrained(tmp_path / "adapter")
     letters().save_pretrained(tmp_path / "adapter")
-    loaded = _load(tmp_path / "adapter", config(tmp_path / "run"))
+    loaded = _load(tmp_path / "adapter", config(tmp_path / "run").on("cpu"))
     whole = adapted.merge_and_unload()
     ids = torch.tensor([[5, 9, 4]])
     hidden = [m.base_model(ids).last_hidden_state for m in (loaded, whole, base)]
@@ -278,14 +278,14 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     train_reward_model(args, tmp_path / "adapter", None, pairs(), pairs(8))
     get_peft_model(classifier(), adapter(task_type="SEQ_CLS")).save_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="is of kind SEQ_CLS"):
-        _load(tmp_path / "x", config(tmp_path / "run"))
+        _load(tmp_path / "x", config(tmp_path / "run").on("cpu"))
 
 
 def test_options_of_loading_are_obeyed_or_refused(tmp_path):
     classifier().save_pretrained(tmp_path / "base")
     letters().save_pretrained(tmp_path / "base")
     options = {"model_init_kwargs": {"attention_dropout": 0.25}, "attn_implementation": "eager"}
-    loaded = _load(tmp_path / "base", config(tmp_path / "run", **options))
+    loaded = _load(tmp_path / "base", config(tmp_path / "run", **options).on("cpu"))
     assert loaded.config.attention_dropout == 0.25
     assert loaded.config._attn_implementation == "eager"
     args = config(tmp_path / "run", model_init_kwargs={"attention_dropuot": 0.25})
