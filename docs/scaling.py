@@ -129,9 +129,9 @@ def step(name: str, processes: int) -> list[str]:
         gpus = MACHINE if serves else 1
         sampling = WIDTH * position_seconds(H100, model, ROWS * gpus, context, gpus)
         computing = train_seconds(H100, model, TOKENS, context, 3)
-        # In units of (N-1)/N 2P bytes. DDP: float32 gradients both ways, after the last micro-batch,
-        # so that nothing hides them. ZeRO-2: 1 per micro-batch and 1. FSDP2: weights twice and
-        # float32 gradients once, and 1 for the copy.
+        # In units of (N-1)/N 2P bytes. DDP: float32 gradients both ways, after the last
+        # micro-batch, so that nothing hides them. ZeRO-2: 1 per micro-batch and 1. FSDP2: weights
+        # twice and float32 gradients once, and 1 for the copy.
         batches = math.ceil(TOKENS / MICRO_BATCH)
         times = {DDP: 4, ZERO2: batches + 1, FSDP2: 4 * batches + 1}[layout]
         sent = times * (processes - 1) / processes * 2 * model.parameters
