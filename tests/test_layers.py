@@ -146,7 +146,8 @@ def loaded_with(name: str) -> set[str]:
 def test_parts_are_imported_without_the_rest() -> None:
     """The losses need `masking` alone, and an engine no episodes."""
     assert loaded_with("losses") == {"losses", "masking"}
-    assert len(loaded_with("rollout.native.engine")) < 30
+    wings = {name.split(".")[0] for name in loaded_with("rollout.native.engine")}
+    assert not wings & {"agents", "episodes", "rewards", "run", "runtime", "supervised", "trainers"}
 
 
 def test_config_does_not_import_torch() -> None:

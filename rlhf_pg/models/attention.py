@@ -7,8 +7,9 @@ Shapes: N tokens of the pass, H query and K key-value heads, D their width.
 """
 
 import inspect
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,8 @@ from transformers.integrations import moe
 
 from rlhf_pg.masking import widen
 from rlhf_pg.models.recurrent import Mixer, mark_mixers
+
+logger = logging.getLogger(__name__)
 
 NAME = "rlhf_pg"
 LONG = "longrope"
@@ -94,6 +97,19 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
+
+
+def runs_on_device(act: Callable[[], Any], consequence: str) -> bool:
+    """Return whether a compiled function runs on this device, by running it; log if not."""
+    try:
+        act()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning("%s: %s", consequence, reason)
+        return False
+    return True
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

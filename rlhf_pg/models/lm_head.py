@@ -5,7 +5,6 @@ memory at a time, and is turned into its own gradient in place. With several chu
 recomputed in the backward pass.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from rlhf_pg.kl import IMPOSSIBLE
 from rlhf_pg.masking import widen
-from rlhf_pg.models.attention import wide_product
-
-logger = logging.getLogger(__name__)
+from rlhf_pg.models.attention import runs_on_device, wide_product
 
 # The classes that `from_pretrained` returns: PeftModel is not a PreTrainedModel, but wraps one.
 LOADED = (PreTrainedModel, PeftModel)
@@ -105,8 +102,10 @@ class TokenDistribution:
         compare: Compare | None = None,
     ) -> TokenStatistics:
         """Return log-probabilities, entropies and, if asked, divergences from a teacher; (N,)."""
-        compute = _compiled(_statistics) if _compiles(output, compare) else _statistics
-        dtype = widen(output[:0]).dtype
+        compute: Any = _statistics
+        if _compiles(output, compare):
+            compute = _compiled(_statistics)
+        dtype = _wide(output)
         count = 2 + (compare is not None)
         columns = tuple(output.new_empty(len(tokens), dtype=dtype) for _ in range(count))
         for rows in _blocks(output):
@@ -126,7 +125,8 @@ class TokenDistribution:
         log-probabilities, entropies and, if there are any, divergences; (N,) each.
         """
         overwrite: Any = _overwrite
-        if is_compiled := _compiles(output, compare):
+        is_compiled = _compiles(output, compare)
+        if is_compiled:
             overwrite = _compiled(_overwrite)
         for rows in _blocks(output):
             of_rows = (x[rows] for x in numbers)
@@ -214,20 +214,16 @@ def _compiles(output: Tensor, compare: Compare | None) -> bool:
 @cache
 def _head_compiles(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the head compiles on this device; log if not."""
-    output = torch.ones(4, 8, dtype=dtype, device=device)
-    tokens = torch.zeros(4, dtype=torch.int64, device=device)
-    numbers = [torch.ones(4, dtype=widen(output[:0]).dtype, device=device)] * 3
-    distribution = TokenDistribution(1.0, NOTHING, False)
-    try:
+
+    def act() -> None:
+        output = torch.ones(4, 8, dtype=dtype, device=device)
+        tokens = torch.zeros(4, dtype=torch.int64, device=device)
+        numbers = [torch.ones(4, dtype=_wide(output), device=device)] * 3
+        distribution = TokenDistribution(1.0, NOTHING, entropy_gradient=False)
         _compiled(_statistics)(distribution, output, tokens, None)
         _compiled(_overwrite)(distribution, True, output, tokens, None, *numbers)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning("the head is not compiled, so updates are slower: %s", reason)
-        return False
-    return True
+
+    return runs_on_device(act, "the head is not compiled, so updates are slower")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ A recurrent mixer starts a segment from the state at the end of its parent.
 Shapes: N tokens, H query and K key-value heads, D their width.
 """
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,12 @@ from torch.nn.attention.flex_attention import (
 )
 
 from rlhf_pg.data.batch import pad_rows, to_device
-from rlhf_pg.models.attention import AttentionOptions, explicit_attention, fused_on_cpu
+from rlhf_pg.models.attention import (
+    AttentionOptions,
+    explicit_attention,
+    fused_on_cpu,
+    runs_on_device,
+)
 from rlhf_pg.models.recurrent import Mixer, States
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,8 +52,6 @@ KV_BLOCKS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indic
 NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
 # Beyond this many repeated tokens, a mixer computes a segment once, on its own.
 REPEATED = 128
-
-logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -605,7 +607,8 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     query = torch.ones(query_heads, 160, width, dtype=dtype, device=device)
     key = query.new_ones(key_heads, 160, width)
     tree = PrefixTree([(-1, 150), (0, 10)], device)
-    try:
+
+    def act() -> None:
         if dtype == torch.float64:
             raise TypeError("it has no float64")
         # Separate hooks: under gradient checkpointing, its hooks would mistake the tensors saved
@@ -616,13 +619,8 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
             key.requires_grad_()
             out = tree.by_flex(query, key, key, AttentionOptions(1.0))
             torch.autograd.backward(out.sum())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning("FlexAttention is not available, attention uses the slower SDPA: %s", reason)
-        return False
-    return True
+
+    return runs_on_device(act, "FlexAttention is not available, attention uses the slower SDPA")
 
 
 @cache

@@ -98,9 +98,6 @@ class MasterWeights:
         for parameter in trained:
             if parameter.dtype == torch.bfloat16:
                 self._of[parameter] = nn.Parameter(parameter.detach().float())
-        for weight in self._of:
-            hook = self._take_gradient
-            weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._weights = {master: weight for weight, master in self._of.items()}
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
@@ -114,6 +111,19 @@ class MasterWeights:
     def weight(self, updated: Tensor) -> Tensor:
         """Return the weight of an updated tensor, the inverse of `of`."""
         return self._weights.get(updated, updated)
+
+    @contextmanager
+    def taking_gradients(self) -> Iterator[None]:
+        """Move gradients to the masters as they are computed in the block."""
+        handles = []
+        for weight in self._of:
+            hook: Any = weight.register_post_accumulate_grad_hook
+            handles.append(hook(self._take_gradient))
+        try:
+            yield
+        finally:  # the model may be trained further by another trainer
+            for handle in handles:
+                handle.remove()
 
     def _take_gradient(self, weight: Tensor) -> None:
         """Add a weight's gradient to its master's."""
@@ -217,7 +227,8 @@ class DDPBackend:
     @waits
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss, of which all shares are the sum."""
-        torch.autograd.backward(loss)
+        with self._masters.taking_gradients():
+            torch.autograd.backward(loss)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter, in at least float32, or this process's shard."""

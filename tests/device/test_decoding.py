@@ -16,9 +16,15 @@ PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
 PARAMS = SamplingParams(max_tokens=100)
 
 
-def engine_on(where: str, arch: str, dtype: torch.dtype = torch.float32, **options) -> NativeEngine:
-    model = tiny_model(arch, max_position_embeddings=128, dtype=dtype).to(where)
-    return NativeEngine(model, [2, 3], 0, **options)
+def engine_on(
+    where: str,
+    arch: str,
+    dtype: torch.dtype = torch.float32,
+    cache_tokens: int | None = None,
+    **shape,
+) -> NativeEngine:
+    model = tiny_model(arch, max_position_embeddings=128, dtype=dtype, **shape).to(where)
+    return NativeEngine(model, [2, 3], 0, cache_tokens=cache_tokens)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,27 @@ def test_added_token_waits_for_nothing_and_casts_no_cache() -> None:
     assert waits == 1
     of_prompts = 4 * 120 * 16 * 2  # bytes of their keys in one head
     assert widened < of_prompts / 2
+
+
+def test_layers_add_no_waits() -> None:
+    """Prompts that are computed, rows and prompts that leave, and others that enter."""
+    waits = []
+    for layers in (2, 4):
+        engine = engine_on("cuda", "qwen3", num_hidden_layers=layers, cache_tokens=400)
+        engine.eos_token_ids = []
+        requests = []
+        for number, prompt in enumerate(PROMPTS * 2):
+            options = {"samples": range(3), "max_tokens": 3 + 5 * number}
+            requests.append(Request(tokens=prompt, prompt_index=number, **options))
+        with engine.weights_synced(), engine.session(SamplingParams(max_tokens=45), 0) as session:
+            for request in requests:
+                session.add(request)
+            session.step()  # what is made once
+            before = ext.syncs()
+            while not session.idle:
+                session.step()
+        waits.append(ext.syncs() - before)
+    assert waits[0] == waits[1]
 
 
 def test_keys_and_values_are_freed_with_their_session():

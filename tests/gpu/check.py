@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+SHORT = "GPU_CHECKS_SHORT"  # an environment variable, set where there is little time
+
 
 class Result(NamedTuple):
     """What a check has found."""

@@ -23,9 +23,8 @@ import torch
 from rich.console import Console
 
 from tests.gpu import report
-from tests.gpu.check import Group
+from tests.gpu.check import SHORT, Group
 from tests.gpu.groups import GROUPS
-from tests.gpu.groups.common import SHORT
 from tests.gpu.report import ROOT, Row
 
 POLL = 0.1

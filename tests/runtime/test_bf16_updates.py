@@ -88,6 +88,21 @@ def test_micro_batches_are_summed_in_float32() -> None:
     assert module.weight.grad is None  # two bytes per weight are gone
 
 
+def test_model_can_be_trained_by_another_trainer() -> None:
+    """A trainer that is there no more, or is not asked, takes none of its gradients."""
+    module = nn.Linear(3, 1, bias=False).bfloat16()
+    first = RUNTIME.prepare(module, adamw(module))
+    first.backward(module.weight.sum())
+    first.step()
+    second = RUNTIME.prepare(module, adamw(module))
+    second.backward(module.weight.sum())
+    assert first.gradient(module.weight) is None
+    assert second.gradient(module.weight).eq(1).all()
+    module.float()
+    module.weight.sum().backward()
+    assert module.weight.grad.eq(1).all()
+
+
 def test_non_finite_gradient_changes_neither_weights_nor_masters() -> None:
     module = Mixed()
     trained = RUNTIME.prepare(module, adamw(module))

@@ -22,73 +22,7 @@ from rlhf_pg.models.attention import AttentionOptions, fused_on_cpu, wide_produc
 from rlhf_pg.models.prefix_tree import PrefixTree, split_sequences
 from rlhf_pg.models.recurrent import Mixer
 from rlhf_pg.rollout.native.cache import KeyValues, StateStore
-
-
-class HeadOrder(NamedTuple):
-    """The order of the query heads of rows, (R K H/K,), and of prompts, (G K, M H/K)."""
-
-    row_heads: Tensor  # (G K, M H/K) the row's head in each place of the prompts'
-    places: Tensor  # (R K H/K,) the inverse
-
-    def by_prompt(self, x: Tensor) -> Tensor:
-        """Return (G K, M H/K, W) from (R K H/K, W)."""
-        return x[self.row_heads]
-
-    def by_row(self, x: Tensor) -> Tensor:
-        """Return (R K H/K, W) from (G K, M H/K, W)."""
-        return x.flatten(0, 1)[self.places]
-
-
-class Members:
-    """The rows of each prompt.
-
-    Args:
-        groups: the rows of each prompt, G lists of at most M.
-        lengths: the tokens of each prompt.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        most = max(map(len, groups))
-        padded = list[list[int]]()
-        row_slots = [0] * sum(map(len, groups))
-        for group in groups:
-            first = most * len(padded)
-            for row_slot, row in enumerate(group, first):
-                row_slots[row] = row_slot
-            missing = most - len(group)
-            padded.append([*group, *[0] * missing])  # any row
-        of_prompts = torch.tensor(lengths)
-        columns = torch.arange(max(lengths))
-        seen = columns < of_prompts[:, None]
-        prompts = torch.tensor([row_slot // most for row_slot in row_slots])
-        self.longest = max(lengths)
-        self.padded = to_device(torch.tensor(padded), device)
-        self.row_slots = to_device(torch.tensor(row_slots), device)
-        self.rows = torch.arange(len(row_slots), device=device)
-        self.seen = to_device(seen, device)  # (G,P)
-        self.seen_by_rows = to_device(seen[prompts], device)  # (R,P)
-        self.lengths = to_device(of_prompts[prompts], device)  # of the prompt of each row
-        self._orders = dict[tuple[int, int], HeadOrder]()
-
-    def order(self, key_heads: int, shared: int) -> HeadOrder:
-        """Return the order of K key heads, each shared by H/K query heads."""
-        if (key_heads, shared) not in self._orders:
-            count = len(self.rows)
-            device = self.rows.device
-            heads = torch.arange(count * key_heads * shared, device=device)
-            heads = heads.view(count, key_heads, shared)
-            row_heads = heads[self.padded].transpose(1, 2)  # (G,K,M,H/K)
-            places = torch.arange(row_heads.numel(), device=device)
-            places = places.view(row_heads.shape).transpose(1, 2)
-            places = places.flatten(0, 1)[self.row_slots]
-            row_heads = row_heads.flatten(0, 1)
-            self._orders[key_heads, shared] = HeadOrder(row_heads.flatten(1), places.flatten())
-        return self._orders[key_heads, shared]
+from rlhf_pg.rollout.native.members import Members
 
 
 class _Run(NamedTuple):
@@ -131,6 +65,9 @@ class Prefill:
                 self.runs.append(run)
             self.runs[-1].slots.append(slot)
             self.size += length
+        self.used = max(self.slots) + 1
+        # For every layer, of each run.
+        self.indices = [to_device(torch.tensor(run.slots), self.device) for run in self.runs]
 
     def attend(
         self,
@@ -146,7 +83,7 @@ class Prefill:
         is_plain = options.sinks is None and options.softcap is None
         is_plain &= window is None or window >= max(self.lengths)
         parts = []
-        for run in self.runs:
+        for run, slots in zip(self.runs, self.indices, strict=True):
             q, k, v = (
                 split_sequences(x[:, run.tokens], len(run.slots)) for x in (query, key, value)
             )
@@ -154,7 +91,6 @@ class Prefill:
             if window is not None:
                 kept = min(kept, window - 1)
             dropped = run.length - kept
-            slots = torch.tensor(run.slots, device=q.device)
             keys[slots, :, :kept] = k[:, :, dropped:]
             values[slots, :, :kept] = v[:, :, dropped:]
             if is_plain:
@@ -181,11 +117,11 @@ class Prefill:
         outputs = []
         layer = mixer.recurrent.layer
         tokens = torch.arange(self.size, device=self.device)
-        for run in self.runs:
+        for run, slots in zip(self.runs, self.indices, strict=True):
             rows = tokens[run.tokens]
             rows = rows.view(-1, run.length)
             output, states = mixer(rows, {})
-            self.states.write(layer, run.slots, states)
+            self.states.write(layer, slots, self.used, states)
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs)
 
@@ -275,10 +211,10 @@ class Decode:
             kept = members.lengths.clamp(max=window - 1)
             kept = kept[:, None]
             most = max(min(members.longest, window - 1), 1)
-            place = torch.arange(most, device=last.device)
+            kept_column = torch.arange(most, device=last.device)
             # A token in column c of the kept ones is kept - c tokens before the row's first.
-            is_near = last + kept - place < window
-            of_prompt = (place < kept) & is_near
+            is_near = last + kept - kept_column < window
+            of_prompt = (kept_column < kept) & is_near
         written = torch.arange(width, device=last.device) <= last
         newest: tuple[Tensor | slice, slice, Tensor | int] = members.rows, slice(None), columns
         if self.is_level:  # a slice is written faster

@@ -5,6 +5,7 @@ Shapes: N tokens of a pass, K key-value heads, D their width.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlhf_pg.models.recurrent import States
@@ -73,8 +74,8 @@ class KeyValues:
             )
         return self._layers[layer]
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole slots over others."""
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole slots over others; the indices are on the device."""
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[targets] = tensor[sources]
@@ -107,12 +108,12 @@ class StateStore:
     def write(
         self,
         layer: int,
-        slots: list[int],
+        slots: Tensor,
+        needed: int,
         states: States,
     ) -> None:
-        """Write the states of a layer, (slots,...) each."""
+        """Write the states of a layer, (slots,...) each, where slots below `needed` are in use."""
         stored = self._layers.setdefault(layer, {})
-        needed = max(slots) + 1
         for key, new in states.items():
             old = stored.get(key, new[:0])
             if needed > len(old):
@@ -129,17 +130,17 @@ class StateStore:
     def copy(
         self,
         other: "StateStore",
-        sources: list[int],
+        sources: Tensor,
         start: int,
     ) -> None:
         """Copy slots of another store, one after another from `start`."""
         stop = start + len(sources)
-        targets = list(range(start, stop))
+        targets = torch.arange(start, stop, device=sources.device)
         for layer, states in other._layers.items():
             copied = {key: state[sources] for key, state in states.items()}
-            self.write(layer, targets, copied)
+            self.write(layer, targets, stop, copied)
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
+    def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots over others."""
         for states in self._layers.values():
             for state in states.values():

@@ -17,14 +17,15 @@ from rlhf_pg.data.batch import to_device
 from rlhf_pg.models.attention import Layout
 from rlhf_pg.models.packing import arranged
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.native.attention import Decode, Members, Prefill
+from rlhf_pg.rollout.native.attention import Decode, Prefill
 from rlhf_pg.rollout.native.cache import KeyValues, StateStore
+from rlhf_pg.rollout.native.members import Members
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
 MAX_ROWS = 256  # on a CPU, or a small GPU
 MEMORY_PER_ROW = 75 * 2**20  # bytes of a GPU: 1,024 rows on one of 80 GB
 # Tokens that are drawn before Python looks which rows have ended. On a GPU it would wait for each.
-STEPS = {"cuda": 8}
+STEPS_ON_GPU = 8
 PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
 
 
@@ -107,7 +108,7 @@ class BatchingSession:
     stopping: Stopping
     cache_tokens: int
     row_tokens: int = 0
-    memory: float | None = None  # of the GPU, in bytes
+    max_rows: int = MAX_ROWS
 
     def __post_init__(self) -> None:
         self.queue = deque[PromptState]()
@@ -176,7 +177,7 @@ class BatchingSession:
         of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
         of_row = self.params.max_tokens + self.row_tokens
         fitting = (self.cache_tokens - of_prompts) // of_row
-        room = min(most_rows(self.memory), fitting) - rows
+        room = min(self.max_rows, fitting) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
     def _prefill(self, fresh: list[PromptState]) -> None:
@@ -226,7 +227,7 @@ class BatchingSession:
         )
         new = [SampleState(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
         slots = [prompt.slot for prompt in prompts]
-        self.own_states.copy(self.prompt_states, slots, len(self.rows))
+        self.own_states.copy(self.prompt_states, self._indices(slots), len(self.rows))
         self.rows += new
         longest = max(len(row.tokens) for row in self.rows)
         self.own_cache.reserve(len(self.rows), longest or 1)
@@ -247,8 +248,10 @@ class BatchingSession:
         self._assignment = assignment
         device = self.model.device
         lengths = [len(row.tokens) for row in self.rows]
-        left = min(row.prompt.limit - len(row.tokens) for row in self.rows)
-        steps = min(left, STEPS.get(device.type, 1))
+        steps = 1
+        if device.type == "cuda":
+            left = min(row.prompt.limit - len(row.tokens) for row in self.rows)
+            steps = min(left, STEPS_ON_GPU)
         longest = max(lengths) - 1
         self.own_cache.reserve(len(self.rows), longest + steps)
         # The columns of the newest tokens, by step.
@@ -339,18 +342,26 @@ class BatchingSession:
         sources = sorted(set(last) - set(done))
         holes = [i for i in done if i < count]
         if holes:
-            self.own_cache.move(sources, holes)
-            self.own_states.move(sources, holes)
+            moved = self._indices(sources)
+            filled = self._indices(holes)
+            self.own_cache.move(moved, filled)
+            self.own_states.move(moved, filled)
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
         self._assignment = None
         return finished
 
+    def _indices(self, slots: Sequence[int]) -> Tensor:
+        """Return slots as a tensor on the device, made once for all layers."""
+        return to_device(torch.tensor(slots), self.model.device)
+
     def _remove_prompt(self, prompt: PromptState) -> None:
         last = self.prompts.pop()
         if last is not prompt:
-            self.prompt_cache.move([last.slot], [prompt.slot])
-            self.prompt_states.move([last.slot], [prompt.slot])
+            moved = self._indices([last.slot])
+            filled = self._indices([prompt.slot])
+            self.prompt_cache.move(moved, filled)
+            self.prompt_states.move(moved, filled)
             self.prompts[prompt.slot] = last
             last.slot = prompt.slot

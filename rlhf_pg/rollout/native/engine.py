@@ -31,6 +31,7 @@ from rlhf_pg.models.lm_head import bare, evaluating
 from rlhf_pg.models.packing import layout_support
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import (
+    MAX_ROWS,
     BatchingSession,
     PromptState,
     SampleState,
@@ -130,11 +131,11 @@ class NativeEngine(RolloutEngine):
             room = int(0.8 * (torch.cuda.mem_get_info(device)[0] + unused))
         return int(room // max(self._attention_support.bytes_per_token, 1))
 
-    def memory(self) -> float | None:
-        """Return the bytes of the GPU; None on a CPU."""
+    def max_rows(self) -> int:
+        """Return how many rows are sampled at a time."""
         if self.model.device.type == "cpu":
-            return None
-        return float(torch.cuda.mem_get_info(self.model.device)[1])
+            return most_rows(None)
+        return most_rows(torch.cuda.mem_get_info(self.model.device)[1])
 
     def row_tokens(self) -> int:
         """Return the number of tokens whose keys and values take as much as the states of a row."""
@@ -162,18 +163,13 @@ class _NativeSession:
             session: Session
             if plain:
                 logger.warning("sampling by transformers' generate, which is slower: %s", reason)
-                session = HFGenerateSession(
-                    *common,
-                    engine.pad_token_id,
-                    engine.cache_tokens,
-                    engine.memory(),
-                )
+                session = HFGenerateSession(*common, engine.pad_token_id, engine.cache_tokens)
             else:
                 session = BatchingSession(
                     *common,
                     engine.room(),
                     engine.row_tokens(),
-                    engine.memory(),
+                    engine.max_rows(),
                 )
             self.sessions[plain] = session
         self.sessions[plain].add(request)
@@ -196,7 +192,6 @@ class HFGenerateSession:
     stopping: Stopping
     pad_token_id: int
     cache_tokens: int | None = None
-    memory: float | None = None  # of the GPU, in bytes
 
     def __post_init__(self) -> None:
         self.model = bare(self.model)  # peft's `generate` would change the generation config
@@ -217,7 +212,7 @@ class HFGenerateSession:
         """Sample the next batch of rows to their ends."""
         if not self.waiting:
             return []
-        count = most_rows(self.memory)
+        count = MAX_ROWS
         if self.cache_tokens is not None:
             longest = max(row.prompt.length for row in self.waiting[:count])
             count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1

@@ -12,10 +12,10 @@ from rlhf_pg.models.policy import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.tasks.tiny import character_tokenizer
+from tests.gpu.check import SHORT
 from tests.rows import batch_of, tensors
 from tests.tiny import ARCHS
 
-SHORT = "GPU_CHECKS_SHORT"  # an environment variable: there is little time
 ARCHITECTURES = ["qwen3", "llama"] if SHORT in os.environ else list(ARCHS)
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)

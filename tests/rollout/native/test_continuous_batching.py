@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pg.models.adapters import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native import continuous_batching, engine as native_engine
 from tests.models.architectures import build
 from tests.rollout.native.test_engine import (
     EOS,
@@ -234,7 +234,7 @@ def test_generate_fallback_respects_cache_tokens_and_max_rows(monkeypatch):
         lambda module, args, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
     for cache_tokens, max_rows, rows in ((17 * 4, 256, 4), (10_000, 5, 5)):
-        monkeypatch.setattr(continuous_batching, "MAX_ROWS", max_rows)
+        monkeypatch.setattr(native_engine, "MAX_ROWS", max_rows)
         engine = plainly(monkeypatch, NativeEngine(model, EOS, PAD, cache_tokens=cache_tokens))
         assert_same(engine.generate(PROMPTS, 3, PARAMS, seed=0), fast)
         assert max(shapes) == rows
