@@ -104,7 +104,7 @@ def test_head_blocks_are_measured_once_without_data(make) -> None:
         patch.object(lm_head, "widen", wraps=lm_head.widen) as blocks,
     ):
         data = footprint(learner.module, batch)
-        assert blocks.call_count > 2 * batch.action_mask.sum()
+        assert blocks.call_count == 2 * batch.action_mask.sum()  # forward and back
         blocks.reset_mock()
         assert footprint(blueprint(learner.module, "cpu"), batch) == data
-        assert blocks.call_count < 10
+        assert blocks.call_count == 2
