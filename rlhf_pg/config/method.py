@@ -1,10 +1,13 @@
 """Keys of the method: sampling, rewards, advantages, loss and KL."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rlhf_pg.config.fields import FunctionName, Names, Numbers, Text, config, option
 
+Share = Annotated[float, Field(gt=0, le=1)] | Literal["auto"]
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 Correction = Literal[
     "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -76,9 +79,10 @@ class SamplingConfig:
     rollout_ahead: int = option(0, "run", ge=0,
         needs="rollout_workers or rollout_engine vllm_server", help=
         "Sample each batch with the weights of this many steps earlier, while those steps run.")
-    vllm_gpu_memory_utilization: float = option(0.3, "cost", gt=0, le=1,
+    vllm_gpu_memory_utilization: Share = option("auto", "cost",
         needs="rollout_engine auto or vllm", help=
-        "Share of the GPU's memory for vLLM; lower it if training runs out.")
+        "Share of the GPU's memory for vLLM. auto: 0.3, or in sleep mode 0.9 of what training "
+        "leaves free between its updates.")
     vllm_enable_sleep_mode: bool = option(False, "cost", needs="rollout_engine auto or vllm", help=
         "Free vLLM's memory between rollouts.")
     vllm_max_model_length: int | None = option(None, "cost", ge=1,

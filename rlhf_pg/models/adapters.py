@@ -8,7 +8,8 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import peft
@@ -22,6 +23,7 @@ from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.models.lm_head import bare
 
 M = TypeVar("M", bound=nn.Module)
+Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # fills them in a block
 
 # Share of an adapter that may be lost to rounding when it is merged for sampling. Early in training
 # an adapter in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
@@ -194,13 +196,13 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def merge_loss(model: nn.Module) -> float:
+def merge_loss(model: nn.Module, gathered: Gather = nullcontext) -> float:
     """Return the share of an adapter that is lost to rounding when it is merged into the weights.
 
         |rounded - exact| / |exact - base|
 
     over all weights together: 1 if the adapter is too small to change any weight, and nearly 0 in
-    float32. Layers are copied one at a time.
+    float32. Layers are gathered and copied one at a time.
     """
 
     def merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
@@ -216,9 +218,10 @@ def merge_loss(model: nn.Module) -> float:
         base: Any = getattr(layer.get_base_layer(), "weight", None)
         if base is None or torch.promote_types(base.dtype, torch.float32) == base.dtype:
             continue
-        rounded, exact = (merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
-        error += float((rounded.float() - exact).square().sum())
-        change += float((exact - base.float()).square().sum())
+        with gathered(layer.parameters()):
+            rounded, exact = (merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
+            error += float((rounded.float() - exact).square().sum())
+            change += float((exact - base.float()).square().sum())
     if change:
         return math.sqrt(error / change)
     return 0.0

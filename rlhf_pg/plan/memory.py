@@ -56,6 +56,7 @@ from rlhf_pg.run.token_budget import (
     memory_by_part,
     most,
     of_update,
+    vllm_share,
 )
 
 META = torch.device("meta")
@@ -220,7 +221,10 @@ def predict_memory(
     if serves:
         rollout["copy to sample from"] = 0.0
     if args.rollout_engine == "vllm":
-        rollout["vLLM"] = args.vllm_gpu_memory_utilization * room
+        if layout.weights:  # gathered one by one
+            widest = max(p.nbytes for p in meta.policy.parameters())
+            rollout["copy to sample from"] = float(widest)
+        rollout["vLLM"] = vllm_share(args, 1 - sum(rollout.values()) / room) * room
     left = 0.8 * (room - sum(rollout.values())) if kind == "cuda" else CPU_CACHE
     support = AttentionSupport(None) if serves else attention_support(meta.policy.model)
     each = support.bytes_per_token

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
@@ -11,12 +12,16 @@ from typing import TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.models.adapters import Gather
+from rlhf_pg.rollout.engine import RolloutEngine, RolloutError
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import Runtime
+from rlhf_pg.runtime.termination import GRACE
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
+
+SLOWEST_START = 60.0  # seconds that other processes may need longer until their vLLM has started
 
 # Keys that only vLLM uses: reset to their defaults where auto chooses the native engine.
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
@@ -76,18 +81,28 @@ def start_engine(
 ) -> tuple[RolloutEngine, str, str]:
     """Start the chosen engine; return it with its name and the reason. Collective.
 
-    If `auto` has chosen vLLM and it does not start on all processes, all use the native engine.
+    If it does not start on all processes, none goes on with it: all raise (RolloutError where it
+    did start), or use the native engine if `auto` had chosen vLLM.
     """
-    if args.rollout_engine != "auto" or name != "vllm":
-        return make(name), name, why
-    failure = None
+    can_fall_back = args.rollout_engine == "auto" and name == "vllm"
+    seconds = SLOWEST_START if can_fall_back else GRACE
+    engine = error = failure = None
+    hurried: AbstractContextManager[None] = nullcontext()
     try:
         engine = make(name)
-    except Exception as error:  # out of memory, a graph that cannot be recorded, ...
+    except Exception as own:  # out of memory, a graph that cannot be recorded, ...
+        error = own
         failure = f"{type(error).__name__}: {error}"
-    if (failure := runtime.first_error(failure)) is None:
+        if runtime.watch is not None:  # others may hang in a collective of the engine's start
+            hurried = runtime.watch.hurried(f"{name} did not start: {failure}", seconds)
+    with hurried:
+        failure = runtime.first_error(failure)
+    if failure is None and engine is not None:
         return engine, name, why
-    gc.collect()  # the failed engine holds memory
+    if not can_fall_back:
+        raise error or RolloutError(failure)
+    engine = error = None
+    gc.collect()  # the engine holds memory, and so does the failed one
     why = f"vLLM cannot start ({failure})"
     if runtime.is_main:
         logger.warning("rollout_engine auto: %s, so the native engine samples", why)
@@ -102,6 +117,8 @@ def new_engine(
     is_main: bool,
     longest: int = 1,
     save: Callable[[Path | None], None] | None = None,
+    gathered: Gather | None = None,
+    share: float = 0.3,
 ) -> RolloutEngine:
     """Create the engine that `args.rollout_engine` names, which is not auto.
 
@@ -110,6 +127,8 @@ def new_engine(
         is_main: whether this process sends weights to a server.
         longest: tokens of the longest prompt with its completion.
         save: saves the weights for a server, if they are never whole; see `VllmServerEngine`.
+        gathered: fills in some weights, if they are sharded; see `VllmEngine`.
+        share: of the GPU's memory, for a vLLM in this process.
 
     ValueError if the engine is not available or cannot sample from the model, RolloutError if the
     server does not answer.
@@ -122,10 +141,11 @@ def new_engine(
             eos_token_ids,
             tokenizer,
             max_model_length=args.vllm_max_model_length,
-            memory=args.vllm_gpu_memory_utilization,
+            memory=share,
             sleeps=args.vllm_enable_sleep_mode,
             seed=args.seed,
             longest=longest,
+            gathered=gathered,
         )
     if args.rollout_engine == "vllm_server":
         from rlhf_pg.rollout.vllm.server import VllmServerEngine

@@ -6,7 +6,7 @@ whole. A "collective" function has to be called by every process, in the same or
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -313,11 +313,35 @@ class FullWeights:
 
         Without a device this process helps to gather but keeps nothing.
         """
+        pairs = self._pairs(trained)
+        with self._filled(pairs, device):
+            if pairs and device is not None:
+                for part in self.module.modules():
+                    for name, buffer in part.named_buffers(recurse=False):
+                        part._buffers[name] = buffer.to(device)
+            yield
+
+    def by_parts(
+        self, device: torch.device
+    ) -> Callable[[Iterable[Tensor]], AbstractContextManager[None]]:
+        """Return what fills in a few of `module`'s weights, inside a block; collective."""
+        pieces = dict(self._pairs())
+
+        def gathered(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+            empty = [p for p in parameters if p.is_meta]
+            return self._filled([(p, pieces[p]) for p in empty], device)
+
+        return gathered
+
+    @contextmanager
+    def _filled(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device | None
+    ) -> Iterator[None]:
         try:
-            self._fill(device, trained)
+            self._fill(pairs, device)
             yield
         finally:
-            for parameter, _ in self._pairs():
+            for parameter, _ in pairs:
                 if not parameter.is_meta:
                     put_in_place(parameter, parameter.to("meta"))
 
@@ -347,16 +371,11 @@ class FullWeights:
             put(piece, parameter)
 
     @waits
-    def _fill(self, device: torch.device | None, trained: bool) -> None:
-        pairs = self._pairs(trained)
+    def _fill(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device | None) -> None:
         for parameter, piece in pairs:
             value = full(piece)  # one by one: saves memory where none is kept
             if device is not None:
                 put_in_place(parameter, value.to(device))
-        if pairs and device is not None:
-            for part in self.module.modules():
-                for name, buffer in part.named_buffers(recurse=False):
-                    part._buffers[name] = buffer.to(device)
 
     def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of whole and sharded parameters of `module`, tied ones once."""

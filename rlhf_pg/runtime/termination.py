@@ -153,8 +153,8 @@ class Watch:
 
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
     error ends it first. A busy process (it may be saving) may continue until it waits for others,
-    for at most `timeout` seconds. A process that has waited for `timeout` seconds makes every
-    process report its stacks and end. The store is torch.distributed's.
+    for at most `timeout` seconds. A process that has waited so long, or as `hurried` says, makes
+    every process report its stacks and end. The store is torch.distributed's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, timeout: float) -> None:
@@ -162,7 +162,7 @@ class Watch:
         self._store = PrefixStore(f"rlhf_pg/failure/{next(NUMBERS)}", store.clone())
         self._rank = rank
         self._world = world
-        self._timeout = timeout
+        self.patience = timeout, "ddp_timeout"  # seconds to wait for others, and why so many
         self._wait: tuple[str, float] | None = None  # the main thread's collective and start time
         self._heard: Failure | None = None
         self._launcher = os.getppid()
@@ -188,6 +188,16 @@ class Watch:
             yield
         finally:
             self._wait = outer and (outer[0], time.monotonic())
+
+    @contextmanager
+    def hurried(self, why: str, seconds: float) -> Iterator[None]:
+        """In a block, wait for other processes only these seconds; `why` is reported if it ends."""
+        before = self.patience
+        self.patience = seconds, why
+        try:
+            yield
+        finally:
+            self.patience = before
 
     def tell(self, error: BaseException) -> None:
         """Tell the others why this process ends, and wait for their answers.
@@ -246,8 +256,9 @@ class Watch:
         while not self._stop.wait(POLL):
             try:
                 wait = self._wait
-                if wait is not None and time.monotonic() - wait[1] > self._timeout:
-                    text = f"has waited {self._timeout} s in {wait[0]} (ddp_timeout): "
+                patience, why = self.patience
+                if wait is not None and time.monotonic() - wait[1] > patience:
+                    text = f"has waited {patience} s in {wait[0]} ({why}): "
                     self._publish(text + "another process hangs", hung=True)
                 if self._store.check(["first"]):
                     self._heard = failure = Failure(*json.loads(self._store.get("first")))
@@ -255,7 +266,7 @@ class Watch:
                         self._leave(failure.text)
                     self._say(failure.text)
                     self._meet("knows", ())
-                    self._end_when_waiting("cannot go on without the others", self._timeout)
+                    self._end_when_waiting("cannot go on without the others", patience)
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
                 orphaned = os.getppid() != self._launcher  # then all save and end on their own

@@ -43,7 +43,13 @@ from rlhf_pg.rollout import RolloutEngine, factory
 from rlhf_pg.rollout.players import CompletionPlayer, Player
 from rlhf_pg.run.device import auto_dtype
 from rlhf_pg.run.optimizer import optimizer_and_schedule
-from rlhf_pg.run.token_budget import chunk_size, find_budget, most
+from rlhf_pg.run.token_budget import (
+    chunk_size,
+    find_budget,
+    free_share,
+    most,
+    vllm_share,
+)
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Termination
 from rlhf_pg.runtime.trackers import Trackers
@@ -337,14 +343,17 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
             streaming.save(folder, weights, *full_policy.tensors("", weights))
 
     def make_engine(name: str) -> RolloutEngine:
+        chosen = factory.with_engine(args, name)
         return factory.new_engine(
-            factory.with_engine(args, name),
+            chosen,
             weights,
             stops,
             tokenizer,
             runtime.is_main,
             longest_row,
             save,
+            full_policy.by_parts(runtime.device) if runtime.splits else None,
+            vllm_share(chosen, free_share(optimizer, args.optim, runtime)),
         )
 
     engine, engine_name, why_engine = factory.start_engine(args, *chosen, runtime, make_engine)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rlhf_pg.plan.memory import build_meta_models, predict_memory
@@ -48,13 +49,20 @@ def test_added_micro_batch_adds_no_sync_beyond_attention(tmp_path: Path) -> None
     assert few[2] - 2 * TRACED - after <= 8  # a whole update
 
 
-def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
-    """Activations and gradients are gone when the next rollout asks how much room there is."""
-    made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_update_frees_activations_and_gradients(tmp_path: Path, dtype: str) -> None:
+    """They are gone when the next rollout asks how much room there is: as much as was foreseen."""
+    made = trainer(Run(options={"micro_batch_tokens": 200, "dtype": dtype}), tmp_path)
+    learner = made.learner
+    gc.collect()
+    foreseen = token_budget.free_share(learner.optimizer, made.args.optim, made.runtime)
     samples = made.sampler.roll_out(range(4))
     experience = made.credit(made.learner.infer(made.sampler.add_rewards(samples)), Meter())
     made.agreement.refuses = False  # the second update trains on what older weights sampled
     made.update(experience, Meter())
+    gc.collect()
+    now = token_budget.free_share(learner.optimizer, made.args.optim, made.runtime)
+    assert now == pytest.approx(foreseen, abs=1e-6)  # moments take forty times that
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())
     assert torch.cuda.memory_allocated() <= before

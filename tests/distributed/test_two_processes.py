@@ -5,6 +5,7 @@ test_invariance.py): they exchange no more than they must, and take every decisi
 import pytest
 import torch
 
+from rlhf_pg.report.run_files import read
 from tests.distributed.launching import COMMON, PATIENCE, Outcome, launch, saved_model, start_two
 from tests.distributed.layouts import JOBS
 from tests.distributed.runs import SPLITS
@@ -123,3 +124,27 @@ def test_no_rows_and_no_characters_are_gathered() -> None:
         assert process.returncode == 0, said
         expected = r"'rank 1: no character: \ud800 \xe9\x00'"
         assert f"[0, 3] slice(0, 0, None) {expected}" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [("fsdp2", "all weights"), ("fsdp2", "with LoRA"), ("zero3", "with LoRA")],
+)
+def test_sharded_weights_reach_vllm_one_by_one_in_every_step(tmp_path, backend, how) -> None:
+    arguments = [how, backend, str(tmp_path)]
+    for process in start_two("tests.distributed.starting_vllm", [arguments] * 2, backend):
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, said
+    steps = read(tmp_path / "metrics.jsonl")
+    assert len(steps) == 3
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-4
+
+
+@pytest.mark.parametrize("engine", ["vllm", "auto"])
+def test_engine_that_does_not_start_ends_processes_that_wait_for_it(engine) -> None:
+    """In seconds, of a `ddp_timeout` of 600."""
+    arguments = [engine, "ddp", ""]
+    for process in start_two("tests.distributed.starting_vllm", [arguments] * 2):
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1, said
+        assert "(vllm did not start: OutOfMemoryError: 2 GiB)" in said

@@ -211,3 +211,16 @@ def test_vllm_in_process_takes_its_share_of_gpu(drawn) -> None:
         assert memory.update["vLLM"] == kept
         assert memory.rollout["vLLM"] == 0.25 * 80e9
         assert memory.rollout["copy to sample from"] == memory.rollout["keys and values"] == 0.0
+
+
+def test_sleeping_vllm_takes_what_the_rollout_leaves(drawn) -> None:
+    """Of sharded weights, the largest is whole at a time."""
+    args = dataclasses.replace(drawn.args, rollout_engine="vllm", vllm_enable_sleep_mode=True)
+    memory = predict_memory(drawn._replace(args=args), BY_NAME["FSDP2"], 8, 80e9, "cuda")
+    rest = sum(memory.rollout.values()) - memory.rollout["vLLM"]
+    assert memory.rollout["vLLM"] == pytest.approx(0.9 * (80e9 - rest))
+    widest = max(p.nbytes for p in drawn.policy.parameters())
+    assert memory.rollout["copy to sample from"] == widest
+    awake = dataclasses.replace(args, vllm_enable_sleep_mode=False)
+    memory = predict_memory(drawn._replace(args=awake), BY_NAME["FSDP2"], 8, 80e9, "cuda")
+    assert memory.rollout["vLLM"] == memory.update["vLLM"] == 0.3 * 80e9

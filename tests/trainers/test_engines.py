@@ -90,6 +90,7 @@ def elsewhere(failure: str | None) -> Any:
     return SimpleNamespace(
         device=torch.device("cpu"),
         is_main=False,
+        watch=None,
         first_error=lambda own: own or (failure and f"rank 1: {failure}"),
     )
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_pg.models.adapters import adapts_tied_weights, copy_adapted
+from rlhf_pg.models.adapters import Gather, adapts_tied_weights, copy_adapted
 from rlhf_pg.models.lm_head import bare
 
 
@@ -24,7 +25,9 @@ def parts_tied_weights(model: PreTrainedModel) -> bool:
     return adapts_tied_weights(model) or (saved and base.config.tie_word_embeddings)
 
 
-def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def published_weights(
+    model: PreTrainedModel, gathered: Gather = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
     """Yield `merged_weights` under their names in checkpoints, which other engines know.
 
     `transformers` keeps the experts of a layer in one tensor, and renames some parts. The layers of
@@ -33,7 +36,7 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     names = copy.copy(bare(model))
     # These conversions come from the loaded checkpoint, perhaps with a larger model's prefix.
     vars(names).pop("_weight_conversions", None)
-    weights = merged_weights(model)
+    weights = merged_weights(model, gathered)
     if not get_model_conversion_mapping(names, add_legacy=False):
         yield from weights
         return
@@ -47,37 +50,44 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield from revert_weight_conversion(names, dict(layer)).items()
 
 
-def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    model: PreTrainedModel, gathered: Gather = nullcontext
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and weights of `merge(model)` without a second copy of the model.
 
     Persistent buffers are included. The layers that the adapter changes are copied one at a time;
-    the rest are the policy's own tensors, tied ones once.
+    the rest are the policy's own tensors, tied ones once. Sharded weights are `gathered` until the
+    next is asked for: collective, so each process has to take them all.
     """
     is_yielded = {id(parameter): False for parameter in model.parameters()}
-    yield from _weights(bare(model), "", is_yielded)
+    yield from _weights(bare(model), "", is_yielded, gathered)
 
 
 def _weights(
     module: nn.Module,
     prefix: str,
     is_yielded: dict[int, bool],
+    gathered: Gather,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a module, except those of the policy that were already yielded.
 
     `is_yielded` has only the policy's own tensors, since a copy may reuse the id of a freed one.
     """
     if hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer"):
-        module = _merge(module)
+        with gathered(module.parameters()):
+            yield from _weights(_merge(module), prefix, is_yielded, nullcontext)
+        return
     for name, parameter in module.named_parameters(recurse=False):
         if not is_yielded.get(id(parameter)):
             if id(parameter) in is_yielded:
                 is_yielded[id(parameter)] = True
-            yield prefix + name, parameter.detach()
+            with gathered([parameter]):
+                yield prefix + name, parameter.detach()
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer
     for name, child in module.named_children():
-        yield from _weights(child, f"{prefix}{name}.", is_yielded)
+        yield from _weights(child, f"{prefix}{name}.", is_yielded, gathered)
 
 
 def _merge(layer: Any) -> nn.Module:

@@ -6,8 +6,9 @@ import itertools
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models.adapters import MOST_LOST, merge_loss
+from rlhf_pg.models.adapters import MOST_LOST, Gather, merge_loss
 from rlhf_pg.models.lm_head import bare
 from rlhf_pg.models.policy import has_experts
 from rlhf_pg.rollout.engine import (
@@ -55,11 +56,15 @@ class VllmEngine(RolloutEngine):
         sleeps: give that memory back between two `weights_synced`.
         seed: the seed of the process, which vLLM resets.
         longest: tokens of the run's longest prompt with its completion.
+        gathered: fills in a few of the weights inside a block, if they are sharded; by default
+            they are whole.
 
     Raises:
         ValueError: vLLM is not installed, has an unsupported version, cannot take the weights, or
             has too little room.
     """
+
+    gathered: Gather = nullcontext
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class VllmEngine(RolloutEngine):
         sleeps: bool = False,
         seed: int = 0,
         longest: int = 1,
+        gathered: Gather | None = None,
     ) -> None:
         _prepare_environment()
         try:
@@ -86,6 +92,9 @@ class VllmEngine(RolloutEngine):
         self.model = model
         self.eos_token_ids = list(eos_token_ids)
         self.sleeps = sleeps
+        if gathered is not None:
+            self.gathered = gathered
+            self.gathers = "none"
         self.numbers = itertools.count()  # ids of vLLM's requests
         self._has_warned = False
         with TemporaryDirectory() as directory:
@@ -109,7 +118,13 @@ class VllmEngine(RolloutEngine):
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
                 disable_log_stats=True,
-                **({"distributed_executor_backend": "external_launcher"} if several else {}),
+                distributed_executor_backend=_executor() if several else None,
+            )
+        if not getattr(self.llm.llm_engine.vllm_config, "use_v2_model_runner", False):
+            logger.warning(
+                "vLLM samples with its V1 model runner, which draws the noise of one request after "
+                "the other, since each has a seed: VLLM_USE_V2_MODEL_RUNNER=1 draws it for all at "
+                "once, where vLLM supports that"
             )
         core = self.llm.llm_engine.engine_core
         # The finalizer would destroy the process groups, which training and other engines use.
@@ -145,7 +160,7 @@ class VllmEngine(RolloutEngine):
 
     def _load(self, policy: PreTrainedModel) -> None:
         """Copy the weights into place; vLLM casts and fuses them layer by layer."""
-        if not self._has_warned and (lost := merge_loss(policy)) > MOST_LOST:
+        if not self._has_warned and (lost := merge_loss(policy, self.gathered)) > MOST_LOST:
             self._has_warned = True
             logger.warning(
                 "rollout_engine vllm merges the adapter, and rounding to %s loses %.0f %% of it: "
@@ -153,8 +168,11 @@ class VllmEngine(RolloutEngine):
                 policy.dtype,
                 100 * lost,
             )
-        weights = {"weights_iterator": published_weights(policy)}
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        weights = published_weights(policy, self.gathered)
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        finally:
+            deque(weights, maxlen=0)  # the rest, which other processes gather with this one
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
@@ -250,6 +268,18 @@ def _prepare_environment() -> None:
     os.environ.update(NEEDED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def _executor() -> type:
+    """Return vLLM's executor for one of several processes, without a collective of its own: if
+    vLLM does not start on one process, it starts on the others, and all can go on without it.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    class IndependentExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        determine_available_memory = UniProcExecutor.determine_available_memory
+
+    return IndependentExecutor
 
 
 def _free(core: Any) -> None:

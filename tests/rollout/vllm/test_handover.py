@@ -1,6 +1,7 @@
 """Weights that are handed to another engine: those of the merged model, a layer at a time."""
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,9 +11,10 @@ from peft import IA3Config, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from rlhf_pg.models.adapters import merge
+from rlhf_pg.models.adapters import merge, merge_loss
 from rlhf_pg.rollout.vllm.handover import merged_weights, published_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
+from rlhf_pg.runtime import FullWeights
 from tests.tiny import MIXTURES, adapter, stir, tiny_model
 
 ADAPTERS: dict[str, Any] = {
@@ -70,6 +72,24 @@ def test_one_merged_layer_is_in_memory_at_a_time():
     assert len(copies) == 14  # seven matrices in each of two layers
 
 
+@pytest.mark.parametrize("kind", [*ADAPTERS, "gemma", "gpt2", "mixtral"])
+def test_sharded_weights_are_handed_over_a_part_at_a_time(kind):
+    model = adapted(ADAPTERS[kind]) if kind in ADAPTERS else tiny_model(kind)
+    expected = {name: tensor.clone() for name, tensor in published_weights(model)}
+    lost = merge_loss(model)
+    weights = FullWeights(model, splits=True)
+    gathered = weights.by_parts(torch.device("cpu"))
+    # Of an adapted layer: the base, and what the adapter adds.
+    layers = [layer for layer in model.modules() if hasattr(layer, "base_layer")]
+    largest = max((len(list(layer.parameters())) for layer in layers), default=1)
+    for name, tensor in published_weights(weights.module, gathered):
+        assert tensor.equal(expected.pop(name))
+        assert sum(not p.is_meta for p in weights.module.parameters()) <= largest
+    assert not expected
+    assert merge_loss(weights.module, gathered) == lost
+    assert all(p.is_meta for p in weights.module.parameters())
+
+
 # Of one sparse layer, as vLLM 0.32 reads them (vllm/model_executor/models/{file}.py: what its
 # `hf_to_vllm_mapper` and the `ckpt_names` of its experts turn into its own names, and the rest by
 # the names of its modules); {e} is every expert.
@@ -120,6 +140,33 @@ def test_handed_over_experts_match_checkpoint(arch, tmp_path):
         handed = dict(published_weights(own))
         assert handed.keys() == expected.keys()
         assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_all_sharded_weights_are_gathered_even_if_vllm_fails(fails):
+    """Other processes gather every one, and would wait for this one."""
+    model = tiny_model("llama")
+    weights = FullWeights(model, splits=True)
+    engine = object.__new__(VllmEngine)  # that of vLLM itself is not there
+    gathered = weights.by_parts(torch.device("cpu"))
+    asked = []
+
+    def counted(parameters):
+        asked.extend(parameters)
+        return gathered(asked[-1:])
+
+    def reload(method, kwargs):
+        for _ in range(3):
+            next(kwargs["weights_iterator"])
+        raise torch.OutOfMemoryError
+
+    engine.llm, engine.gathered, engine._has_warned = MagicMock(), counted, False
+    if fails:
+        engine.llm.collective_rpc = reload
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        engine._load(weights.module)
+    assert list(map(id, asked)) == list(map(id, weights.module.parameters()))
+    assert all(p.is_meta for p in asked)
 
 
 @pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])
