@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11410,
     "rewards": 13061,
     "rng.py": 455,
-    "rollout": 18429,
+    "rollout": 18734,
     "run": 7885,
     "running_stats.py": 397,
     "runtime": 9644,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rlhf_pg.models.recurrent import States
 
+COLUMNS = 64  # tokens by which slots grow at least
+
 
 @dataclass(eq=False)
 class KeyValues:
@@ -38,7 +40,7 @@ class KeyValues:
         if slots <= self.slots and width <= self.width:
             return
         needs_width = width > self.width
-        width = -(-width // 64) * 64
+        width = -(-width // COLUMNS) * COLUMNS
         if slots > self.slots:
             doubled = 2 * self.slots
             if doubled * width <= self.spare:

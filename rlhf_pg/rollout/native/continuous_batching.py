@@ -18,7 +18,7 @@ from rlhf_pg.models.attention import Layout
 from rlhf_pg.models.packing import arranged
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.attention import Decode, Prefill
-from rlhf_pg.rollout.native.cache import KeyValues, StateStore
+from rlhf_pg.rollout.native.cache import COLUMNS, KeyValues, StateStore
 from rlhf_pg.rollout.native.members import Members
 from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform
 
@@ -99,7 +99,9 @@ class BatchingSession:
     """A `Session` on a model whose attention can be replaced.
 
     It keeps the keys and values of at most `cache_tokens` tokens at a time, where the states of a
-    row count as `row_tokens`.
+    row count as `row_tokens`. A row enters if there is room for its full length, or with `grows`
+    for a little more than others have: if not all fit later, those with the fewest tokens begin
+    again.
     """
 
     model: PreTrainedModel
@@ -109,6 +111,7 @@ class BatchingSession:
     cache_tokens: int
     row_tokens: int = 0
     max_rows: int = MAX_ROWS
+    grows: bool = False
 
     def __post_init__(self) -> None:
         self.queue = deque[PromptState]()
@@ -157,6 +160,7 @@ class BatchingSession:
             if prompt.slot < 0:
                 prompt.slot = len(self.prompts)
                 self.prompts.append(prompt)
+            if prompt.logits is None:
                 fresh.append(prompt)
             count = min(room, len(prompt.waiting))
             for _ in range(count):
@@ -169,16 +173,26 @@ class BatchingSession:
         return True
 
     def _room(self, prompt: PromptState, entering: int) -> int:
-        """Return how many samples of a prompt may enter with room for their full length."""
+        """Return how many samples of a prompt may enter."""
         lengths = [other.length for other in self.prompts]
         if prompt.slot < 0:
             lengths.append(prompt.length)
         rows = len(self.rows) + entering
-        of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
-        of_row = self.params.max_tokens + self.row_tokens
-        fitting = (self.cache_tokens - of_prompts) // of_row
-        room = min(self.max_rows, fitting) - rows
+        width = self.params.max_tokens
+        if self.grows:  # by a quarter before any has to leave
+            width = min(width, self._longest + max(self._longest // 4, COLUMNS))
+        room = min(self.max_rows, self._fitting(lengths, width)) - rows
         return room if rows else max(room, 1)  # a single row may always enter
+
+    @property
+    def _longest(self) -> int:
+        """The most tokens that a row has."""
+        return max((len(row.tokens) for row in self.rows), default=0)
+
+    def _fitting(self, prompts: Sequence[int], width: int) -> int:
+        """Return how many rows of this width fit beside prompts of these lengths."""
+        of_prompts = len(prompts) * (max(prompts) + self.row_tokens)
+        return (self.cache_tokens - of_prompts) // (width + self.row_tokens)
 
     def _prefill(self, fresh: list[PromptState]) -> None:
         """Compute the keys and values of new prompts, and the logits after each."""
@@ -229,8 +243,7 @@ class BatchingSession:
         slots = [prompt.slot for prompt in prompts]
         self.own_states.copy(self.prompt_states, self._indices(slots), len(self.rows))
         self.rows += new
-        longest = max(len(row.tokens) for row in self.rows)
-        self.own_cache.reserve(len(self.rows), longest or 1)
+        self.own_cache.reserve(len(self.rows), self._longest or 1)
         self._assignment = None
         logits = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
         first = torch.tensor([prompt.request.position for prompt in prompts])
@@ -244,14 +257,16 @@ class BatchingSession:
 
     def _decode(self) -> None:
         """Draw one or more tokens of every row; those after a row's end are dropped."""
-        assignment = self._assignment or self._assign()
-        self._assignment = assignment
         device = self.model.device
-        lengths = [len(row.tokens) for row in self.rows]
         steps = 1
         if device.type == "cuda":
             left = min(row.prompt.limit - len(row.tokens) for row in self.rows)
             steps = min(left, STEPS_ON_GPU)
+        if self.grows:
+            self._send_back(steps)
+        assignment = self._assignment or self._assign()
+        self._assignment = assignment
+        lengths = [len(row.tokens) for row in self.rows]
         longest = max(lengths) - 1
         self.own_cache.reserve(len(self.rows), longest + steps)
         # The columns of the newest tokens, by step.
@@ -276,6 +291,23 @@ class BatchingSession:
             ids, logprobs = sample(logits, self.params, noise[step])
             drawn.append((ids, logprobs))
         self._append(self.rows, drawn)
+
+    def _send_back(self, steps: int) -> None:
+        """Let the rows with the fewest tokens wait again, if not all can draw so many more."""
+        columns = -(-(self._longest + steps) // COLUMNS) * COLUMNS
+        columns = min(columns, self.params.max_tokens)
+        fitting = self._fitting([prompt.length for prompt in self.prompts], columns)
+        surplus = len(self.rows) - max(fitting, 1)
+        if surplus <= 0:
+            return
+        shortest = sorted(range(len(self.rows)), key=lambda i: len(self.rows[i].tokens))
+        leaving = sorted(shortest[:surplus])
+        for i in leaving:
+            row = self.rows[i]
+            row.prompt.waiting.append(row.sample)
+            if row.prompt not in self.queue:
+                self.queue.appendleft(row.prompt)
+        self._leave(leaving)
 
     def _assign(self) -> SlotAssignment:
         groups: list[list[int]] = [[] for _ in self.prompts]
@@ -332,6 +364,11 @@ class BatchingSession:
         if not done:
             return []
         finished = [self.rows[i].finished() for i in done]
+        self._leave(done)
+        return finished
+
+    def _leave(self, done: Sequence[int]) -> None:
+        """Remove rows by their ascending slots, and prompts that have no others."""
         for i in done:
             prompt = self.rows[i].prompt
             prompt.rows -= 1
@@ -350,7 +387,6 @@ class BatchingSession:
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
         self._assignment = None
-        return finished
 
     def _indices(self, slots: Sequence[int]) -> Tensor:
         """Return slots as a tensor on the device, made once for all layers."""

@@ -57,7 +57,8 @@ class NativeEngine(RolloutEngine):
         pad_token_id: pads shorter prompts on the left in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
         cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
-            full length; other rows wait. None: at most 0.8 of a GPU's free memory, or 4 GiB.
+            full length, or on a GPU as it grows; other rows wait. None: at most 0.8 of a GPU's free
+            memory, or 4 GiB.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class _NativeSession:
                     engine.room(),
                     engine.row_tokens(),
                     engine.max_rows(),
+                    grows=engine.model.device.type == "cuda",
                 )
             self.sessions[plain] = session
         self.sessions[plain].add(request)

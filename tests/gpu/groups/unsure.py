@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def bfloat16(device: str) -> Iterator[Check]:
         yield f"log-probabilities, {arch}", partial(rounded_scores, arch, device)
     for arch in ARCHITECTURES:
         yield f"gradient, {arch}", partial(rounded_gradient, arch, device)
+    yield "gradient, qwen3 with liger's layers", partial(with_liger, device)  # the last: it patches
 
 
 def rounded_scores(arch: str, device: str) -> Result:
@@ -46,6 +48,18 @@ def rounded_gradient(arch: str, device: str) -> Result:
     there = tiny_model(arch, scale=0.1, dtype=torch.bfloat16).to(device)
     _, actual = gradient(there, rollout, device)
     return within(((actual - expected).norm() / expected.norm()).item(), 0.05)
+
+
+def with_liger(device: str) -> Result:
+    """With the kernels of RMSNorm, rotary positions and SwiGLU that docs/engines.md describes."""
+    if device == "cpu" or not find_spec("liger_kernel"):
+        return Result("liger-kernel is not installed, or there is no GPU", None)
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+    from transformers.models.qwen3 import modeling_qwen3
+
+    apply_liger_kernel_to_qwen3(cross_entropy=False, fused_linear_cross_entropy=False)
+    assert "Liger" in modeling_qwen3.Qwen3RMSNorm.__name__
+    return rounded_gradient("qwen3", device)
 
 
 # ------------------------------------------------------------------------------------- decoding

@@ -45,6 +45,40 @@ def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     assert sum(sizes) == sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5_text"])
+def test_rows_that_grow_are_sent_back_without_changing_samples(monkeypatch, arch):
+    """As on a GPU: more rows at a time than have room for their full length."""
+    taken: list[tuple[int, int]] = []
+
+    class Growing(continuous_batching.BatchingSession):
+        def __init__(self, *given, grows):
+            super().__init__(*given, grows=True)
+
+        def _decode(self):
+            super()._decode()
+            longest = max(len(row.tokens) for row in self.rows) - 1
+            of_prompts = len(self.prompts) * (
+                max(prompt.length for prompt in self.prompts) + self.row_tokens
+            )
+            of_rows = len(self.rows) * (-(-longest // 4) * 4 + self.row_tokens)
+            taken.append((len(self.rows), of_prompts + of_rows))
+
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.BatchingSession", Growing)
+    monkeypatch.setattr(continuous_batching, "COLUMNS", 4)
+    monkeypatch.setattr(NativeEngine, "row_tokens", lambda _: 2)  # recurrent states take far more
+    model = tiny_model(arch, dtype=torch.float64)
+    params = SamplingParams(max_tokens=32)
+    expected = NativeEngine(model, EOS[:1], PAD).generate(PROMPTS, 6, params, seed=0)
+    sizes = forward_sizes(model)
+    taken.clear()
+    engine = NativeEngine(model, EOS[:1], PAD, cache_tokens=150)
+    assert_same(engine.generate(PROMPTS, 6, params, seed=0), expected)
+    assert max(tokens for _, tokens in taken) <= engine.cache_tokens
+    assert max(rows for rows, _ in taken) > 2 * 150 // params.max_tokens
+    once = sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
+    assert once < sum(sizes) < 3 * once  # some begin again
+
+
 def test_rows_beyond_limit_take_turns(monkeypatch):
     model = tiny_model("llama")
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS * 2, 5, PARAMS, seed=0)
