@@ -23,7 +23,8 @@ from rlhf_pg.boundary.quoted import tell
 from rlhf_pg.models.lm_head import bare
 
 M = TypeVar("M", bound=nn.Module)
-Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]  # fills them in a block
+Gather = Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
+"""What fills in a few sharded weights, inside a block; collective."""
 
 # Share of an adapter that may be lost to rounding when it is merged for sampling. Early in training
 # an adapter in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.

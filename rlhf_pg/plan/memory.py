@@ -221,10 +221,11 @@ def predict_memory(
     if serves:
         rollout["copy to sample from"] = 0.0
     if args.rollout_engine == "vllm":
+        sizes = [p.nbytes for p in meta.policy.parameters()]
         if layout.weights:  # gathered one by one
-            widest = max(p.nbytes for p in meta.policy.parameters())
-            rollout["copy to sample from"] = float(widest)
-        rollout["vLLM"] = vllm_share(args, 1 - sum(rollout.values()) / room) * room
+            rollout["copy to sample from"] = float(max(sizes))
+        share = vllm_share(args, 1 - sum(rollout.values()) / room)
+        rollout["vLLM"] = max(share * room, float(sum(sizes)))  # it has them all, too
     left = 0.8 * (room - sum(rollout.values())) if kind == "cuda" else CPU_CACHE
     support = AttentionSupport(None) if serves else attention_support(meta.policy.model)
     each = support.bytes_per_token

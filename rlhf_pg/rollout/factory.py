@@ -13,15 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.models.adapters import Gather
-from rlhf_pg.rollout.engine import RolloutEngine, RolloutError
+from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.runtime.termination import GRACE
 
 C = TypeVar("C", bound=PolicyGradientConfig)
 logger = logging.getLogger(__name__)
 
-SLOWEST_START = 60.0  # seconds that other processes may need longer until their vLLM has started
+SLOWEST_START = 180.0  # seconds by which the vLLM of other processes may start later
 
 # Keys that only vLLM uses: reset to their defaults where auto chooses the native engine.
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
@@ -81,27 +80,31 @@ def start_engine(
 ) -> tuple[RolloutEngine, str, str]:
     """Start the chosen engine; return it with its name and the reason. Collective.
 
-    If it does not start on all processes, none goes on with it: all raise (RolloutError where it
-    did start), or use the native engine if `auto` had chosen vLLM.
+    If it fails to start on any process, all end; or if `auto` has chosen vLLM, all use the native
+    engine.
     """
     can_fall_back = args.rollout_engine == "auto" and name == "vllm"
-    seconds = SLOWEST_START if can_fall_back else GRACE
-    engine = error = failure = None
+    watch = runtime.watch
+    starting = nullcontext() if watch is None else watch.waiting("the start of the engine")
     hurried: AbstractContextManager[None] = nullcontext()
+    engine = failure = None
     try:
-        engine = make(name)
-    except Exception as own:  # out of memory, a graph that cannot be recorded, ...
-        error = own
+        with starting:
+            engine = make(name)
+    except Exception as error:  # out of memory, a graph that cannot be recorded, ...
+        if not can_fall_back:
+            if watch is not None:  # others may wait for this process in the engine's start
+                watch.tell(error)
+            raise
         failure = f"{type(error).__name__}: {error}"
-        if runtime.watch is not None:  # others may hang in a collective of the engine's start
-            hurried = runtime.watch.hurried(f"{name} did not start: {failure}", seconds)
-    with hurried:
-        failure = runtime.first_error(failure)
-    if failure is None and engine is not None:
+        if watch is not None:
+            hurried = watch.hurried(f"vLLM did not start: {failure}", SLOWEST_START)
+    if can_fall_back:
+        with hurried:
+            failure = runtime.first_error(failure)
+    if engine is not None and failure is None:
         return engine, name, why
-    if not can_fall_back:
-        raise error or RolloutError(failure)
-    engine = error = None
+    engine = None
     gc.collect()  # the engine holds memory, and so does the failed one
     why = f"vLLM cannot start ({failure})"
     if runtime.is_main:

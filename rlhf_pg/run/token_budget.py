@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +27,7 @@ from rlhf_pg.models.policy import (
     checkpoints,
     offloads,
 )
-from rlhf_pg.runtime import Runtime
+from rlhf_pg.runtime import DDPBackend, Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,7 @@ SHARE = {"cuda": 0.9, "cpu": 0.25}
 # Bytes that vLLM keeps while it sleeps: the CUDA context, graphs and workspace of its process.
 ASLEEP = 2.5e9
 AWAKE = 0.3  # share of the GPU for a vLLM that never sleeps, unless the config names one
+LEAST_SHARE = 0.01  # which vLLM refuses with numbers
 
 
 class Sharding(NamedTuple):
@@ -171,7 +171,7 @@ def engine_bytes(args: PolicyGradientConfig, total: float) -> float:
 
 
 def vllm_share(args: PolicyGradientConfig, free: float) -> float:
-    """Return the share of a GPU that vLLM takes, where this share is free between updates."""
+    """Return the share of a GPU that vLLM takes, if `free` of it is left between updates."""
     if args.vllm_gpu_memory_utilization != "auto":
         return args.vllm_gpu_memory_utilization
     if args.vllm_enable_sleep_mode:
@@ -179,22 +179,20 @@ def vllm_share(args: PolicyGradientConfig, free: float) -> float:
     return AWAKE
 
 
-def free_share(optimizer: Optimizer | None, optim: str, runtime: Runtime) -> float:
-    """Return the share of the device that is free between updates, once there are moments."""
+def free_share(backend: DDPBackend | None, optim: str, runtime: Runtime) -> float:
+    """Return the share of the device that is free between updates, when there are moments."""
     if runtime.device.type != "cuda":
         return 1.0
     torch.cuda.empty_cache()
-    memory: tuple[float, float] = torch.cuda.mem_get_info(runtime.device)
-    free, total = memory
-    if optimizer is None or runtime.kind.startswith("ZeRO"):  # DeepSpeed has made them
-        return free / total
-    for group in optimizer.param_groups:
-        for updated in group["params"]:
+    memory = torch.cuda.mem_get_info(runtime.device)
+    free, total = map(float, memory)
+    if backend is not None:
+        for updated in backend.updated():
             shard = updated.to_local() if isinstance(updated, DTensor) else updated
-            if shard.is_cuda and updated not in optimizer.state:
+            if shard.is_cuda and updated not in backend.optimizer.state:
                 number = 1 if optim == "adamw_8bit" else shard.element_size()
                 free -= 2 * number * shard.numel()
-    return free / total
+    return max(free / total, LEAST_SHARE)
 
 
 def _room(

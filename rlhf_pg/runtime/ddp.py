@@ -230,6 +230,11 @@ class DDPBackend:
         with self._masters.taking_gradients():
             torch.autograd.backward(loss)
 
+    def updated(self) -> Iterable[Tensor]:
+        """Yield what the optimizer updates of this process: weights, their masters or shards."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter, in at least float32, or this process's shard."""
         return self._masters.of(parameter).grad

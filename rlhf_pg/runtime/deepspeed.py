@@ -131,6 +131,9 @@ class DeepSpeedBackend(DDPBackend):
         for piece, buffer in zip(self._forgotten, self._buffers, strict=True):
             piece.grad = buffer
 
+    def updated(self) -> Iterable[Tensor]:
+        return (piece for _, piece in self._groups())
+
     def state(self) -> Iterator[State]:
         for parameters, piece in self._groups():
             values = self.optimizer.state.get(piece, {})

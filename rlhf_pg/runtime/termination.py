@@ -191,7 +191,7 @@ class Watch:
 
     @contextmanager
     def hurried(self, why: str, seconds: float) -> Iterator[None]:
-        """In a block, wait for other processes only these seconds; `why` is reported if it ends."""
+        """In a block, wait for other processes only these seconds, and report `why` if they end."""
         before = self.patience
         self.patience = seconds, why
         try:

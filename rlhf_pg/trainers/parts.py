@@ -343,9 +343,13 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
             streaming.save(folder, weights, *full_policy.tensors("", weights))
 
     def make_engine(name: str) -> RolloutEngine:
-        chosen = factory.with_engine(args, name)
+        sampling = factory.with_engine(args, name)
+        share = 0.0
+        if name == "vllm":
+            backend = learner.backend if trains else None
+            share = vllm_share(sampling, free_share(backend, args.optim, runtime))
         return factory.new_engine(
-            chosen,
+            sampling,
             weights,
             stops,
             tokenizer,
@@ -353,7 +357,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
             longest_row,
             save,
             full_policy.by_parts(runtime.device) if runtime.splits else None,
-            vllm_share(chosen, free_share(optimizer, args.optim, runtime)),
+            share,
         )
 
     engine, engine_name, why_engine = factory.start_engine(args, *chosen, runtime, make_engine)

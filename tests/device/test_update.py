@@ -55,13 +55,13 @@ def test_update_frees_activations_and_gradients(tmp_path: Path, dtype: str) -> N
     made = trainer(Run(options={"micro_batch_tokens": 200, "dtype": dtype}), tmp_path)
     learner = made.learner
     gc.collect()
-    foreseen = token_budget.free_share(learner.optimizer, made.args.optim, made.runtime)
+    foreseen = token_budget.free_share(learner.backend, made.args.optim, made.runtime)
     samples = made.sampler.roll_out(range(4))
     experience = made.credit(made.learner.infer(made.sampler.add_rewards(samples)), Meter())
     made.agreement.refuses = False  # the second update trains on what older weights sampled
     made.update(experience, Meter())
     gc.collect()
-    now = token_budget.free_share(learner.optimizer, made.args.optim, made.runtime)
+    now = token_budget.free_share(learner.backend, made.args.optim, made.runtime)
     assert now == pytest.approx(foreseen, abs=1e-6)  # moments take forty times that
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())

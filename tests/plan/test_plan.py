@@ -221,6 +221,8 @@ def test_sleeping_vllm_takes_what_the_rollout_leaves(drawn) -> None:
     assert memory.rollout["vLLM"] == pytest.approx(0.9 * (80e9 - rest))
     widest = max(p.nbytes for p in drawn.policy.parameters())
     assert memory.rollout["copy to sample from"] == widest
+    small = predict_memory(drawn._replace(args=args), BY_NAME["FSDP2"], 8, 1e6, "cuda")
+    assert small.rollout["vLLM"] == sum(p.nbytes for p in drawn.policy.parameters())  # at least
     awake = dataclasses.replace(args, vllm_enable_sleep_mode=False)
     memory = predict_memory(drawn._replace(args=awake), BY_NAME["FSDP2"], 8, 80e9, "cuda")
     assert memory.rollout["vLLM"] == memory.update["vLLM"] == 0.3 * 80e9

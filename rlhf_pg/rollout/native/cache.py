@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_pg.models.recurrent import States
 
-COLUMNS = 64  # tokens by which slots grow at least
+COLUMNS = 64  # slots have multiples of this many tokens
 
 
 @dataclass(eq=False)

@@ -123,6 +123,8 @@ class BatchingSession:
         self.prompt_states = StateStore()
         self.own_states = StateStore()
         self._assignment: SlotAssignment | None = None
+        self.ended_rows = 0
+        self.ended_tokens = 0
 
     def add(self, request: Request) -> None:
         if request.samples:
@@ -179,8 +181,10 @@ class BatchingSession:
             lengths.append(prompt.length)
         rows = len(self.rows) + entering
         width = self.params.max_tokens
-        if self.grows:  # by a quarter before any has to leave
-            width = min(width, self._longest + max(self._longest // 4, COLUMNS))
+        if self.grows:  # rows can grow by a quarter before any has to leave
+            longest = self._longest
+            usual = self.ended_tokens // max(self.ended_rows, 1)
+            width = self._columns(max(longest + longest // 4, longest + 1, usual))
         room = min(self.max_rows, self._fitting(lengths, width)) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
@@ -188,6 +192,11 @@ class BatchingSession:
     def _longest(self) -> int:
         """The most tokens that a row has."""
         return max((len(row.tokens) for row in self.rows), default=0)
+
+    def _columns(self, tokens: int) -> int:
+        """Return the columns of a row with so many tokens."""
+        columns = -(-tokens // COLUMNS) * COLUMNS
+        return min(columns, self.params.max_tokens)
 
     def _fitting(self, prompts: Sequence[int], width: int) -> int:
         """Return how many rows of this width fit beside prompts of these lengths."""
@@ -294,20 +303,29 @@ class BatchingSession:
 
     def _send_back(self, steps: int) -> None:
         """Let the rows with the fewest tokens wait again, if not all can draw so many more."""
-        columns = -(-(self._longest + steps) // COLUMNS) * COLUMNS
-        columns = min(columns, self.params.max_tokens)
-        fitting = self._fitting([prompt.length for prompt in self.prompts], columns)
-        surplus = len(self.rows) - max(fitting, 1)
-        if surplus <= 0:
+        columns = self._columns(self._longest + steps)
+        if len(self.rows) <= self._fitting([prompt.length for prompt in self.prompts], columns):
             return
-        shortest = sorted(range(len(self.rows)), key=lambda i: len(self.rows[i].tokens))
-        leaving = sorted(shortest[:surplus])
+        order = sorted(range(len(self.rows)), key=lambda i: -len(self.rows[i].tokens))
+        staying = 0
+        prompts = set[PromptState]()
+        for i in order:
+            prompts.add(self.rows[i].prompt)
+            if self._fitting([prompt.length for prompt in prompts], columns) <= staying:
+                break
+            staying += 1
+        leaving = sorted(order[max(staying, 1) :])
         for i in leaving:
             row = self.rows[i]
             row.prompt.waiting.append(row.sample)
             if row.prompt not in self.queue:
                 self.queue.appendleft(row.prompt)
         self._leave(leaving)
+        for prompt in list(self.prompts):
+            if not prompt.rows:  # it makes room, and is computed again
+                self._remove_prompt(prompt)
+                prompt.slot = -1
+                prompt.logits = None
 
     def _assign(self) -> SlotAssignment:
         groups: list[list[int]] = [[] for _ in self.prompts]
@@ -364,20 +382,22 @@ class BatchingSession:
         if not done:
             return []
         finished = [self.rows[i].finished() for i in done]
+        self.ended_rows += len(done)
+        self.ended_tokens += sum(len(self.rows[i].tokens) for i in done)
         self._leave(done)
         return finished
 
-    def _leave(self, done: Sequence[int]) -> None:
-        """Remove rows by their ascending slots, and prompts that have no others."""
-        for i in done:
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Remove rows by their ascending slots, and prompts without rows or waiting samples."""
+        for i in slots:
             prompt = self.rows[i].prompt
             prompt.rows -= 1
             if not prompt.rows and not prompt.waiting:
                 self._remove_prompt(prompt)
-        count = len(self.rows) - len(done)
+        count = len(self.rows) - len(slots)
         last = range(count, len(self.rows))
-        sources = sorted(set(last) - set(done))
-        holes = [i for i in done if i < count]
+        sources = sorted(set(last) - set(slots))
+        holes = [i for i in slots if i < count]
         if holes:
             moved = self._indices(sources)
             filled = self._indices(holes)

@@ -45,9 +45,19 @@ def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     assert sum(sizes) == sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3_5_text"])
-def test_rows_that_grow_are_sent_back_without_changing_samples(monkeypatch, arch):
+LONG = [[i, *range(3, 38)] for i in range(3, 33)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "prompts", "samples", "ends"),
+    [("llama", PROMPTS, 6, 1), ("qwen3_5_text", PROMPTS, 6, 1), ("llama", LONG, 1, 0)],
+)
+def test_rows_that_grow_are_sent_back_without_changing_samples(
+    monkeypatch, arch, prompts, samples, ends
+):
     """As on a GPU: more rows at a time than have room for their full length."""
+    eos = EOS[:ends]
+    cache, most = (150, 32) if prompts is PROMPTS else (500, 27)
     taken: list[tuple[int, int]] = []
 
     class Growing(continuous_batching.BatchingSession):
@@ -56,10 +66,9 @@ def test_rows_that_grow_are_sent_back_without_changing_samples(monkeypatch, arch
 
         def _decode(self):
             super()._decode()
+            lengths = [prompt.length for prompt in self.prompts]
             longest = max(len(row.tokens) for row in self.rows) - 1
-            of_prompts = len(self.prompts) * (
-                max(prompt.length for prompt in self.prompts) + self.row_tokens
-            )
+            of_prompts = len(lengths) * (max(lengths) + self.row_tokens)
             of_rows = len(self.rows) * (-(-longest // 4) * 4 + self.row_tokens)
             taken.append((len(self.rows), of_prompts + of_rows))
 
@@ -67,16 +76,17 @@ def test_rows_that_grow_are_sent_back_without_changing_samples(monkeypatch, arch
     monkeypatch.setattr(continuous_batching, "COLUMNS", 4)
     monkeypatch.setattr(NativeEngine, "row_tokens", lambda _: 2)  # recurrent states take far more
     model = tiny_model(arch, dtype=torch.float64)
-    params = SamplingParams(max_tokens=32)
-    expected = NativeEngine(model, EOS[:1], PAD).generate(PROMPTS, 6, params, seed=0)
+    params = SamplingParams(max_tokens=most)
+    expected = NativeEngine(model, eos, PAD).generate(prompts, samples, params, seed=0)
     sizes = forward_sizes(model)
     taken.clear()
-    engine = NativeEngine(model, EOS[:1], PAD, cache_tokens=150)
-    assert_same(engine.generate(PROMPTS, 6, params, seed=0), expected)
-    assert max(tokens for _, tokens in taken) <= engine.cache_tokens
-    assert max(rows for rows, _ in taken) > 2 * 150 // params.max_tokens
-    once = sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
-    assert once < sum(sizes) < 3 * once  # some begin again
+    engine = NativeEngine(model, eos, PAD, cache_tokens=cache)
+    assert_same(engine.generate(prompts, samples, params, seed=0), expected)
+    assert max(tokens for _, tokens in taken) <= cache
+    of_prompts = len(prompts) / samples * (max(map(len, prompts)) + 2)  # of each row
+    assert max(rows for rows, _ in taken) > cache / (most + 2 + of_prompts / len(prompts))
+    once = sum(map(len, prompts)) + sum(len(c.tokens) - 1 for c in expected)
+    assert once < sum(sizes) < 2 * once  # some begin again
 
 
 def test_rows_beyond_limit_take_turns(monkeypatch):

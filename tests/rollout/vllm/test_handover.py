@@ -1,7 +1,6 @@
 """Weights that are handed to another engine: those of the merged model, a layer at a time."""
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -140,33 +139,6 @@ def test_handed_over_experts_match_checkpoint(arch, tmp_path):
         handed = dict(published_weights(own))
         assert handed.keys() == expected.keys()
         assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_all_sharded_weights_are_gathered_even_if_vllm_fails(fails):
-    """Other processes gather every one, and would wait for this one."""
-    model = tiny_model("llama")
-    weights = FullWeights(model, splits=True)
-    engine = object.__new__(VllmEngine)  # that of vLLM itself is not there
-    gathered = weights.by_parts(torch.device("cpu"))
-    asked = []
-
-    def counted(parameters):
-        asked.extend(parameters)
-        return gathered(asked[-1:])
-
-    def reload(method, kwargs):
-        for _ in range(3):
-            next(kwargs["weights_iterator"])
-        raise torch.OutOfMemoryError
-
-    engine.llm, engine.gathered, engine._has_warned = MagicMock(), counted, False
-    if fails:
-        engine.llm.collective_rpc = reload
-    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
-        engine._load(weights.module)
-    assert list(map(id, asked)) == list(map(id, weights.module.parameters()))
-    assert all(p.is_meta for p in asked)
 
 
 @pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])
