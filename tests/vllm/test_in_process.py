@@ -15,6 +15,7 @@ from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.agreement import DisagreementError
+from tests.distributed.launching import PATIENCE, start_two
 from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.rollout.stats import chi_square_p
 from tests.tiny import adapter, stir, tiny_model
@@ -266,6 +267,14 @@ def test_run_samples_from_current_policy_at_every_step(options, tmp_path):
         assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-4)
         assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
         assert line["grad_norm"] > 0
+
+
+def test_processes_start_without_waiting_for_one_that_fails():
+    for process in start_two("tests.vllm.two_processes", [[], []]):
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, said
+        assert "sampled" in said
+        assert "known: rank 1: 2 GiB" in said
 
 
 def test_missed_weight_handover_ends_run_in_next_step(tmp_path, monkeypatch):

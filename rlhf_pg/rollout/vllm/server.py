@@ -22,7 +22,7 @@ from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin, call_concurrently
 from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.models.policy import has_experts
-from rlhf_pg.models.streaming import bytes_of
+from rlhf_pg.models.streaming import bytes_of, files_of, read
 from rlhf_pg.rollout.engine import (
     Completion,
     Copied,
@@ -34,6 +34,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
+from rlhf_pg.rollout.vllm import checksums
 from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
+CHECKED_EVERY = 50  # hand-overs, of which the weights that a server holds are checked after one
 LEAST = -9999.0  # vLLM's number for minus infinity
 ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
@@ -197,6 +199,8 @@ class VllmServerEngine(RolloutEngine):
             server.load_adapter(copy.name, copy.folder)
         elif copy.folder is not None:
             server.replace_weights(copy.folder)
+            if (self.copies - 1) % CHECKED_EVERY == 0:
+                server.check_weights(copy.folder)
 
     def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
@@ -281,6 +285,28 @@ class VllmServer:
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "has requests of other clients: give this run a server of its own"
             )
+
+    def check_weights(self, folder: Path) -> None:
+        """Compare the server's weights with those in a directory; RolloutError if they differ."""
+        files = files_of(str(folder))
+        try:
+            held = self.ask("/weight_checker", {"action": "checksum"}, checksums.read)
+        except RequestRefused:  # before vLLM 0.32
+            held = {}
+        wrong, compared = checksums.compare(
+            held, lambda name: read(str(folder), "", name) if name in files else None
+        )
+        if wrong:
+            raise RolloutError(
+                f"the server at {self.client.url} holds other weights than it was given, in "
+                f"{len(wrong)} of {compared} tensors ({', '.join(wrong[:3])}): {REMEDY}"
+            )
+        logger.info(
+            "the server at %s holds the weights that it was given, in %d of %d tensors",
+            self.client.url,
+            compared,
+            len(held),
+        )
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
         """Call `begin` and wait for the result."""

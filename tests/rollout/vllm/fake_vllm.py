@@ -1,9 +1,13 @@
 """A server that speaks as `vllm serve` does, and fails on demand."""
 
+import hashlib
 import random
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tests.rewards import loopback
 from tests.rewards.loopback import Asked, Loopback, Said, cut_off
@@ -25,6 +29,7 @@ class FakeVllm:
         self.asked: list[tuple[str, Any]] = []
         self.models = ["base"]
         self.device, self.raw, self.instance = "cuda", False, "a1"
+        self.held: dict[str, Tensor] = {}  # the server's own tensors
         self.server = Loopback(self.reply)
         self.url, self.close = self.server.url, self.server.close
 
@@ -64,6 +69,15 @@ class FakeVllm:
 
     def on_reset_prefix_cache(self, body: Any) -> Answer:
         return 200, {"success": True}
+
+    def on_weight_checker(self, body: Any) -> Answer:
+        """As vllm/entrypoints/rl/online/api_router.py of 0.32 and 0.33."""
+        assert body == {"action": "checksum"}
+        digests = {}
+        for name, tensor in self.held.items():
+            data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            digests[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(data).hexdigest()
+        return 200, {"checksums": digests}
 
     def on_v1_completions(self, body: Any) -> Answer:
         if body["model"] not in self.models:

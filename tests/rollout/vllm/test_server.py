@@ -1,6 +1,7 @@
 """The engine of `vllm serve` against a server that fails; a real one is in tests/vllm."""
 
 import gc
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -14,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rlhf_pg.boundary import http
 from rlhf_pg.rollout import Request, RolloutError, SamplingParams
+from rlhf_pg.rollout.vllm import server
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from tests.rollout.vllm.fake_vllm import FakeVllm
@@ -114,6 +118,93 @@ def test_weights_are_loaded_once_per_sync(fake, tmp_path):
     assert len(loaded) == fake.count("/reset_prefix_cache") == 2
     [own] = (tmp_path / "sync").iterdir()
     assert not list(own.iterdir())
+
+
+def joined(given: dict[str, Tensor], **lacks: Any) -> dict[str, Tensor]:
+    """The tensors of vLLM's Llama, made from a checkpoint: joined, and the vocabulary padded."""
+    held = {}
+    for name, tensor in given.items():
+        if "k_proj" in name or "v_proj" in name or "up_proj" in name:
+            continue
+        if "q_proj" in name:
+            parts = [given[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+            name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+        if "gate_proj" in name:
+            parts = [tensor, given[name.replace("gate_proj", "up_proj")]]
+            name, tensor = name.replace("gate_proj", "gate_up_proj"), torch.cat(parts)
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])])
+        held[name] = tensor
+    return held
+
+
+def nothing(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    """A right hand-over."""
+
+
+def stale(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    held["model.layers.1.mlp.down_proj.weight"] = old["model.layers.1.mlp.down_proj.weight"]
+
+
+def one_part_stale(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    rows = len(held[name])
+    held[name] = torch.cat([held[name][: rows // 2], old[name][rows // 2 :]])
+
+
+def scaled(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    held["model.layers.1.mlp.gate_up_proj.weight"] *= 1.01
+
+
+def head_not_updated(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    held["lm_head.weight"] = old["lm_head.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", [nothing, stale, one_part_stale, scaled, head_not_updated])
+def test_weights_that_a_server_holds_are_those_it_was_given(fake, tmp_path, fault, dtype, caplog):
+    model = tiny_model("llama")
+    engine = engine_of(fake, tmp_path, model)
+    caplog.set_level("INFO", "rlhf_pg")
+
+    def old() -> dict[str, Tensor]:
+        weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+        return joined({name: tensor.clone() for name, tensor in weights.items()})
+
+    before = old()
+    stir(model)
+
+    def reload(body: Any) -> None:
+        fake.held = old()
+        fault(fake.held, before)
+
+    fake.answers["/collective_rpc"] = reload
+    if fault is nothing:
+        assert engine.generate([[5]], 1, PARAMS, seed=0)
+        assert f"in {len(before)} of {len(before)} tensors" in caplog.text
+        return
+    with pytest.raises(RolloutError, match=f"given, in 1 of {len(before)} tensors"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert not prompts_of(fake)  # nothing is sampled
+
+
+def test_weights_that_cannot_be_compared_are_counted(fake, tmp_path, caplog, monkeypatch):
+    """Split over GPUs, quantized, packed for a CPU, or by a server before 0.32."""
+    monkeypatch.setattr(server, "CHECKED_EVERY", 1)
+    caplog.set_level("INFO", "rlhf_pg")
+    engine = engine_of(fake, tmp_path)
+    key, empty = "dp0:pp0:pcp0:{}:model.norm.weight", hashlib.sha256(b"").hexdigest()
+    for held in (
+        {key.format("tp0"): "a1", key.format("tp1"): "b2"},
+        {key.format("tp0"): "a1", f"{key.format('tp0')}_scale": "b2"},
+        {key.format("tp0"): empty, "dp0:pp0:pcp0:tp0:unknown.weight": "b2"},
+    ):
+        fake.answers["/weight_checker"] = lambda body, held=held: (200, {"checksums": held})
+        assert engine.generate([[5]], 1, PARAMS, seed=0)
+        assert caplog.records[-1].getMessage().endswith("in 0 of 2 tensors")
+    fake.answers["/weight_checker"] = lambda body: (404, {"detail": "Not Found"})
+    assert engine.generate([[5]], 1, PARAMS, seed=0)
+    assert caplog.records[-1].getMessage().endswith("in 0 of 0 tensors")
 
 
 def test_user_files_in_sync_directory_are_kept(fake, tmp_path):
