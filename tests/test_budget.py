@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11410,
     "rewards": 13061,
     "rng.py": 455,
-    "rollout": 19513,
+    "rollout": 19692,
     "run": 7871,
     "running_stats.py": 397,
     "runtime": 9695,

@@ -1,10 +1,11 @@
-"""Proof that a server holds the weights that it was given: digests of its tensors, by their names.
+"""Proof that vLLM holds the weights that it was given: digests of its tensors, by their names.
 
 vLLM (`model_executor/model_loader/weight_checksum.py`) hashes the bytes of each of its tensors by
 SHA-256. It joins some tensors of a checkpoint row by row, and pads the vocabulary with zeros.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.models.streaming import bytes_of
+from rlhf_pg.rollout.engine import RolloutError
+
+logger = logging.getLogger(__name__)
+
+EVERY = 50  # hand-overs, of which one is checked
 
 JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -25,6 +31,31 @@ EMPTY = hashlib.sha256().hexdigest()  # of a tensor that vLLM keeps elsewhere, p
 def read(answer: Any) -> dict[str, str]:
     """Return the digests in an answer of `/weight_checker`."""
     return {str(name): str(digest) for name, digest in answer["checksums"].items()}
+
+
+def is_due(hand_overs: int) -> bool:
+    """Return whether to check after so many hand-overs."""
+    return (hand_overs - 1) % EVERY == 0
+
+
+def check(
+    holder: str,
+    held: Mapping[str, str],
+    checkpoint: Callable[[str], Tensor | None],
+) -> None:
+    """Raise RolloutError if what a holder holds is not what it was given (see `compare`)."""
+    wrong, compared = compare(held, checkpoint)
+    if wrong:
+        raise RolloutError(
+            f"{holder} holds other weights than it was given, in {len(wrong)} of {compared} "
+            f"tensors ({', '.join(wrong[:3])}): start it again, and resume"
+        )
+    logger.info(
+        "%s holds the weights that it was given, in %d of %d tensors",
+        holder,
+        compared,
+        len(held),
+    )
 
 
 def compare(

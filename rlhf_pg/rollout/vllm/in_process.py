@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
+from rlhf_pg.rollout.vllm import checksums
 from rlhf_pg.rollout.vllm.handover import parts_tied_weights, published_weights
 from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
@@ -176,8 +177,20 @@ class VllmEngine(RolloutEngine):
         weights = {"weights_iterator": published_weights(policy, self.gathered)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
+        if checksums.is_due(self._handed_over):
+            self._check(policy)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
+
+    def _check(self, policy: PreTrainedModel) -> None:
+        """Compare vLLM's weights with the policy's, unless these are sharded."""
+        weights = {}
+        if self.gathers == "all":
+            weights = dict(published_weights(policy))
+        held: list[dict[str, str]] = []
+        with suppress(AttributeError, NotImplementedError):  # before vLLM 0.32
+            held += self.llm.collective_rpc("compute_weight_checksums")
+        checksums.check("vLLM", dict(*held), weights.get)
 
     def _sleep(self) -> None:
         if self.sleeps:

@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 CONNECTIONS = 256  # concurrent requests to a server
-CHECKED_EVERY = 50  # hand-overs, of which the weights that a server holds are checked after one
 LEAST = -9999.0  # vLLM's number for minus infinity
 ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
@@ -199,7 +198,7 @@ class VllmServerEngine(RolloutEngine):
             server.load_adapter(copy.name, copy.folder)
         elif copy.folder is not None:
             server.replace_weights(copy.folder)
-            if (self.copies - 1) % CHECKED_EVERY == 0:
+            if checksums.is_due(self.copies):
                 server.check_weights(copy.folder)
 
     def _save(self, name: str) -> Path | None:
@@ -293,19 +292,10 @@ class VllmServer:
             held = self.ask("/weight_checker", {"action": "checksum"}, checksums.read)
         except RequestRefused:  # before vLLM 0.32
             held = {}
-        wrong, compared = checksums.compare(
-            held, lambda name: read(str(folder), "", name) if name in files else None
-        )
-        if wrong:
-            raise RolloutError(
-                f"the server at {self.client.url} holds other weights than it was given, in "
-                f"{len(wrong)} of {compared} tensors ({', '.join(wrong[:3])}): {REMEDY}"
-            )
-        logger.info(
-            "the server at %s holds the weights that it was given, in %d of %d tensors",
-            self.client.url,
-            compared,
-            len(held),
+        checksums.check(
+            f"the server at {self.client.url}",
+            held,
+            lambda name: read(str(folder), "", name) if name in files else None,
         )
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:

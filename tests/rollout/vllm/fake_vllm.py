@@ -73,11 +73,7 @@ class FakeVllm:
     def on_weight_checker(self, body: Any) -> Answer:
         """As vllm/entrypoints/rl/online/api_router.py of 0.32 and 0.33."""
         assert body == {"action": "checksum"}
-        digests = {}
-        for name, tensor in self.held.items():
-            data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            digests[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(data).hexdigest()
-        return 200, {"checksums": digests}
+        return 200, {"checksums": digests_of(self.held)}
 
     def on_v1_completions(self, body: Any) -> Answer:
         if body["model"] not in self.models:
@@ -96,3 +92,30 @@ class FakeVllm:
         reason = "stop" if stopped else "length"
         choice = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
         return 200, {"model": body["model"], "choices": [choice]}
+
+
+def digests_of(held: dict[str, Tensor]) -> dict[str, str]:
+    """As vllm/model_executor/model_loader/weight_checksum.py of 0.32 and 0.33, on one GPU."""
+    digests = {}
+    for name, tensor in held.items():
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        digests[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def joined(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of vLLM's Llama, made from a checkpoint: joined, and the vocabulary padded."""
+    held = {}
+    for name, tensor in given.items():
+        if "k_proj" in name or "v_proj" in name or "up_proj" in name:
+            continue
+        if "q_proj" in name:
+            parts = [given[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+            name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+        if "gate_proj" in name:
+            parts = [tensor, given[name.replace("gate_proj", "up_proj")]]
+            name, tensor = name.replace("gate_proj", "gate_up_proj"), torch.cat(parts)
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])])
+        held[name] = tensor
+    return held

@@ -1,5 +1,6 @@
 """Weights that are handed to another engine: those of the merged model, a layer at a time."""
 
+import copy
 import weakref
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,9 +12,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_pg.models.adapters import merge, merge_loss
+from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.vllm.handover import merged_weights, published_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.runtime import FullWeights
+from tests.rollout.vllm.fake_vllm import digests_of, joined
 from tests.tiny import MIXTURES, adapter, stir, tiny_model
 
 ADAPTERS: dict[str, Any] = {
@@ -139,6 +142,32 @@ def test_handed_over_experts_match_checkpoint(arch, tmp_path):
         handed = dict(published_weights(own))
         assert handed.keys() == expected.keys()
         assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_vllm_that_holds_no_adapter_is_refused(merges, caplog):
+    model = adapted(adapter())
+    caplog.set_level("INFO", "rlhf_pg")
+    held: dict[str, torch.Tensor] = {}
+
+    def rpc(method: str, kwargs: Any = None) -> Any:
+        if method == "reload_weights":
+            handed = dict(kwargs["weights_iterator"])
+            if not merges:
+                handed = dict(merged_weights(model.unload()))
+            held.update(joined(handed))
+            return [None]
+        return [digests_of(held)]
+
+    engine = object.__new__(VllmEngine)  # that of vLLM itself is not there
+    engine.llm, engine._has_warned = MagicMock(collective_rpc=rpc), False
+    weights = copy.deepcopy(model)
+    if merges:
+        engine._load(weights)
+        assert "in 15 of 15 tensors" in caplog.text
+    else:
+        with pytest.raises(RolloutError, match="in 8 of 15 tensors"):
+            engine._load(weights)
 
 
 @pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from rlhf_pg.boundary import http
 from rlhf_pg.rollout import Request, RolloutError, SamplingParams
-from rlhf_pg.rollout.vllm import server
+from rlhf_pg.rollout.vllm import checksums
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
-from tests.rollout.vllm.fake_vllm import FakeVllm
+from tests.rollout.vllm.fake_vllm import FakeVllm, joined
 from tests.tiny import adapter, stir, tiny_model
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=6)
@@ -120,24 +120,6 @@ def test_weights_are_loaded_once_per_sync(fake, tmp_path):
     assert not list(own.iterdir())
 
 
-def joined(given: dict[str, Tensor], **lacks: Any) -> dict[str, Tensor]:
-    """The tensors of vLLM's Llama, made from a checkpoint: joined, and the vocabulary padded."""
-    held = {}
-    for name, tensor in given.items():
-        if "k_proj" in name or "v_proj" in name or "up_proj" in name:
-            continue
-        if "q_proj" in name:
-            parts = [given[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
-            name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
-        if "gate_proj" in name:
-            parts = [tensor, given[name.replace("gate_proj", "up_proj")]]
-            name, tensor = name.replace("gate_proj", "gate_up_proj"), torch.cat(parts)
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])])
-        held[name] = tensor
-    return held
-
-
 def nothing(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
     """A right hand-over."""
 
@@ -190,7 +172,7 @@ def test_weights_that_a_server_holds_are_those_it_was_given(fake, tmp_path, faul
 
 def test_weights_that_cannot_be_compared_are_counted(fake, tmp_path, caplog, monkeypatch):
     """Split over GPUs, quantized, packed for a CPU, or by a server before 0.32."""
-    monkeypatch.setattr(server, "CHECKED_EVERY", 1)
+    monkeypatch.setattr(checksums, "EVERY", 1)
     caplog.set_level("INFO", "rlhf_pg")
     engine = engine_of(fake, tmp_path)
     key, empty = "dp0:pp0:pcp0:{}:model.norm.weight", hashlib.sha256(b"").hexdigest()
