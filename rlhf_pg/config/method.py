@@ -7,6 +7,7 @@ from pydantic import Field
 
 from rlhf_pg.config.fields import FunctionName, Names, Numbers, Text, config, option
 
+AWAKE = 0.3  # share of the GPU for a vLLM that never sleeps, unless the config names one
 Share = Annotated[float, Field(gt=0, le=1)] | Literal["auto"]
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 Correction = Literal[

@@ -302,10 +302,12 @@ def verdict(
     where = f"one {name}" if processes == 1 else f"{processes} x {name}"
     sizes = f"{_short(memory.peak / GIB)} of {_short(room / GIB)} GiB"
     yield _table(memory)
+    at_a_time = ""
+    if not args.rollout_engine.startswith("vllm"):
+        at_a_time = f"; {memory.rows} completions sampled at a time by the native engine"
     yield Text(
         f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
-        f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
-        "completions sampled at a time by the native engine."
+        f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}{at_a_time}."
     )
     if estimated := hours(meta, processes, name):
         yield Text(estimated)

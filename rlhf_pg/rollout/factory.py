@@ -12,6 +12,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.method import AWAKE
 from rlhf_pg.models.adapters import Gather
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.native.engine import NativeEngine
@@ -121,7 +122,7 @@ def new_engine(
     longest: int = 1,
     save: Callable[[Path | None], None] | None = None,
     gathered: Gather | None = None,
-    share: float = 0.3,
+    share: float = AWAKE,
 ) -> RolloutEngine:
     """Create the engine that `args.rollout_engine` names, which is not auto.
 

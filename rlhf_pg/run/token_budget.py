@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.method import AWAKE
 from rlhf_pg.data import Batch, Row
 from rlhf_pg.models.attention import measurable_experts
 from rlhf_pg.models.lm_head import MeasuringMode, chunk_size_for
@@ -45,7 +46,6 @@ MOST_GROUPS = 16
 SHARE = {"cuda": 0.9, "cpu": 0.25}
 # Bytes that vLLM keeps while it sleeps: the CUDA context, graphs and workspace of its process.
 ASLEEP = 2.5e9
-AWAKE = 0.3  # share of the GPU for a vLLM that never sleeps, unless the config names one
 LEAST_SHARE = 0.01  # which vLLM refuses with numbers
 
 

@@ -6,7 +6,7 @@ whole. A "collective" function has to be called by every process, in the same or
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
+from rlhf_pg.models.adapters import Gather
 from rlhf_pg.runtime.termination import Watch, waits
 
 M = TypeVar("M", bound=nn.Module)
@@ -326,9 +327,7 @@ class FullWeights:
                         part._buffers[name] = buffer.to(device)
             yield
 
-    def by_parts(
-        self, device: torch.device
-    ) -> Callable[[Iterable[Tensor]], AbstractContextManager[None]]:
+    def by_parts(self, device: torch.device) -> Gather:
         """Return what fills in a few of `module`'s weights, inside a block; collective."""
         pieces = dict(self._pairs())
 

@@ -49,13 +49,19 @@ def samples(how: str, out: str) -> None:
         max_completion_length=4,
         use_peft=how == "with LoRA",
     )
-    GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=digits,
         args=args,
         train_dataset=task.train_dataset,
-    ).train()
+    )
+    backend = trainer.learner.backend
+    updated = list(backend.updated())
+    assert updated
+    assert not any(x in backend.optimizer.state for x in updated)  # moments are still to come
+    trainer.train()
+    assert all(x in backend.optimizer.state for x in updated)
 
 
 def fails(engine: str) -> None:

@@ -100,8 +100,8 @@ class BatchingSession:
 
     It keeps the keys and values of at most `cache_tokens` tokens at a time, where the states of a
     row count as `row_tokens`. A row enters if there is room for its full length, or with `grows`
-    for a little more than others have: if not all fit later, those with the fewest tokens begin
-    again.
+    for a little more than the others have; when not all fit any more, those with the fewest tokens
+    begin again.
     """
 
     model: PreTrainedModel

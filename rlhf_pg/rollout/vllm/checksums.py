@@ -6,7 +6,7 @@ SHA-256. It joins some tensors of a checkpoint row by row, and pads the vocabula
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 EVERY = 50  # hand-overs, of which one is checked
 
+# Modules whose weights vLLM keeps byte by byte, as do those with "norm" in their name. Others it
+# may transpose (GPT-2) or reorder (GPT-NeoX).
+PLAIN = {"o_proj", "down_proj", "embed_tokens", "lm_head", "qkv_proj", "gate_up_proj"}
 JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -38,13 +41,9 @@ def is_due(hand_overs: int) -> bool:
     return (hand_overs - 1) % EVERY == 0
 
 
-def check(
-    holder: str,
-    held: Mapping[str, str],
-    checkpoint: Callable[[str], Tensor | None],
-) -> None:
+def check(holder: str, held: Mapping[str, str], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise RolloutError if what a holder holds is not what it was given (see `compare`)."""
-    wrong, compared = compare(held, checkpoint)
+    wrong, compared = compare(held, weights)
     if wrong:
         raise RolloutError(
             f"{holder} holds other weights than it was given, in {len(wrong)} of {compared} "
@@ -59,49 +58,53 @@ def check(
 
 
 def compare(
-    held: Mapping[str, str], checkpoint: Callable[[str], Tensor | None]
+    held: Mapping[str, str], weights: Iterable[tuple[str, Tensor]]
 ) -> tuple[list[str], int]:
-    """Compare the digests that a server holds with the tensors that it was given.
+    """Compare the digests that vLLM holds with the weights that it was given.
 
     Args:
-        held: of each tensor, by a name such as `dp0:pp0:pcp0:tp0:model.norm.weight`.
-        checkpoint: returns the tensor that was given under a name, or None.
+        held: the digest of each tensor, by a name such as `dp0:pp0:pcp0:tp0:model.norm.weight`.
+        weights: tensors by their names in a checkpoint. All are taken, one at a time, since
+            gathering sharded ones is collective.
 
     Returns:
         The names of tensors that differ, and how many were compared: not those that are split over
-        GPUs, quantized, or joined in a way that is not known here.
+        GPUs or quantized, or that vLLM keeps in a form that is not known here.
     """
+    digests = dict[str, str]()
+    if all(":tp0:" in key for key in held):
+        digests = {key.rpartition(":")[2]: digest for key, digest in held.items()}
     wrong = []
     compared = 0
-    if any(":tp0:" not in key for key in held):
-        return [], 0
-    for key, digest in held.items():
-        name = key.rpartition(":")[2]
-        parts = _parts(name, checkpoint)
-        if digest == EMPTY or f"{key}_scale" in held or not parts:
+    waiting = dict[str, dict[str, Tensor]]()  # parts of joined tensors that are not complete
+    for name, tensor in weights:
+        target, names = _target(name)
+        digest = digests.get(target, EMPTY)
+        if digest == EMPTY or f"{target}_scale" in digests or not names:
             continue
-        compared += 1
-        if digest not in _digests(parts):
-            wrong.append(name)
+        parts = waiting.setdefault(target, {})
+        parts[name] = tensor
+        if len(parts) == len(names):
+            del waiting[target]
+            compared += 1
+            if digest not in _digests([parts[part] for part in names]):
+                wrong.append(target)
     return wrong, compared
 
 
-def _parts(name: str, checkpoint: Callable[[str], Tensor | None]) -> list[Tensor]:
-    """Return the tensors that a server's tensor is made of, or none if one is missing."""
-    whole = checkpoint(name)
-    if whole is not None:
-        return [whole]
+def _target(name: str) -> tuple[str, list[str]]:
+    """Return the name of vLLM's tensor with a checkpoint's tensor, and the names of its parts: none
+    if its form is not known here.
+    """
+    path, _, kind = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
     for joined, parts in JOINED.items():
-        if f".{joined}." not in name:
-            continue
-        tensors = []
-        for part in parts:
-            tensor = checkpoint(name.replace(joined, part))
-            if tensor is None:
-                return []
-            tensors.append(tensor)
-        return tensors
-    return []
+        if module in parts:
+            names = [f"{parent}.{part}.{kind}" for part in parts]
+            return f"{parent}.{joined}.{kind}", names
+    if module in PLAIN or "norm" in module:
+        return name, [name]
+    return name, []
 
 
 def _digests(parts: Sequence[Tensor]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.config.method import AWAKE
 from rlhf_pg.models.adapters import MOST_LOST, Gather, merge_loss
 from rlhf_pg.models.lm_head import bare
 from rlhf_pg.models.policy import has_experts
@@ -74,7 +75,7 @@ class VllmEngine(RolloutEngine):
         eos_token_ids: Sequence[int],
         tokenizer: PreTrainedTokenizerBase,
         max_model_length: int | None = None,
-        memory: float = 0.3,
+        memory: float = AWAKE,
         sleeps: bool = False,
         seed: int = 0,
         longest: int = 1,
@@ -183,14 +184,11 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError("vLLM keeps old keys and values: an earlier session has not ended")
 
     def _check(self, policy: PreTrainedModel) -> None:
-        """Compare vLLM's weights with the policy's, unless these are sharded."""
-        weights = {}
-        if self.gathers == "all":
-            weights = dict(published_weights(policy))
+        """Compare vLLM's weights with the policy's, a layer at a time."""
         held: list[dict[str, str]] = []
         with suppress(AttributeError, NotImplementedError):  # before vLLM 0.32
             held += self.llm.collective_rpc("compute_weight_checksums")
-        checksums.check("vLLM", dict(*held), weights.get)
+        checksums.check("vLLM", dict(*held), published_weights(policy, self.gathered))
 
     def _sleep(self) -> None:
         if self.sleeps:

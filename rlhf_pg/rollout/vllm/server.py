@@ -295,7 +295,7 @@ class VllmServer:
         checksums.check(
             f"the server at {self.client.url}",
             held,
-            lambda name: read(str(folder), "", name) if name in files else None,
+            ((name, read(str(folder), "", name)) for name in files),
         )
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:

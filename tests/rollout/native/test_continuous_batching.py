@@ -61,8 +61,8 @@ def test_rows_that_grow_are_sent_back_without_changing_samples(
     taken: list[tuple[int, int]] = []
 
     class Growing(continuous_batching.BatchingSession):
-        def __init__(self, *given, grows):
-            super().__init__(*given, grows=True)
+        def __init__(self, *options, grows):
+            super().__init__(*options, grows=True)
 
         def _decode(self):
             super()._decode()

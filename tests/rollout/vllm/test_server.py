@@ -22,7 +22,6 @@ from torch import Tensor
 
 from rlhf_pg.boundary import http
 from rlhf_pg.rollout import Request, RolloutError, SamplingParams
-from rlhf_pg.rollout.vllm import checksums
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from tests.rollout.vllm.fake_vllm import FakeVllm, joined
@@ -170,23 +169,28 @@ def test_weights_that_a_server_holds_are_those_it_was_given(fake, tmp_path, faul
     assert not prompts_of(fake)  # nothing is sampled
 
 
-def test_weights_that_cannot_be_compared_are_counted(fake, tmp_path, caplog, monkeypatch):
-    """Split over GPUs, quantized, packed for a CPU, or by a server before 0.32."""
-    monkeypatch.setattr(checksums, "EVERY", 1)
+NORM = "dp0:pp0:pcp0:tp0:model.norm.weight"
+TRANSPOSED = "dp0:pp0:pcp0:tp0:transformer.h.0.attn.c_attn.weight"
+
+
+@pytest.mark.parametrize(
+    ("arch", "held"),
+    [
+        ("llama", {NORM: "a1", NORM.replace("tp0", "tp1"): "b2"}),
+        ("llama", {NORM: "a1", f"{NORM}_scale": "b2"}),
+        ("llama", {NORM: hashlib.sha256(b"").hexdigest()}),
+        ("gpt2", {TRANSPOSED: "a1"}),
+        ("llama", None),
+    ],
+)
+def test_weights_that_cannot_be_compared_are_counted(fake, tmp_path, caplog, arch, held):
+    """Split over GPUs, quantized, packed for a CPU, transposed, or by a server before 0.32."""
     caplog.set_level("INFO", "rlhf_pg")
-    engine = engine_of(fake, tmp_path)
-    key, empty = "dp0:pp0:pcp0:{}:model.norm.weight", hashlib.sha256(b"").hexdigest()
-    for held in (
-        {key.format("tp0"): "a1", key.format("tp1"): "b2"},
-        {key.format("tp0"): "a1", f"{key.format('tp0')}_scale": "b2"},
-        {key.format("tp0"): empty, "dp0:pp0:pcp0:tp0:unknown.weight": "b2"},
-    ):
-        fake.answers["/weight_checker"] = lambda body, held=held: (200, {"checksums": held})
-        assert engine.generate([[5]], 1, PARAMS, seed=0)
-        assert caplog.records[-1].getMessage().endswith("in 0 of 2 tensors")
-    fake.answers["/weight_checker"] = lambda body: (404, {"detail": "Not Found"})
+    answer = (200, {"checksums": held}) if held else (404, {"detail": "Not Found"})
+    fake.answers["/weight_checker"] = lambda body: answer
+    engine = engine_of(fake, tmp_path, tiny_model(arch))
     assert engine.generate([[5]], 1, PARAMS, seed=0)
-    assert caplog.records[-1].getMessage().endswith("in 0 of 0 tensors")
+    assert f"in 0 of {len(held or {})} tensors" in caplog.text
 
 
 def test_user_files_in_sync_directory_are_kept(fake, tmp_path):
