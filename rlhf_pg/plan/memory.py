@@ -31,7 +31,7 @@ from rlhf_pg.data.sources import make_prompts
 from rlhf_pg.models import loading
 from rlhf_pg.models.attention import AttentionSupport, attention_support
 from rlhf_pg.models.critic import Critic, assemble, new_critic
-from rlhf_pg.models.lm_head import chunk_size_for
+from rlhf_pg.models.lm_head import bare, chunk_size_for
 from rlhf_pg.models.loading import (
     adapter_of,
     check_code,
@@ -225,7 +225,14 @@ def predict_memory(
         if layout.weights:  # gathered one by one
             rollout["copy to sample from"] = float(max(sizes))
         share = vllm_share(args, 1 - sum(rollout.values()) / room)
-        rollout["vLLM"] = max(share * room, float(sum(sizes)))  # it has them all, too
+        vllm_weights = sum(sizes)  # it has them all, too
+        if args.vllm_quantization is not None:
+            model = meta.policy.model
+            head = bare(model).get_output_embeddings()
+            for layer in model.modules():
+                if isinstance(layer, nn.Linear) and layer is not head:
+                    vllm_weights -= layer.weight.nbytes - layer.weight.numel()
+        rollout["vLLM"] = max(share * room, float(vllm_weights))
     left = 0.8 * (room - sum(rollout.values())) if kind == "cuda" else CPU_CACHE
     support = AttentionSupport(None) if serves else attention_support(meta.policy.model)
     each = support.bytes_per_token

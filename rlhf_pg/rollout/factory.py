@@ -150,6 +150,7 @@ def new_engine(
             seed=args.seed,
             longest=longest,
             gathered=gathered,
+            quantization=args.vllm_quantization,
         )
     if args.rollout_engine == "vllm_server":
         from rlhf_pg.rollout.vllm.server import VllmServerEngine
@@ -163,6 +164,7 @@ def new_engine(
             timeout=args.vllm_server_timeout,
             is_main=is_main,
             save=save,
+            quantization=args.vllm_quantization,
         )
     if model.device.type == "cuda" and is_main:
         logger.warning("the native engine has no GPU kernels of its own; vLLM is faster")

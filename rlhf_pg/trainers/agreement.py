@@ -40,6 +40,8 @@ LIMITS = {
     torch.float32: Limits(1e-6, 1e-6, 1e-4, 5e-3),
     torch.bfloat16: Limits(5e-2, 5e-4, 5e-4, 0.5),
 }
+# Of a sampler in fp8, whose rounding is coarser than that of the policy in any dtype.
+FP8 = Limits(0.2, 1e-2, 5e-4, 1.5)
 ROUTED = 4  # factor on `Limits.token` with experts: rounding may change the router's choice
 JUMP = 20  # a KL this many times that of recent steps is a fault
 MEMORY = 0.99  # decay per step of the sums over recent steps
@@ -57,6 +59,7 @@ class Agreement:
         log_probs: computes the policy's log-probabilities (B,T) of rows; it may be collective.
         refuses: False where the sampler may differ (`truncated_sampling: ignore`, or a
             `sampler_correction` other than auto and none): the difference is only reported.
+        samples_in_fp8: the sampler computes in fp8 (`vllm_quantization`).
     """
 
     def __init__(
@@ -66,14 +69,17 @@ class Agreement:
         policy: Policy,
         log_probs: Callable[[Batch], Tensor],
         refuses: bool = True,
+        samples_in_fp8: bool = False,
     ) -> None:
         self.limits = LIMITS[dtype]
+        self.of_sampler = FP8 if samples_in_fp8 else LIMITS[dtype]
         self.runtime = runtime
         self.refuses = refuses
         self.policy = policy
         self.log_probs = log_probs
         if has_experts(policy.model):
             self.limits = self.limits._replace(token=ROUTED * self.limits.token)
+            self.of_sampler = self.of_sampler._replace(token=ROUTED * self.of_sampler.token)
         self.recent = torch.zeros(4, dtype=torch.float64)  # decayed sums over steps
         self.compared_row = False  # whether a row was computed alone for comparison
         self.inferred: Batch | None = None
@@ -103,7 +109,7 @@ class Agreement:
         largest = torch.cat([d.new_zeros(1), d.abs().flatten()]).amax()
         largest = self.runtime.gather(largest[None])[0].max()
         if sums[0] and sums.isfinite().all():
-            fault = self.excess(sums) or self._drift(sums)
+            fault = self.excess(sums, self.of_sampler) or self._drift(sums)
             self.recent = MEMORY * self.recent + sums
             if self.refuses and (fault or not self.compared_row):
                 self.compared_row = True
@@ -118,10 +124,9 @@ class Agreement:
             "agreement/max": largest.item(),
         }
 
-    def excess(self, sums: Tensor) -> str | None:
+    def excess(self, sums: Tensor, limits: Limits) -> str | None:
         """Describe how sums of a step or a row exceed what rounding explains; else None."""
         count, _, _, kl = sums.tolist()
-        limits = self.limits
         usual = self.recent[3] / self.recent[0] if self.recent[0] else math.inf
         most = min(limits.kl, max(limits.usual, JUMP * float(usual)))
         return _beyond("agreement/kl", kl, count, most, 3 * limits.token**2 / 2)
@@ -134,7 +139,7 @@ class Agreement:
             "mean of 1 - exp(-d)",
             d - kl,
             count,
-            self.limits.mean,
+            self.of_sampler.mean,
             SURE * error,
         )
 
@@ -158,7 +163,7 @@ class Agreement:
         def compared(a: Tensor, b: Tensor) -> Tensor:
             return self.runtime.all_reduce_sum(_sums(_differences(a, b, mask), mask)).cpu()
 
-        if self.excess(compared(logprobs[index : index + 1, :width], alone)):
+        if self.excess(compared(logprobs[index : index + 1, :width], alone), self.limits):
             how = "packing" if 0 < row.longest <= self.policy.window else "padding"
             return (
                 f"the policy's log-probabilities of a row change with the rows beside it in a "

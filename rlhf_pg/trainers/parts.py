@@ -319,6 +319,7 @@ def make_parts(args: PolicyGradientConfig, inputs: Inputs, trains: bool = True) 
         refuses=args.truncated_sampling == "refuse"
         and args.sampler_correction in ("auto", "none")
         and not args.rollout_ahead,
+        samples_in_fp8=args.vllm_quantization == "fp8",
     )
 
     # The sampler and its engine; a prompt from an environment must leave room for a completion.

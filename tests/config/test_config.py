@@ -24,6 +24,7 @@ TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
 CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
 PROCESS, SOURCES = "process_group_normalized", "group_normalized_per_source"
 TEACHER = {"teacher_model_name_or_path": "x", "num_iterations": 2}
+FP8 = {"rollout_engine": "vllm", "vllm_quantization": "fp8"}
 PAID_KL = {"beta": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
@@ -124,6 +125,8 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"rollout_engine": "native", "vllm_max_model_length": 9}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm", "rollout_cache_tokens": 9}, "rollout_engine"),
         (GRPOConfig, {"rollout_engine": "vllm", "vllm_server_timeout": 9.0}, "rollout_engine"),
+        (GRPOConfig, {"vllm_quantization": "fp8"}, "rollout_engine"),
+        (GRPOConfig, FP8 | {"sampler_correction": "none"}, "sampler_correction"),
         (GRPOConfig, {"rollout_engine": "vllm_server", "vllm_server_base_url": "a:1"}, "http://"),
         (GRPOConfig, {"dynamic_sampling_rounds": 1, "advantage_estimator": PROCESS}, "dynamic"),
         (GRPOConfig, {"ptx_coef": 0.1}, "ptx_coef .*ptx_dataset_name"),
@@ -163,6 +166,7 @@ def test_option_that_harms_or_has_no_effect_is_refused(config, options, key):
         ({"rollout_engine": "native", "sampler_correction": "token_mask"}, "token_mask"),
         ({"rollout_engine": "vllm", "sampler_clip_max": 2.0}, "token_truncate"),
         ({"rollout_engine": "vllm_server"}, "token_truncate"),
+        (FP8, "token_truncate"),
         ({"rollout_engine": "vllm", "sampler_correction": "none"}, "none"),
     ],
 )

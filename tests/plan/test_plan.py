@@ -223,6 +223,11 @@ def test_sleeping_vllm_takes_what_the_rollout_leaves(drawn) -> None:
     assert memory.rollout["copy to sample from"] == widest
     small = predict_memory(drawn._replace(args=args), BY_NAME["FSDP2"], 8, 1e6, "cuda")
     assert small.rollout["vLLM"] == sum(p.nbytes for p in drawn.policy.parameters())  # at least
+    fp8 = dataclasses.replace(args, vllm_quantization="fp8")
+    eight = predict_memory(drawn._replace(args=fp8), BY_NAME["FSDP2"], 8, 1e6, "cuda")
+    linear = sum(p.numel() for n, p in drawn.policy.named_parameters() if "_proj" in n)
+    saved = small.rollout["vLLM"] - eight.rollout["vLLM"]
+    assert saved == linear * (next(drawn.policy.parameters()).element_size() - 1)
     awake = dataclasses.replace(args, vllm_enable_sleep_mode=False)
     memory = predict_memory(drawn._replace(args=awake), BY_NAME["FSDP2"], 8, 80e9, "cuda")
     assert memory.rollout["vLLM"] == memory.update["vLLM"] == 0.3 * 80e9

@@ -40,7 +40,7 @@ def test_plain_gpu_run_allows_vllm():
     [
         ("the device is cpu", {"kind": "cpu"}),
         ("vLLM is not installed", {"version": None}),
-        ("the installed vLLM is version 0.33.0: use", {"version": "0.33.0"}),
+        ("the installed vLLM is version 0.34.0: use", {"version": "0.34.0"}),
         ("vLLM has no float64", {"dtype": "float64"}),
         ("rollout_cache_tokens is set", {"rollout_cache_tokens": 100}),
         ("raise the temperature to 0.01", {"temperature": 0.009}),

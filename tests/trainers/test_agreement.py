@@ -1,9 +1,11 @@
 """A sampler that is not the policy ends the run in the step in which it is seen first."""
 
 import copy
+import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,10 @@ def rows_of(sampler, policy):
 
 @pytest.fixture
 def agreement():
+    return new_agreement()
+
+
+def new_agreement(**options: Any) -> Agreement:
     runtime = SimpleNamespace(
         device="cpu",
         all_reduce_sum=lambda x: x,
@@ -236,7 +242,7 @@ def agreement():
         raise_together=lambda kind: nullcontext(),
     )
     policy = SimpleNamespace(window=0.0, model=torch.nn.Identity(), drops=False)
-    return Agreement(torch.float32, runtime, policy, lambda batch: batch.sampler_logprobs)
+    return Agreement(torch.float32, runtime, policy, lambda batch: batch.old_logprobs, **options)
 
 
 def test_metrics_match_hand_computed_means(agreement) -> None:
@@ -251,7 +257,7 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
     """Noise of ten times the mean hides it in one step of 100 tokens, not in the mean of many."""
     generator = torch.Generator().manual_seed(0)
     agreement.compared_row = True
-    agreement.limits = limits = LIMITS[torch.float32]._replace(kl=1.0, usual=1.0)
+    agreement.of_sampler = limits = LIMITS[torch.float32]._replace(kl=1.0, usual=1.0)
     found = None
     for step in range(1000):
         off = 8 * limits.mean * (1 + 10 * torch.randn(100, generator=generator))
@@ -277,13 +283,29 @@ def test_float32_softmax_over_large_vocabulary_raises_no_alarm(agreement) -> Non
 
 def test_jump_beyond_recent_steps_is_found(agreement) -> None:
     agreement.compared_row = True
-    agreement.limits = LIMITS[torch.bfloat16]
+    agreement.of_sampler = LIMITS[torch.bfloat16]
     for d in (0.002, 0.01, 0.02, 0.2):
         batch = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + d] * 500)
         if d < 0.2:
             agreement.check(batch)
     with pytest.raises(DisagreementError, match="agreement/kl"):
         agreement.check(batch)
+
+
+@pytest.mark.parametrize(("d", "fits"), [(0.2, True), (1.0, False)])
+def test_sampler_in_fp8_has_a_limit_of_its_own(d, fits) -> None:
+    """Its rounding passes, another policy does not. Rows are compared in the policy's dtype."""
+    batch = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + math.log(2 - math.exp(-d))] * 500)
+    agreement = new_agreement(samples_in_fp8=True)
+    with nullcontext() if fits else pytest.raises(DisagreementError, match="agreement/kl"):
+        agreement.check(batch)
+    if fits:
+        agreement.compared_row = False
+        agreement.log_probs = lambda row: row.old_logprobs + 0.01
+        with pytest.raises(DisagreementError, match="micro-batch"):
+            agreement.check(batch)
+    with pytest.raises(DisagreementError, match="agreement/kl"):
+        new_agreement().check(batch)
 
 
 def test_nan_raises_no_alarm_and_is_forgotten(agreement) -> None:

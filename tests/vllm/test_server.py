@@ -21,7 +21,7 @@ from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
 from rlhf_pg.report.run_files import read
 from rlhf_pg.rollout import RolloutError, SamplingParams
-from rlhf_pg.rollout.vllm.server import VllmServerEngine
+from rlhf_pg.rollout.vllm.server import UNFINISHED, VllmServerEngine
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import Callback
 from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut
@@ -89,12 +89,36 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def url(model_path: str) -> Iterator[str]:
+    """A server that gets adapters first: later its own weights are replaced."""
     with serving(model_path, *LORA, *PROCESSED) as (url, _):
         yield url
 
 
 def engine_of(model: Any, url: str, path: Path, eos: list[int]) -> VllmServerEngine:
     return VllmServerEngine(model, eos, url, path / "sync", timeout=60)
+
+
+def trainer(model_path: str, url: str, output_dir: Path, **options: Any) -> GRPOTrainer:
+    callbacks = options.pop("callbacks", None)
+    args = GRPOConfig(
+        rollout_engine="vllm_server",
+        vllm_server_base_url=url,
+        max_completion_length=6,
+        prompts_per_step=4,
+        num_generations=4,
+        temperature=0.7,
+        learning_rate=5e-3,
+        max_steps=4,
+        output_dir=str(output_dir),
+        **options,
+    )
+    return GRPOTrainer(
+        model=model_path,
+        reward_funcs=digits,
+        args=args,
+        train_dataset=arithmetic().train_dataset,
+        callbacks=callbacks,
+    )
 
 
 def test_adapter_on_server_follows_policy(url, model_path, tmp_path):
@@ -104,6 +128,16 @@ def test_adapter_on_server_follows_policy(url, model_path, tmp_path):
     for _ in range(3):
         assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 8, PARAMS, seed=0))
         stir(model)
+
+
+@pytest.mark.parametrize("use_peft", [True, False])
+def test_run_samples_from_current_policy_at_every_step(use_peft, url, model_path, tmp_path):
+    trainer(model_path, url, tmp_path, use_peft=use_peft).train()
+    lines = read(tmp_path / "metrics.jsonl")
+    assert len(lines) == 4
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+        assert line["grad_norm"] > 0
 
 
 def test_full_weights_on_server_follow_policy(url, model_path, tmp_path):
@@ -144,39 +178,6 @@ def test_raw_logprobs_mode_raises(model_path, tmp_path):
 # ------------------------------------------------------------------------------------- in a run
 
 
-def trainer(model_path: str, url: str, output_dir: Path, **options: Any) -> GRPOTrainer:
-    callbacks = options.pop("callbacks", None)
-    args = GRPOConfig(
-        rollout_engine="vllm_server",
-        vllm_server_base_url=url,
-        max_completion_length=6,
-        prompts_per_step=4,
-        num_generations=4,
-        temperature=0.7,
-        learning_rate=5e-3,
-        max_steps=4,
-        output_dir=str(output_dir),
-        **options,
-    )
-    return GRPOTrainer(
-        model=model_path,
-        reward_funcs=digits,
-        args=args,
-        train_dataset=arithmetic().train_dataset,
-        callbacks=callbacks,
-    )
-
-
-@pytest.mark.parametrize("use_peft", [True, False])
-def test_run_samples_from_current_policy_at_every_step(use_peft, url, model_path, tmp_path):
-    trainer(model_path, url, tmp_path, use_peft=use_peft).train()
-    lines = read(tmp_path / "metrics.jsonl")
-    assert len(lines) == 4
-    for line in lines:
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
-        assert line["grad_norm"] > 0
-
-
 def test_killed_server_costs_no_step(model_path, tmp_path):
     with serving(model_path, *LORA, *PROCESSED) as (url, server):
 
@@ -197,23 +198,38 @@ def test_killed_server_costs_no_step(model_path, tmp_path):
 
 @pytest.mark.parametrize("use_peft", [True, False])
 def test_run_ahead_on_two_servers_outlives_one(use_peft, model_path, tmp_path, caplog):
-    """The weights of a step are those of its rule, on both servers and on the one that is left."""
+    """The weights of a step are those of its rule, on both servers and on the one that is left.
+    With an adapter one is killed between two steps, without in the middle of a transfer.
+    """
     flags = [*(LORA if use_peft else []), *PROCESSED]
     with serving(model_path, *flags) as (url, server), serving(model_path, *flags) as (other, _):
         weights: list[dict[str, torch.Tensor]] = []
+
+        def kill() -> None:
+            if server.poll() is None and run.state.step == 2:
+                os.killpg(server.pid, 9)
+                server.wait()
 
         class Kill(Callback):
             def on_step_begin(self, trainer: Any) -> None:
                 own = trainer.model.named_parameters()
                 weights.append({name: p.detach().clone() for name, p in own})
-                if trainer.state.step == 2:
-                    os.killpg(server.pid, 9)
-                    server.wait()
+                if use_peft:
+                    kill()
 
         options = {"rollout_ahead": 1, "sampler_correction": "sequence_truncate"}
         run = trainer(
             model_path, (url, other), tmp_path, use_peft=use_peft, callbacks=[Kill()], **options
         )
+        first = run.sampler.engine.servers[0]  # type: ignore[attr-defined]
+        name_version = first._name_version
+
+        def begin(version: str) -> None:
+            name_version(version)
+            if version == UNFINISHED:
+                kill()
+
+        first._name_version = begin
         gaps, learn = [], run.learn
 
         def check(batch: Any, meter: Any) -> Any:

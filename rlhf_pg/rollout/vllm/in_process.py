@@ -60,6 +60,7 @@ class VllmEngine(RolloutEngine):
         longest: tokens of the run's longest prompt with its completion.
         gathered: fills in a few of the weights inside a block, if they are sharded; by default
             they are whole.
+        quantization: fp8, or None for vLLM to compute in the model's dtype.
 
     Raises:
         ValueError: vLLM is not installed, has an unsupported version, cannot take the weights, or
@@ -80,6 +81,7 @@ class VllmEngine(RolloutEngine):
         seed: int = 0,
         longest: int = 1,
         gathered: Gather | None = None,
+        quantization: str | None = None,
     ) -> None:
         _prepare_environment()
         try:
@@ -111,6 +113,7 @@ class VllmEngine(RolloutEngine):
                 model=directory,
                 # vLLM has no float64.
                 dtype=str(model.dtype).removeprefix("torch.").replace("float64", "float32"),
+                quantization=quantization,
                 max_model_len=max_model_length or -1,  # -1: as long as memory allows
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,

@@ -8,7 +8,7 @@ from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.rollout.engine import SamplingParams
 
 OLDEST = (0, 28)
-TOO_NEW = (0, 33)  # as in the extra [vllm] of pyproject.toml
+TOO_NEW = (0, 34)  # as in the extra [vllm] of pyproject.toml
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
 # The limit beyond which vLLM would truncate.
 LONGEST = "the longest sequence (vllm_max_model_length, or --max-model-len of a server)"

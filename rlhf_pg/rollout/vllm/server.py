@@ -1,6 +1,5 @@
 """The engine that samples on stock `vllm serve`s, which load new weights from a path."""
 
-import hashlib
 import logging
 import os
 import shutil
@@ -12,8 +11,9 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -22,7 +22,7 @@ from rlhf_pg.boundary.quoted import show, tell
 from rlhf_pg.boundary.user_code import begin, call_concurrently
 from rlhf_pg.models.adapters import saves_base
 from rlhf_pg.models.policy import has_experts
-from rlhf_pg.models.streaming import bytes_of, files_of, read
+from rlhf_pg.models.streaming import files_of, read
 from rlhf_pg.rollout.engine import (
     Completion,
     Copied,
@@ -45,6 +45,9 @@ CONNECTIONS = 256  # concurrent requests to a server
 LEAST = -9999.0  # vLLM's number for minus infinity
 ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
+# Versions of a server's own weights, as it says them itself.
+UNTOUCHED = "default"  # vLLM's name for those that it was started with
+UNFINISHED = "unfinished"  # during a hand-over
 
 
 class RequestRefused(RolloutError):
@@ -54,10 +57,11 @@ class RequestRefused(RolloutError):
 class VllmServerEngine(RolloutEngine):
     """Samples on servers, which read new weights from a directory.
 
-    The weights are handed over at each `weights_synced`. A server loads an adapter beside its own
-    model, which has to be the base, under a name made from the adapter's values: every process can
-    compute the name, and the server's cached keys and values belong to these weights. Without an
-    adapter the server's own weights are replaced.
+    The weights are handed over at each `weights_synced`, under a version of their own. A server
+    loads an adapter beside its own model, which has to be the base; its name is the version.
+    Without an adapter the server's own weights are replaced, and the server keeps their version,
+    which it tells with the tokens (vLLM 0.33) or if asked. With several processes `agree` has to
+    follow.
 
     The index of a prompt decides which server is asked. One that fails is left out from then on,
     and its requests go to the next, with the same seeds.
@@ -71,6 +75,7 @@ class VllmServerEngine(RolloutEngine):
         is_main: whether this process hands over the weights; other processes must wait for it.
         save: saves the model's weights in a directory, or with None helps the main process to do
             so (collective); by default they have to be whole.
+        quantization: fp8 if the servers compute in it, else None.
 
     Raises:
         ValueError: a server is not a vLLM of a supported version, or was started without a needed
@@ -87,6 +92,7 @@ class VllmServerEngine(RolloutEngine):
         timeout: float = 300.0,
         is_main: bool = True,
         save: Callable[[Path | None], None] | None = None,
+        quantization: str | None = None,
     ) -> None:
         self.model = model
         self.eos_token_ids = list(eos_token_ids)
@@ -108,10 +114,11 @@ class VllmServerEngine(RolloutEngine):
         self.servers = [VllmServer(url, timeout, self.eos_token_ids[0]) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
+        self.run = uuid4().hex[:8]  # of the main process: the beginning of its versions
+        self.version = ""  # of the weights in use
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
-        if not self.adapted:
-            for server in self.servers:
-                server.check_replaceable(model)
+        for server in self.servers:
+            server.check_config(model, quantization)
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
         """Open a session, which raises RolloutError when no server is left."""
@@ -139,9 +146,13 @@ class VllmServerEngine(RolloutEngine):
 
     def agree(self, gather: Callable[[Any], list[Any]]) -> None:
         """Leave out, in all processes, servers that have failed in one; collective."""
-        everyone = gather([server.lost for server in self.servers])
-        for server, *lost in zip(self.servers, *everyone, strict=True):
+        for server, *lost in zip(
+            self.servers,
+            *gather([server.lost for server in self.servers]),
+            strict=True,
+        ):
             server.lost = any(lost)
+        self.version = gather(self.version)[0]
         if not self.alive:
             raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
 
@@ -150,8 +161,8 @@ class VllmServerEngine(RolloutEngine):
 
     def copy_weights(self) -> Copied:
         self.copies += 1
-        name = f"policy-{_digest(self.model) if self.adapted else self.copies}"
-        return partial(self._used, WeightsCopy(name, self._save(name)))
+        version = f"{self.run}-{self.copies}"
+        return partial(self._used, WeightsCopy(version, self._save(version)))
 
     @contextmanager
     def _used(self, copy: "WeightsCopy") -> Iterator[None]:
@@ -160,57 +171,55 @@ class VllmServerEngine(RolloutEngine):
             self.copy = None
             for server in self.servers:
                 server.lost = False
-                server.name = server.served
-        if self.copy is None or self.copy.name != copy.name:
+                server.adapter = None
+        if self.copy is not copy:
             self._hand_over(copy)
         self.copy = copy
         if copy.folder is not None and not self.adapted:
             shutil.rmtree(copy.folder, ignore_errors=True)
         yield
         for server in () if self.adapted else self.alive:
+            if server.tells_versions:  # every answer was checked
+                continue
             try:
-                now, _ = server.identity()
+                version = server.weight_version()
             except RolloutError as error:
                 self.leave_out(server, error)
                 continue
-            if now != server.instance:
+            if version != self.version:
                 raise RolloutError(
-                    f"the server at {server.client.url} was started again, and sampled from other "
-                    "weights: resume"
+                    f"the server at {server.client.url} was started again or got other weights, "
+                    "and sampled from them: resume"
                 )
 
     def _hand_over(self, copy: "WeightsCopy") -> None:
         """Load a copy on all servers at the same time; those that fail are left out."""
+        self.version = copy.version
+        if copy.folder is None:
+            return
         servers = self.alive
-        loads = [call_concurrently(None, self._load, server, copy) for server in servers]
+        loads = [
+            call_concurrently(None, self._load, server, copy.version, copy.folder)
+            for server in servers
+        ]
         for server, load in zip(servers, loads, strict=True):
             try:
                 load.result()
             except RolloutError as error:
-                see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
+                see = f". It has to see {copy.folder} (vllm_sync_directory)"
                 self.leave_out(server, RolloutError(f"{error}{see}"))
-            server.name = copy.name if self.adapted else server.name
 
-    def _load(self, server: "VllmServer", copy: "WeightsCopy") -> None:
-        if not self.adapted:
-            server.instance, _ = server.identity()
-        if copy.folder is not None and self.adapted:
-            server.load_adapter(copy.name, copy.folder)
-        elif copy.folder is not None:
-            server.replace_weights(copy.folder)
-            if checksums.is_due(self.copies):
-                server.check_weights(copy.folder)
+    def _load(self, server: "VllmServer", version: str, folder: Path) -> None:
+        if self.adapted:
+            server.load_adapter(version, folder)
+        else:
+            server.replace_weights(version, folder, checksums.is_due(self.copies))
 
-    def _save(self, name: str) -> Path | None:
+    def _save(self, version: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
-        folder = None if self.own is None else self.own / name
+        folder = None if self.own is None else self.own / version
         with self._writing():
-            if folder is None:
-                self.save(None)
-            elif not folder.exists():
-                partial_folder = folder.with_name(f"partial-{name}")
-                self.save(partial_folder)
-                partial_folder.rename(folder)
+            self.save(folder)
         return folder
 
     @contextmanager
@@ -227,8 +236,8 @@ class VllmServerEngine(RolloutEngine):
 class WeightsCopy:
     """A directory of weights, removed with the object; None where another process has it."""
 
-    def __init__(self, name: str, folder: Path | None) -> None:
-        self.name = name
+    def __init__(self, version: str, folder: Path | None) -> None:
+        self.version = version
         self.folder = folder
         if folder is not None:
             weakref.finalize(self, _remove, folder, os.getpid())
@@ -240,7 +249,7 @@ class VllmServer:
     def __init__(self, url: str, timeout: float, token: int) -> None:
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.lost = False  # whether it has failed
-        self.instance: str | None = None  # changes when the server is started again
+        self.tells_versions = False  # whether answers have the version of weights of each token
         try:
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
         except (RequestRefused, TypeError, LookupError) as error:
@@ -254,29 +263,35 @@ class VllmServer:
             None,
             lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
         )
-        self.name = self.served  # of the weights to sample from
+        self.adapter: str | None = None  # that it has loaded for this run
+        with suppress(RequestRefused):  # without VLLM_SERVER_DEV_MODE it is never paused
+            self.ask("/resume", {})  # a run may have been killed while it handed over weights
         self._check_logprobs(token)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter, and unload the one before it."""
-        if name == self.name:
-            return
-        if name not in self._models():
-            try:
-                self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-            except RolloutError as error:
-                # If the first answer was lost, the server refuses the retry of a completed load.
-                if not (isinstance(error, RequestRefused) and name in self._models()):
-                    raise RolloutError(
-                        f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
-                        "below lora_r, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
-                    ) from error
-        if self.name != self.served:
+        try:
+            self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except RolloutError as error:
+            # If the first answer was lost, the server refuses the retry of a completed load.
+            if not (isinstance(error, RequestRefused) and name in self._models()):
+                raise RolloutError(
+                    f"{error}. The server needs --enable-lora, a --max-lora-rank that is not "
+                    "below lora_r, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+                ) from error
+        if self.adapter is not None:
             # Unloading only saves memory; the server may have lost the old adapter already.
             with suppress(RequestRefused):
-                self.ask("/v1/unload_lora_adapter", {"lora_name": self.name})
+                self.ask("/v1/unload_lora_adapter", {"lora_name": self.adapter})
+        self.adapter = name
 
-    def replace_weights(self, folder: Path) -> None:
+    def replace_weights(self, version: str, folder: Path, checks: bool) -> None:
+        """Load weights from a directory, while no token is sampled.
+
+        After a failure the server stays paused, with weights of no version.
+        """
+        self.ask("/pause?mode=keep", {})
+        self._name_version(UNFINISHED)
         arguments = {"weights_path": str(folder)}
         self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
@@ -284,6 +299,20 @@ class VllmServer:
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "has requests of other clients: give this run a server of its own"
             )
+        if checks:
+            self.check_weights(folder)
+        if self.weight_version() != UNFINISHED:
+            raise RolloutError(f"the server at {self.client.url} was started again: {REMEDY}")
+        self._name_version(version)
+        self.ask("/resume", {})
+
+    def weight_version(self) -> str:
+        """Return the version of the server's own weights."""
+        version: str = self.ask("/weight_info", None, lambda answer: str(answer["weight_version"]))
+        return version
+
+    def _name_version(self, version: str) -> None:
+        self.ask("/update_weight_version", {"new_version": version})
 
     def check_weights(self, folder: Path) -> None:
         """Compare the server's weights with those in a directory; RolloutError if they differ."""
@@ -322,10 +351,13 @@ class VllmServer:
         """Refuse raw log-probabilities, which do not change with the temperature."""
 
         def read(answer: Any) -> float:
-            [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
+            choice = answer["choices"][0]
+            self.tells_versions = choice.get("weight_versions") is not None
+            [token] = choice["logprobs"]["top_logprobs"]
             return _logprob(max(token.values()))
 
         body = {"model": self.served, "prompt": [token], "max_tokens": 1, "logprobs": 1}
+        body["return_weight_versions"] = True
         cold, hot = (
             self.ask("/v1/completions", body | {"temperature": temperature}, read)
             for temperature in (0.1, 2.0)
@@ -336,28 +368,52 @@ class VllmServer:
                 "sampled distribution: start it with --logprobs-mode processed_logprobs"
             )
 
-    def identity(self) -> tuple[str, bool]:
-        """Return the server's number for itself, and whether it runs on a CPU."""
+    def check_versions(self, choice: Any, version: str) -> None:
+        """Refuse tokens that were not all sampled from this version of weights (RolloutError)."""
+        end = 0
+        for span in choice["weight_versions"]:
+            if span["version"] != version or span["start"] != end:
+                raise RolloutError(
+                    f"the server at {self.client.url} sampled from weights of version "
+                    f"{show(span['version'])}, not {version}: {REMEDY}"
+                )
+            end = span["end"]
+        if end != len(choice["token_ids"]):
+            raise ValueError(f"weight_versions of {end} tokens, not {len(choice['token_ids'])}")
 
-        def read(answer: Any) -> tuple[str, bool]:
-            config = answer["vllm_config"]
-            return str(config["instance_id"]), "cpu" in str(config["device_config"])
-
-        return self.ask("/server_info?config_format=json", None, read)  # type: ignore[no-any-return]
-
-    def check_replaceable(self, model: PreTrainedModel) -> None:
+    def check_config(self, model: PreTrainedModel, quantization: str | None) -> None:
+        """Refuse a server that does not suit the model (ValueError)."""
+        adapted = isinstance(model, PeftModel)
+        where = f"the server at {self.client.url}"
         try:
-            self.instance, on_cpu = self.identity()
+            config = self.ask(
+                "/server_info?config_format=json", None, lambda answer: dict(answer["vllm_config"])
+            )
+            version = self.weight_version()
         except RequestRefused as error:
+            if adapted:  # its weights cannot be replaced, which is what an adapter needs
+                return
             raise ValueError(
-                f"the server at {self.client.url} does not take weights: start it with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
+                f"{where} does not take weights: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment, or train an adapter (use_peft)"
             ) from error
-        if on_cpu and (model.config.tie_word_embeddings or has_experts(model)):
+        computes_in = config["model_config"]["quantization"]
+        if computes_in != quantization and "fp8" in (computes_in, quantization):
             raise ValueError(
-                f"the server at {self.client.url} runs on a CPU, where vLLM replaces neither "
-                "experts nor a head that is tied to the embedding: set rollout_engine to native, "
-                "or train an adapter (use_peft)"
+                f"vllm_quantization is {quantization}, but {where} was started with --quantization "
+                f"{computes_in}: change one of them"
+            )
+        if adapted and version != UNTOUCHED:
+            raise ValueError(
+                f"the weights of {where} were replaced by another run (version {show(version)}), "
+                "so an adapter does not fit: start it again"
+            )
+        on_cpu = "cpu" in str(config["device_config"])
+        if on_cpu and not adapted and (model.config.tie_word_embeddings or has_experts(model)):
+            raise ValueError(
+                f"{where} runs on a CPU, where vLLM replaces neither experts nor a head that is "
+                "tied to the embedding: set rollout_engine to native, or train an adapter "
+                "(use_peft)"
             )
 
 
@@ -375,6 +431,7 @@ class _ServerSession(FutureSession):
         self._options = options(params, engine.eos_token_ids) | {
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
+            "return_weight_versions": True,
         }
 
     def add(self, request: Request) -> None:
@@ -387,7 +444,7 @@ class _ServerSession(FutureSession):
         stop = [*self._options["stop"], *request.stop]
         server = engine.server_of(request.prompt_index)
         body = self._options | {
-            "model": server.name,
+            "model": engine.version if engine.adapted else server.served,
             "prompt": list(request.tokens),
             "max_tokens": max_tokens,
             "stop": stop,
@@ -404,6 +461,9 @@ class _ServerSession(FutureSession):
                 engine.eos_token_ids,
                 by_string=bool(stop),
             )
+            if server.tells_versions:
+                own = UNTOUCHED if engine.adapted else engine.version
+                server.check_versions(answer["choices"][0], own)
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
@@ -471,12 +531,3 @@ def _remove(folder: Path, owner: int) -> None:
     """Remove the directory when the process that made it ends, but not when its forks do."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _digest(model: PeftModel) -> str:
-    """Return a hash of the adapter's values."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(get_peft_model_state_dict(model).items()):
-        digest.update(name.encode())
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()[:16]

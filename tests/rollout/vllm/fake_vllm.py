@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
+from threading import Event
 from typing import Any
 
 import torch
@@ -23,15 +24,24 @@ class FakeVllm:
     The answer b"{" is cut off.
     """
 
-    def __init__(self, vocab_size: int = 10) -> None:
+    def __init__(self, vocab_size: int = 10, version: str = "0.33.0") -> None:
         self.vocab_size = vocab_size
+        self.version = version
+        self.weight_version = "default"
+        self.goes_on = Event()  # cleared while it is paused
+        self.goes_on.set()
         self.answers: dict[str, Callable[[Any], Answer | None]] = {}
         self.asked: list[tuple[str, Any]] = []
         self.models = ["base"]
-        self.device, self.raw, self.instance = "cuda", False, "a1"
+        self.device, self.raw = "cuda", False
+        self.quantization: str | None = None
         self.held: dict[str, Tensor] = {}  # the server's own tensors
         self.server = Loopback(self.reply)
         self.url, self.close = self.server.url, self.server.close
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        return tuple(map(int, self.version.split(".")[:2]))
 
     def reply(self, asked: Asked) -> loopback.Answer:
         said = self.answer(asked.path.split("?")[0], asked.body)
@@ -48,13 +58,32 @@ class FakeVllm:
         return special or getattr(self, "on_" + path.replace("/", "_").strip("_"))(body)
 
     def on_version(self, body: Any) -> Answer:
-        return 200, {"version": "0.32.1"}
+        return 200, {"version": self.version}
+
+    # As vllm/entrypoints/rl/online/api_router.py of 0.33, which differs from that of 0.28 only in
+    # `weight_checker` (from 0.32 on).
+
+    def on_pause(self, body: Any) -> Answer:
+        self.goes_on.clear()
+        return 200, {"status": "paused"}
+
+    def on_resume(self, body: Any) -> Answer:
+        self.goes_on.set()
+        return 200, {"status": "resumed"}
+
+    def on_weight_info(self, body: Any) -> Answer:
+        return 200, {"weight_version": self.weight_version}
+
+    def on_update_weight_version(self, body: Any) -> Answer:
+        self.weight_version = body["new_version"]
+        return 200, {"success": True, "new_version": self.weight_version}
 
     def on_v1_models(self, body: Any) -> Answer:
         return 200, {"data": [{"id": name, "max_model_len": 40} for name in self.models]}
 
     def on_server_info(self, body: Any) -> Answer:
-        return 200, {"vllm_config": {"device_config": self.device, "instance_id": self.instance}}
+        model = {"quantization": self.quantization}
+        return 200, {"vllm_config": {"device_config": self.device, "model_config": model}}
 
     def on_v1_load_lora_adapter(self, body: Any) -> Answer:
         self.models.append(body["lora_name"])
@@ -71,13 +100,15 @@ class FakeVllm:
         return 200, {"success": True}
 
     def on_weight_checker(self, body: Any) -> Answer:
-        """As vllm/entrypoints/rl/online/api_router.py of 0.32 and 0.33."""
+        if self.number < (0, 32):
+            return 404, {"detail": "Not Found"}
         assert body == {"action": "checksum"}
         return 200, {"checksums": digests_of(self.held)}
 
     def on_v1_completions(self, body: Any) -> Answer:
         if body["model"] not in self.models:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        self.goes_on.wait(30)  # paused with `keep`, it takes requests and computes none
         noise, tokens = random.Random(body.get("seed")), []
         while len(tokens) < body["max_tokens"]:
             tokens.append(noise.randrange(self.vocab_size))
@@ -91,6 +122,10 @@ class FakeVllm:
         }
         reason = "stop" if stopped else "length"
         choice = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
+        if self.number >= (0, 33):
+            span = {"version": self.weight_version, "start": 0, "end": len(tokens)}
+            asked = body.get("return_weight_versions", False)
+            choice["weight_versions"] = [span] if asked else None
         return 200, {"model": body["model"], "choices": [choice]}
 
 

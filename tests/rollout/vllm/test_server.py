@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -232,14 +234,13 @@ def test_unwritable_sync_directory_is_one_error(fake, tmp_path):
         engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
-def test_adapter_gets_new_name_for_each_value(fake, tmp_path):
+def test_adapter_gets_new_name_each_time(fake, tmp_path):
     model = get_peft_model(tiny_model("llama"), adapter())
     engine = engine_of(fake, tmp_path, model)
-    for names in (1, 1, 2):
-        if names == 2:
-            stir(model)
+    for loads in (1, 2):
+        stir(model)
         engine.generate([[5]], 1, PARAMS, seed=0)
-        assert fake.count("/v1/load_lora_adapter") == names
+        assert fake.count("/v1/load_lora_adapter") == loads
     assert len(fake.models) == 2  # the base, and the newest
     [*_, (_, load)] = [asked for asked in fake.asked if asked[0] == "/v1/load_lora_adapter"]
     assert fake.models[1] == load["lora_name"] == fake.asked[-1][1]["model"]
@@ -250,12 +251,14 @@ def test_adapter_gets_new_name_for_each_value(fake, tmp_path):
     assert [path.name for path in own.iterdir()] == [load["lora_name"]]
 
 
-def test_other_rank_shares_adapter_name_without_loading(fake, tmp_path):
-    model = stir(get_peft_model(tiny_model("llama"), adapter()))
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_other_rank_knows_the_version_without_loading(fake, tmp_path, adapted):
+    model = stir(get_peft_model(tiny_model("llama"), adapter())) if adapted else None
     main, other = (engine_of(fake, tmp_path, model, is_main=here) for here in (True, False))
-    with main.weights_synced():
+    with main.weights_synced(), other.weights_synced():
+        other.agree(lambda own: [main.version if isinstance(own, str) else own, own])
         assert other.generate([[5]], 2, PARAMS, 0) == main.generate([[5]], 2, PARAMS, 0)
-    assert fake.count("/v1/load_lora_adapter") == 1
+    assert fake.count("/v1/load_lora_adapter" if adapted else "/collective_rpc") == 1
 
 
 def test_raw_logprobs_mode_raises(fake, tmp_path):
@@ -271,7 +274,7 @@ NOT_FOUND = (404, {"detail": "Not Found"})
 @pytest.mark.parametrize(
     ("path", "answer", "said"),
     [
-        ("/version", (200, {"version": "0.33.0"}), "is version 0.33.0: use .*>=0.28,<0.33"),
+        ("/version", (200, {"version": "0.34.0"}), "is version 0.34.0: use .*>=0.28,<0.34"),
         ("/version", NOT_FOUND, "vllm_server_base_url: no vLLM server at"),
         ("/version", (200, b"<html>"), "vllm_server_base_url: no vLLM server at"),
         ("/server_info", NOT_FOUND, "VLLM_SERVER_DEV_MODE=1.*use_peft"),
@@ -284,6 +287,16 @@ def test_server_that_cannot_be_used_is_refused(fake, tmp_path, path, answer, sai
     fake.answers[path] = lambda body: answer
     with pytest.raises((ValueError, RolloutError), match=said):
         engine_of(fake, tmp_path)
+
+
+@pytest.mark.parametrize(("its", "ours"), [("fp8", None), (None, "fp8"), ("awq", "fp8")])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
+def test_server_that_computes_otherwise_is_refused(fake, tmp_path, its, ours, adapted):
+    model = get_peft_model(tiny_model("llama"), adapter()) if adapted else None
+    fake.quantization = its
+    with pytest.raises(ValueError, match=f"vllm_quantization is {ours}.*--quantization {its}"):
+        engine_of(fake, tmp_path, model, quantization=ours)
+    engine_of(fake, tmp_path, model, quantization=its)
 
 
 def test_server_without_weight_loading_takes_adapter(fake, tmp_path):
@@ -555,19 +568,189 @@ def test_server_with_impossible_tokens_is_left_out(two, tmp_path):
 
 
 def test_certain_token_may_be_rounded_above_zero(fake, tmp_path):
+    fake.version = "0.32.1"
     engine = engine_of(fake, tmp_path)
     fake.answers[COMPLETIONS] = lambda body: (200, short(**logprobs(*[1e-7] * 6)))
     [completion] = engine.generate([[5]], 1, PARAMS, seed=0)
     assert completion.logprobs == [1e-7] * 6
 
 
-def test_server_started_again_is_refused(fake, tmp_path):
-    """Between two answers it may have lost the weights of the step."""
-    synced = engine_of(fake, tmp_path).weights_synced()
+# ------------------------------------------------------------------------- versions of weights
+
+
+def started_again(fake: FakeVllm) -> None:
+    fake.weight_version = "default"
+    fake.goes_on.set()
+
+
+def taken_by_another_run(fake: FakeVllm) -> None:
+    fake.weight_version = "another-policy-1"
+
+
+LOST = [started_again, taken_by_another_run]
+
+
+@pytest.mark.parametrize("lose", LOST)
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.1"])
+def test_answers_without_version_are_refused_after_weights_were_lost(fake, tmp_path, version, lose):
+    """Between two answers the server may have lost the weights of the step."""
+    fake.version = version
+    engine = engine_of(fake, tmp_path)
+    synced = engine.weights_synced()
     synced.__enter__()
-    fake.instance = "b2"
-    with pytest.raises(RolloutError, match=f"{fake.url} was started again"):
+    engine.generate([[5]], 1, PARAMS, 0)
+    lose(fake)
+    with pytest.raises(RolloutError, match=f"{fake.url} was started again or got other weights"):
         synced.__exit__(None, None, None)
+
+
+def old_for_some_tokens(choice: dict[str, Any]) -> None:
+    [span] = choice["weight_versions"]
+    first = span | {"version": "default", "end": 1}
+    choice["weight_versions"] = [first, span | {"start": 1}]
+
+
+def hole(choice: dict[str, Any]) -> None:
+    choice["weight_versions"][0]["start"] = 1
+
+
+def some_tokens(choice: dict[str, Any]) -> None:
+    choice["weight_versions"][0]["end"] -= 1
+
+
+@pytest.mark.fault(58, "tokens of other weights are sampled elsewhere, by the versions of weights")
+@pytest.mark.parametrize("fault", [*LOST, old_for_some_tokens, hole, some_tokens])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_tokens_of_other_weights_are_sampled_elsewhere(two, tmp_path, fault, ahead):
+    bad = two[1]
+    engine = VllmServerEngine(tiny_model("llama"), [3, 7], [x.url for x in two], tmp_path / "sync")
+    expected = engine.generate([[5], [8]], 4, PARAMS, 0)
+
+    def answer(body: Any) -> Any:
+        if fault in LOST:
+            fault(bad)
+            return None
+        status, answer = bad.on_v1_completions(body)
+        fault(answer["choices"][0])
+        return status, answer
+
+    bad.answers[COMPLETIONS] = answer
+    copied = engine.copy_weights() if ahead else None
+    with engine.weights_synced(copied):
+        assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected
+        assert engine.alive == engine.servers[:1]
+
+
+def steps_of(fake: FakeVllm) -> list[Any]:
+    paths = {
+        "/pause": "pause",
+        "/update_weight_version": "version",
+        "/collective_rpc": "load",
+        "/reset_prefix_cache": "reset",
+        "/weight_checker": "check",
+        "/resume": "resume",
+        COMPLETIONS: "sample",
+    }
+    return [paths[path] for path, _ in fake.asked if path in paths]
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.1", "0.33.0"])
+def test_weights_are_loaded_in_a_pause(fake, tmp_path, version):
+    fake.version = version
+    engine = engine_of(fake, tmp_path)
+    fake.asked.clear()
+    engine.generate([[5]], 1, PARAMS, 0)
+    names = [body["new_version"] for path, body in fake.asked if "weight_version" in path]
+    assert names == ["unfinished", engine.version]
+    assert steps_of(fake) == [
+        "pause", "version", "load", "reset", "check", "version", "resume", "sample"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/weight_checker", "/resume"])
+def test_server_that_fails_in_a_transfer_is_given_weights_again(fake, tmp_path, path):
+    """It samples nothing before: it stays paused, and no version is that of the run."""
+    model = tiny_model("llama")
+    engine = engine_of(fake, tmp_path, model)
+    fake.answers[path] = lambda body: (500, b"CUDA error")
+    with pytest.raises(RolloutError, match=f"{fake.url} gave status 500.*, to {path}"):
+        engine.generate([[5]], 1, PARAMS, 0)
+    assert fake.weight_version != engine.version or not fake.goes_on.is_set()
+    fake.answers.clear()
+    loaded = reloaded(fake)
+    resumed = engine_of(fake, tmp_path, model)
+    for one in (engine, resumed):
+        fake.asked.clear()
+        assert one.generate([[5]], 1, PARAMS, 0)
+        assert "pause" in steps_of(fake)
+        assert fake.weight_version == one.version
+    assert len(loaded) == 2
+
+
+@pytest.mark.fault(57, "left out, also in the middle of a transfer")
+@pytest.mark.parametrize("step", ["/pause", "/collective_rpc", "/update_weight_version"])
+def test_server_killed_in_a_transfer_is_left_out(two, tmp_path, step):
+    model = tiny_model("llama")
+    engine = VllmServerEngine(model, [3, 7], [x.url for x in two], tmp_path / "sync")
+    expected = engine.generate([[5], [8]], 4, PARAMS, 0)
+    two[1].answers[step] = lambda body: (two[1].close(), (200, b"{"))[1]
+    stir(model)
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected  # by their seeds
+    assert engine.alive == engine.servers[:1]
+
+
+def test_server_started_again_in_a_transfer_is_left_out(two, tmp_path):
+    """Its successor was told the version of weights that it never got."""
+    engine = VllmServerEngine(tiny_model("llama"), [3, 7], [x.url for x in two], tmp_path / "sync")
+    two[1].answers["/reset_prefix_cache"] = lambda body: started_again(two[1])
+    assert engine.generate([[5], [8]], 4, PARAMS, 0)
+    assert engine.alive == engine.servers[:1]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from rlhf_pg.rollout import SamplingParams
+from rlhf_pg.rollout.vllm.server import VllmServerEngine
+from tests.tiny import tiny_model
+engine = VllmServerEngine(tiny_model("llama"), [3, 7], sys.argv[1], Path(sys.argv[2]))
+engine.generate([[5]], 1, SamplingParams(max_tokens=6), 0)
+"""
+
+
+def test_run_killed_in_a_transfer_can_be_started_again(fake, tmp_path):
+    loading = threading.Event()
+    killed = threading.Event()
+
+    def load(body: Any) -> None:
+        loading.set()
+        killed.wait(30)
+
+    fake.answers["/collective_rpc"] = load
+    child = subprocess.Popen([sys.executable, "-c", CHILD, fake.url, str(tmp_path / "sync")])
+    assert loading.wait(60)
+    child.kill()
+    child.wait()
+    killed.set()
+    fake.answers.clear()
+    assert fake.weight_version == "unfinished"
+    engine = engine_of(fake, tmp_path)
+    assert engine.generate([[5]], 1, PARAMS, 0)
+    assert fake.weight_version == engine.version
+
+
+def test_adapter_on_replaced_weights_is_refused(fake, tmp_path):
+    engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, 0)
+    adapted = get_peft_model(tiny_model("llama"), adapter())
+    with pytest.raises(ValueError, match=f"{fake.url} were replaced by another run"):
+        engine_of(fake, tmp_path, adapted)
+    started_again(fake)
+    engine = engine_of(fake, tmp_path, adapted)
+    with engine.weights_synced():
+        assert engine.generate([[5]], 1, PARAMS, 0)
+        taken_by_another_run(fake)
+        with pytest.raises(RolloutError, match="version 'another-policy-1', not default"):
+            engine.generate([[5]], 1, PARAMS, 0)
 
 
 def test_weights_copied_before_an_update_are_those_loaded_later(fake, tmp_path):
