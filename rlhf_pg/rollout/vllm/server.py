@@ -5,16 +5,18 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from peft import PeftModel
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg.boundary import http
@@ -35,6 +37,8 @@ from rlhf_pg.rollout.engine import (
 )
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm import checksums
+from rlhf_pg.rollout.vllm.handover import published_weights
+from rlhf_pg.rollout.vllm.nccl import Sender
 from rlhf_pg.rollout.vllm.requests import LONGEST, check_version, options
 
 T = TypeVar("T")
@@ -119,6 +123,19 @@ class VllmServerEngine(RolloutEngine):
         self.copy: WeightsCopy | None = None  # the one in use; an adapter's has to be there
         for server in self.servers:
             server.check_config(model, quantization)
+        # Weights go from GPU to GPU where all have been started for that, else by a directory.
+        self.sends = (
+            not self.adapted
+            and save is None
+            and model.device.type == "cuda"
+            and all(server.receives for server in self.servers)
+        )
+        if self.sends and find_spec("nccl") is None:
+            logger.warning(
+                "the servers take weights by NCCL, but nccl4py is not installed: weights are "
+                "handed over by files"
+            )
+            self.sends = False
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
         """Open a session, which raises RolloutError when no server is left."""
@@ -157,12 +174,17 @@ class VllmServerEngine(RolloutEngine):
             raise RolloutError(f"vllm_server_base_url: no server is left: {REMEDY}")
 
     def _load_weights(self) -> AbstractContextManager[None]:
+        if self.sends:
+            return self._used(WeightsCopy(self._new_version(), None))
         return self.copy_weights()()
 
     def copy_weights(self) -> Copied:
-        self.copies += 1
-        version = f"{self.run}-{self.copies}"
+        version = self._new_version()
         return partial(self._used, WeightsCopy(version, self._save(version)))
+
+    def _new_version(self) -> str:
+        self.copies += 1
+        return f"{self.run}-{self.copies}"
 
     @contextmanager
     def _used(self, copy: "WeightsCopy") -> Iterator[None]:
@@ -172,6 +194,7 @@ class VllmServerEngine(RolloutEngine):
             for server in self.servers:
                 server.lost = False
                 server.adapter = None
+                server.sender = None
         if self.copy is not copy:
             self._hand_over(copy)
         self.copy = copy
@@ -195,25 +218,25 @@ class VllmServerEngine(RolloutEngine):
     def _hand_over(self, copy: "WeightsCopy") -> None:
         """Load a copy on all servers at the same time; those that fail are left out."""
         self.version = copy.version
-        if copy.folder is None:
+        if self.own is None:
             return
         servers = self.alive
+        source = copy.folder or self.model
         loads = [
-            call_concurrently(None, self._load, server, copy.version, copy.folder)
-            for server in servers
+            call_concurrently(None, self._load, server, copy.version, source) for server in servers
         ]
         for server, load in zip(servers, loads, strict=True):
             try:
                 load.result()
             except RolloutError as error:
-                see = f". It has to see {copy.folder} (vllm_sync_directory)"
+                see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
                 self.leave_out(server, RolloutError(f"{error}{see}"))
 
-    def _load(self, server: "VllmServer", version: str, folder: Path) -> None:
-        if self.adapted:
-            server.load_adapter(version, folder)
+    def _load(self, server: "VllmServer", version: str, source: Path | PreTrainedModel) -> None:
+        if isinstance(self.model, PeftModel):
+            server.load_adapter(version, str(source))
         else:
-            server.replace_weights(version, folder, checksums.is_due(self.copies))
+            server.replace_weights(version, source, checksums.is_due(self.copies))
 
     def _save(self, version: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
@@ -234,7 +257,9 @@ class VllmServerEngine(RolloutEngine):
 
 
 class WeightsCopy:
-    """A directory of weights, removed with the object; None where another process has it."""
+    """A directory of weights, removed with the object; None where another process has it, or the
+    policy's own are sent.
+    """
 
     def __init__(self, version: str, folder: Path | None) -> None:
         self.version = version
@@ -248,6 +273,9 @@ class VllmServer:
 
     def __init__(self, url: str, timeout: float, token: int) -> None:
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
+        self.without_retries = http.Client(self.client.url, timeout, 0, CONNECTIONS)
+        self.receives = False  # weights by NCCL
+        self.sender: Sender | None = None
         self.lost = False  # whether it has failed
         self.tells_versions = False  # whether answers have the version of weights of each token
         try:
@@ -268,10 +296,10 @@ class VllmServer:
             self.ask("/resume", {})  # a run may have been killed while it handed over weights
         self._check_logprobs(token)
 
-    def load_adapter(self, name: str, folder: Path) -> None:
+    def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter, and unload the one before it."""
         try:
-            self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except RolloutError as error:
             # If the first answer was lost, the server refuses the retry of a completed load.
             if not (isinstance(error, RequestRefused) and name in self._models()):
@@ -285,22 +313,28 @@ class VllmServer:
                 self.ask("/v1/unload_lora_adapter", {"lora_name": self.adapter})
         self.adapter = name
 
-    def replace_weights(self, version: str, folder: Path, checks: bool) -> None:
-        """Load weights from a directory, while no token is sampled.
+    def replace_weights(self, version: str, source: Path | PreTrainedModel, checks: bool) -> None:
+        """Load weights from a directory, or send those of a model, while no token is sampled.
 
         After a failure the server stays paused, with weights of no version.
         """
         self.ask("/pause?mode=keep", {})
         self._name_version(UNFINISHED)
-        arguments = {"weights_path": str(folder)}
-        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        if isinstance(source, Path):
+            arguments = {"weights_path": str(source)}
+            self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        else:
+            if self.sender is None:
+                workers = self.ask("/get_world_size", None, lambda answer: answer["world_size"])
+                self.sender = Sender(self._ask_once, workers, source.device, self.client.timeout)
+            self.sender.send(published_weights(source))
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "has requests of other clients: give this run a server of its own"
             )
         if checks:
-            self.check_weights(folder)
+            self.check_weights(source)
         if self.weight_version() != UNFINISHED:
             raise RolloutError(f"the server at {self.client.url} was started again: {REMEDY}")
         self._name_version(version)
@@ -314,29 +348,37 @@ class VllmServer:
     def _name_version(self, version: str) -> None:
         self.ask("/update_weight_version", {"new_version": version})
 
-    def check_weights(self, folder: Path) -> None:
-        """Compare the server's weights with those in a directory; RolloutError if they differ."""
-        files = files_of(str(folder))
+    def check_weights(self, source: Path | PreTrainedModel) -> None:
+        """Compare the server's weights with those given to it; RolloutError if they differ."""
+        given: Iterable[tuple[str, Tensor]]
+        if isinstance(source, Path):
+            folder = str(source)
+            given = ((name, read(folder, "", name)) for name in files_of(folder))
+        else:
+            given = published_weights(source)
         try:
             held = self.ask("/weight_checker", {"action": "checksum"}, checksums.read)
         except RequestRefused:  # before vLLM 0.32
             held = {}
-        checksums.check(
-            f"the server at {self.client.url}",
-            held,
-            ((name, read(str(folder), "", name)) for name in files),
-        )
+        checksums.check(f"the server at {self.client.url}", held, given)
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
         """Call `begin` and wait for the result."""
         return self.begin(path, body, read).result()
 
-    def begin(self, path: str, body: Any, read: Callable[[Any], T]) -> "Future[T]":
+    def _ask_once(self, path: str, body: Any) -> "Future[None]":
+        """Send a request that a second attempt would not repeat, but continue."""
+        return self.begin(path, body, lambda answer: None, self.without_retries)
+
+    def begin(
+        self, path: str, body: Any, read: Callable[[Any], T], client: http.Client | None = None
+    ) -> "Future[T]":
         """Send a request (`http.Client.ask`); the future raises RolloutError if it fails."""
+        asking = client or self.client
 
         async def asked() -> T:
             try:
-                return await self.client.ask(path, body, read)
+                return await asking.ask(path, body, read)
             except http.Refused as error:
                 raise RequestRefused(str(error)) from error
             except http.Unanswered as error:
@@ -403,6 +445,8 @@ class VllmServer:
                 f"vllm_quantization is {quantization}, but {where} was started with --quantization "
                 f"{computes_in}: change one of them"
             )
+        transfer = config.get("weight_transfer_config") or {}
+        self.receives = transfer.get("backend") == "nccl"
         if adapted and version != UNTOUCHED:
             raise ValueError(
                 f"the weights of {where} were replaced by another run (version {show(version)}), "

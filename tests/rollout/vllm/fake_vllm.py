@@ -1,9 +1,12 @@
 """A server that speaks as `vllm serve` does, and fails on demand."""
 
+import base64
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
+from queue import Queue
 from threading import Event
 from typing import Any
 
@@ -35,6 +38,9 @@ class FakeVllm:
         self.models = ["base"]
         self.device, self.raw = "cuda", False
         self.quantization: str | None = None
+        self.backend: str | None = None  # of weight transfer
+        self.identities: Queue[bytes] = Queue()  # of the communicators that it joins
+        self.wire: Queue[Tensor] = Queue()
         self.held: dict[str, Tensor] = {}  # the server's own tensors
         self.server = Loopback(self.reply)
         self.url, self.close = self.server.url, self.server.close
@@ -82,8 +88,12 @@ class FakeVllm:
         return 200, {"data": [{"id": name, "max_model_len": 40} for name in self.models]}
 
     def on_server_info(self, body: Any) -> Answer:
-        model = {"quantization": self.quantization}
-        return 200, {"vllm_config": {"device_config": self.device, "model_config": model}}
+        config = {
+            "device_config": self.device,
+            "model_config": {"quantization": self.quantization},
+            "weight_transfer_config": self.backend and {"backend": self.backend},
+        }
+        return 200, {"vllm_config": config}
 
     def on_v1_load_lora_adapter(self, body: Any) -> Answer:
         self.models.append(body["lora_name"])
@@ -98,6 +108,49 @@ class FakeVllm:
 
     def on_reset_prefix_cache(self, body: Any) -> Answer:
         return 200, {"success": True}
+
+    # As a worker of 0.32 and 0.33: nccl_engine.py and packed_tensor.py in
+    # vllm/distributed/weight_transfer. `wire` has the bytes of each broadcast.
+
+    def on_get_world_size(self, body: Any) -> Answer:
+        return 200, {"world_size": 2}
+
+    def on_init_weight_transfer_engine(self, body: Any) -> Answer:
+        info = body["init_info"]
+        identity = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
+        assert len(identity) == 128
+        self.identities.put(identity)
+        assert (info["rank_offset"], info["world_size"], info["packed"]) == (1, 3, True)
+        self.buffer_size = info["packed_buffer_size_bytes"]
+        return 200, {"message": "Weight transfer initialized"}
+
+    def on_start_weight_update(self, body: Any) -> Answer:
+        self.received: dict[str, Tensor] = {}
+        return 200, {"message": "Weight update started"}
+
+    def on_update_weights(self, body: Any) -> Answer:
+        info = body["update_info"]
+        waiting: list[tuple[str, torch.dtype, list[int], int]] = []
+        for name, dtype_name, shape in zip(
+            info["names"], info["dtype_names"], info["shapes"], strict=True
+        ):
+            dtype = getattr(torch, dtype_name)
+            waiting.append((name, dtype, shape, math.prod(shape) * dtype.itemsize))
+            if sum(size for *_, size in waiting) > self.buffer_size:
+                self._receive(waiting)
+                waiting = []
+        if waiting:
+            self._receive(waiting)
+        return 200, {"message": "Weights updated"}
+
+    def _receive(self, waiting: list[tuple[str, torch.dtype, list[int], int]]) -> None:
+        packed = self.wire.get(timeout=30)
+        parts = packed.split([size for *_, size in waiting])
+        for (name, dtype, shape, _), part in zip(waiting, parts, strict=True):
+            self.received[name] = part.contiguous().view(dtype).view(shape)
+
+    def on_finish_weight_update(self, body: Any) -> Answer:
+        return 200, {"message": "Weight update finished"}
 
     def on_weight_checker(self, body: Any) -> Answer:
         if self.number < (0, 32):

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import importlib.util
+import itertools
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from torch import Tensor
 
 from rlhf_pg.boundary import http
 from rlhf_pg.rollout import Request, RolloutError, SamplingParams
+from rlhf_pg.rollout.vllm import nccl as sender
+from rlhf_pg.rollout.vllm.handover import published_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
-from tests.rollout.vllm.fake_vllm import FakeVllm, joined
+from tests.rollout.vllm.fake_vllm import FakeVllm, digests_of, joined
 from tests.tiny import adapter, stir, tiny_model
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=6)
@@ -737,6 +741,117 @@ def test_run_killed_in_a_transfer_can_be_started_again(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     assert engine.generate([[5]], 1, PARAMS, 0)
     assert fake.weight_version == engine.version
+
+
+# ------------------------------------------------------------------------- weights by NCCL
+
+
+class FakeNccl(ModuleType):
+    """`nccl.core`, with wires to servers in place of GPUs."""
+
+    SUM = "sum"
+
+    def __init__(self, servers: list[FakeVllm]) -> None:
+        super().__init__("nccl.core")
+        self.servers = servers
+        self.numbers = itertools.count(1)
+        self.said: list[Any] = []
+        self.Communicator = SimpleNamespace(init=self.init)
+
+    def get_unique_id(self) -> bytes:
+        return bytes([next(self.numbers)]) * 128
+
+    def init(self, ranks: int, rank: int, identity: bytes) -> Any:
+        """Waits for a server that has been told of it."""
+        assert (ranks, rank) == (3, 0)
+        joined = None
+        while joined is None:
+            for server in self.servers:
+                if list(server.identities.queue)[-1:] == [identity]:
+                    joined = server
+            time.sleep(0.01)
+
+        def allreduce(one: Tensor, out: Tensor, op: str) -> None:
+            assert (one.numel(), op) == (1, "sum")
+            self.said.append("joined")
+
+        return SimpleNamespace(
+            allreduce=allreduce,
+            broadcast=lambda packed, out, root: joined.wire.put(packed.clone()),
+            abort=lambda: self.said.append("aborted"),
+        )
+
+
+@pytest.fixture
+def nccl(two, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    monkeypatch.setattr(sender, "CHUNK", 3000)  # bytes: many broadcasts, some of one tensor
+    fake = FakeNccl(two)
+    monkeypatch.setitem(sys.modules, "nccl", ModuleType("nccl"))
+    monkeypatch.setitem(sys.modules, "nccl.core", fake)
+    for server in two:
+        server.backend = "nccl"
+    return fake
+
+
+def sending(two: list[FakeVllm], path: Path, model: Any) -> VllmServerEngine:
+    """As on a GPU."""
+    engine = VllmServerEngine(model, [3, 7], [x.url for x in two], path / "sync")
+    assert not engine.sends  # the model is on a CPU
+    assert all(server.receives for server in engine.servers)
+    engine.sends = True
+    return engine
+
+
+def test_weights_are_sent_from_gpu_to_gpu(two, nccl, tmp_path):
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.model.norm.float()
+    engine = sending(two, tmp_path, model)
+    for fake in two:
+        fake.on_weight_checker = lambda body, own=fake: (  # type: ignore[method-assign]
+            200,
+            {"checksums": digests_of(joined(own.received))},
+        )
+        fake.asked.clear()
+    for copies in (1, 2):
+        stir(model)
+        assert engine.generate([[5], [8]], 2, PARAMS, 0)
+        for fake in two:
+            given = dict(published_weights(model))
+            assert fake.received.keys() == given.keys()
+            assert all(fake.received[name].equal(given[name]) for name in given)
+            assert fake.wire.empty()
+            assert fake.count("/update_weights") > 5 * copies
+            assert fake.weight_version == engine.version
+    assert nccl.said == ["joined", "joined"]  # once for each server
+    paths = [path for path, _ in two[0].asked if path not in ("/update_weights", COMPLETIONS)]
+    assert paths[:9] == [
+        "/pause", "/update_weight_version", "/get_world_size", "/init_weight_transfer_engine",
+        "/start_weight_update", "/finish_weight_update", "/reset_prefix_cache", "/weight_checker",
+        "/weight_info",
+    ]  # fmt: skip
+    assert not list((tmp_path / "sync").glob("*/*"))
+
+
+def test_server_killed_in_a_broadcast_is_left_out(two, nccl, tmp_path):
+    model = tiny_model("llama")
+    engine = sending(two, tmp_path, model)
+    for fake in two:
+        fake.on_weight_checker = lambda body: (404, {})  # type: ignore[method-assign]
+    expected = engine.generate([[5], [8]], 4, PARAMS, 0)
+    two[1].answers["/update_weights"] = lambda body: (two[1].close(), (200, b"{"))[1]
+    stir(model)
+    assert engine.generate([[5], [8]], 4, PARAMS, 0) == expected  # by their seeds
+    assert engine.alive == engine.servers[:1]
+    assert nccl.said[2:] == ["aborted"]
+    assert two[1].count("/update_weights") <= two[0].count("/update_weights")
+
+
+def test_server_that_cannot_join_is_one_error(two, nccl, tmp_path):
+    engine = sending(two[:1], tmp_path, tiny_model("llama"))
+    two[0].answers["/init_weight_transfer_engine"] = lambda body: (500, b"no NCCL")
+    with pytest.raises(RolloutError, match=f"{two[0].url} gave status 500: no NCCL"):
+        engine.generate([[5]], 1, PARAMS, 0)
+    assert two[0].count("/init_weight_transfer_engine") == 1  # a second would wait for ever
 
 
 def test_adapter_on_replaced_weights_is_refused(fake, tmp_path):
