@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
@@ -350,17 +350,11 @@ class VllmServer:
 
     def check_weights(self, source: Path | PreTrainedModel) -> None:
         """Compare the server's weights with those given to it; RolloutError if they differ."""
-        given: Iterable[tuple[str, Tensor]]
-        if isinstance(source, Path):
-            folder = str(source)
-            given = ((name, read(folder, "", name)) for name in files_of(folder))
-        else:
-            given = published_weights(source)
         try:
             held = self.ask("/weight_checker", {"action": "checksum"}, checksums.read)
         except RequestRefused:  # before vLLM 0.32
             held = {}
-        checksums.check(f"the server at {self.client.url}", held, given)
+        checksums.check(f"the server at {self.client.url}", held, _tensors(source))
 
     def ask(self, path: str, body: Any, read: Callable[[Any], Any] = lambda answer: None) -> Any:
         """Call `begin` and wait for the result."""
@@ -569,6 +563,15 @@ def _logprob(number: Any) -> float:
     if not LEAST < float(number) <= ROUNDING:
         raise ValueError(f"{show(number)} is not a log-probability of a sampled token")
     return float(number)
+
+
+def _tensors(source: Path | PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in a directory, or of a model, by their names in a checkpoint."""
+    if isinstance(source, Path):
+        for name in files_of(str(source)):
+            yield name, read(str(source), "", name)
+    else:
+        yield from published_weights(source)
 
 
 def _remove(folder: Path, owner: int) -> None:
