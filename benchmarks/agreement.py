@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.agreement rounding          # by model and dtype
     OMP_NUM_THREADS=1 python -m benchmarks.agreement smollm2 --lora    # 50 steps, bfloat16
+    OMP_NUM_THREADS=1 python -m benchmarks.agreement smollm2 --fp8     # a sampler rounded to fp8
     OMP_NUM_THREADS=1 python -m benchmarks.agreement long              # 1,000 steps each
     OMP_NUM_THREADS=1 python -m benchmarks.agreement ties              # 10 million tokens
 
@@ -12,13 +13,15 @@ import argparse
 import importlib.util
 import json
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg import GRPOTrainer
@@ -33,6 +36,7 @@ ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     *("phi3", "gpt2", "gpt_neox", "olmo2", "mixtral"),
 )
+HEAD = 10_000  # rows, at least
 WORDS = [
     {"prompt": f"Write a short story about a {word}."} for word in ("cat", "ship", "king", "tree")
 ]
@@ -77,6 +81,33 @@ def run(model: Any, tokenizer: Any, data: Any, **options: Any) -> list[dict[str,
         with suppress(DisagreementError):  # told by the number of steps
             trainer.train()
         return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").open()]
+
+
+def to_fp8(x: Tensor, dim: int | None = None) -> Tensor:
+    """Round to float8_e4m3fn and back, with one scale in all or along a dimension."""
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = largest.float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+def linear_in_fp8(layer: nn.Linear, x: Tensor) -> Tensor:
+    """As vLLM's `--quantization fp8`: one scale per matrix and per token; the head stays."""
+    if len(layer.weight) > HEAD:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    return nn.functional.linear(to_fp8(x, -1), to_fp8(layer.weight), layer.bias)
+
+
+@contextmanager
+def sampling_in_fp8() -> Iterator[None]:
+    load = NativeEngine._load_weights
+
+    @contextmanager
+    def rounded(engine: NativeEngine) -> Iterator[None]:
+        with load(engine), patch.object(nn.Linear, "forward", linear_in_fp8):
+            yield
+
+    with patch.object(NativeEngine, "_load_weights", rounded):
+        yield
 
 
 def tell(name: str, lines: list[dict[str, Any]]) -> None:
@@ -126,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("rounding", "smollm2", "long", "ties"))
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--names", nargs="*", default=ARCHITECTURES)
@@ -139,7 +171,11 @@ def main() -> None:
         rate = 1e-4 if args.lora else 1e-6
         sizes = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48}
         options = {"max_steps": args.steps or 50, "dtype": args.dtype, "learning_rate": rate}
-        tell(f"smollm2 {args.dtype} {lora}", run(*smollm2(), WORDS, **sizes, **options, **lora))
+        if args.fp8:
+            options["sampler_correction"] = "token_truncate"
+        with sampling_in_fp8() if args.fp8 else nullcontext():
+            lines = run(*smollm2(), WORDS, **sizes, **options, **lora)
+        tell(f"smollm2 {args.dtype} {lora} {'fp8' if args.fp8 else ''}", lines)
         return
     task = arithmetic().train_dataset.select(range(0, 8000, 40))
     steps = args.steps or (1000 if args.what == "long" else 5)

@@ -28,6 +28,10 @@ class Unanswered(ValueError):
     """All attempts of a request have failed."""
 
 
+class Failed(Unanswered):
+    """The server said, in the last attempt, that it failed (status 500 and above)."""
+
+
 class Refused(Unanswered):
     """The server refused the request; a retry would not help."""
 
@@ -66,7 +70,7 @@ class Client:
         """POST a body as JSON, or GET without one, and return the answer parsed by `read`.
 
         `read` raises ValueError, TypeError or LookupError if an answer is malformed. Refused if the
-        status is 300 to 499, except `TEMPORARY`; Unanswered if all attempts have failed.
+        status is 300 to 499, except `TEMPORARY`; Failed or Unanswered if all attempts have failed.
         """
         method = "GET" if body is None else "POST"
         failure = ""
@@ -76,6 +80,7 @@ class Client:
         request = self._client.build_request(method, self.url + path, json=body)
         async with self._free:
             for attempt in range(self.retries + 1):
+                status = 0
                 if attempt:
                     await asyncio.sleep(min(pause, LONGEST_PAUSE))
                     pause *= 2
@@ -107,7 +112,8 @@ class Client:
                     if status < 500 and status not in TEMPORARY:
                         raise Refused(f"{who} refuses {where} with {failure}")
         attempts = f"{self.retries + 1} attempt{'s' if self.retries else ''}"
-        raise Unanswered(f"{who} gave {failure}, to {where}, in {attempts}")
+        kind = Failed if status >= 500 else Unanswered
+        raise kind(f"{who} gave {failure}, to {where}, in {attempts}")
 
 
 async def read_body(answer: httpx2.Response) -> bytes:

@@ -192,6 +192,8 @@ class Sampler:
                 weights.enter_context(self.engine.weights_synced(copied))
             self.engine.agree(self.runtime.gather_objects)
             yield
+            with self.runtime.raise_together(RolloutError):
+                weights.close()  # servers may have lost the weights
 
     # -------------------------------------------------------------------------------------- rewards
 

@@ -7,7 +7,7 @@ Each `/update_weights` names some tensors, whose bytes follow in one broadcast. 
 
 import base64
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Sender:
         import nccl.core as nccl
 
         self.ask = ask
+        # Of its own: one server that hangs does not hold up the others.
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         identity = nccl.get_unique_id()
         info = {
             "nccl_unique_id_b64": base64.b64encode(bytes(identity)).decode(),
@@ -42,8 +44,11 @@ class Sender:
             communicator.allreduce(one, one, nccl.SUM)  # as every worker does
             return communicator
 
-        connected = call_concurrently(timeout, connect)  # it waits for the workers, and they for it
-        ask("/init_weight_transfer_engine", {"init_info": info}).result()
+        # Each waits for the other.
+        connected = call_concurrently(timeout, connect)
+        joined = ask("/init_weight_transfer_engine", {"init_info": info})
+        for future in wait([joined, connected], return_when=FIRST_EXCEPTION).done:
+            future.result()
         self.communicator = connected.result()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -55,11 +60,14 @@ class Sender:
                 "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in chunk],
                 "shapes": [list(t.shape) for _, t in chunk],
             }
-            flat = [t.contiguous().view(-1).view(torch.uint8) for _, t in chunk]
-            packed = torch.cat(flat)
             received = self.ask("/update_weights", {"update_info": info})
-            self.communicator.broadcast(packed, packed, 0)
             try:
+                with torch.cuda.stream(self.stream):
+                    if self.stream is not None:  # the weights were computed on another stream
+                        self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
+                    flat = [t.contiguous().view(-1).view(torch.uint8) for _, t in chunk]
+                    packed = torch.cat(flat)
+                    self.communicator.broadcast(packed, packed, 0, stream=self.stream)
                 received.result()
             except BaseException:
                 self.communicator.abort()  # the broadcast would wait for the server for ever

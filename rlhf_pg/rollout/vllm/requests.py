@@ -8,17 +8,19 @@ from rlhf_pg.boundary.quoted import quote
 from rlhf_pg.rollout.engine import SamplingParams
 
 OLDEST = (0, 28)
-TOO_NEW = (0, 34)  # as in the extra [vllm] of pyproject.toml
+TOO_NEW = (0, 34)
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
 # The limit beyond which vLLM would truncate.
 LONGEST = "the longest sequence (vllm_max_model_length, or --max-model-len of a server)"
 
 
-def check_version(version: str, what: str) -> None:
-    """Refuse a vLLM version outside the tested range (ValueError)."""
+def check_version(version: str, what: str) -> tuple[int, ...]:
+    """Return major and minor of a vLLM version; ValueError outside the tested range."""
     oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
-    if not OLDEST <= tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2])) < TOO_NEW:
+    number = tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2]))
+    if not OLDEST <= number < TOO_NEW:
         raise ValueError(f'{what} is version {quote(version)}: use "vllm>={oldest},<{too_new}"')
+    return number
 
 
 def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -51,11 +51,16 @@ ROUNDING = 1e-3  # by which the logarithm of a probability may be above 0
 REMEDY = "check its log, restart it, and resume"
 # Versions of a server's own weights, as it says them itself.
 UNTOUCHED = "default"  # vLLM's name for those that it was started with
-UNFINISHED = "unfinished"  # during a hand-over
+UNFINISHED = "unfinished"  # during a hand-over, before the version that it will have
+FAILED = "failed"  # a load has failed: layers may be half of the old and half of the new weights
 
 
 class RequestRefused(RolloutError):
     """The server answered, but refused the request."""
+
+
+class RequestFailed(RolloutError):
+    """The server said that it failed."""
 
 
 class VllmServerEngine(RolloutEngine):
@@ -115,7 +120,7 @@ class VllmServerEngine(RolloutEngine):
                 self.own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
             weakref.finalize(self, _remove, self.own, os.getpid())
         urls = [urls] if isinstance(urls, str) else urls
-        self.servers = [VllmServer(url, timeout, self.eos_token_ids[0]) for url in urls]
+        self.servers = [VllmServer(url, timeout, self.eos_token_ids[0], is_main) for url in urls]
         self.max_model_length = min(server.max_model_length for server in self.servers)
         self.copies = 0  # of the weights, so far
         self.run = uuid4().hex[:8]  # of the main process: the beginning of its versions
@@ -175,16 +180,14 @@ class VllmServerEngine(RolloutEngine):
 
     def _load_weights(self) -> AbstractContextManager[None]:
         if self.sends:
-            return self._used(WeightsCopy(self._new_version(), None))
+            self.copies += 1
+            return self._used(WeightsCopy(self.run, self.copies, None))
         return self.copy_weights()()
 
     def copy_weights(self) -> Copied:
-        version = self._new_version()
-        return partial(self._used, WeightsCopy(version, self._save(version)))
-
-    def _new_version(self) -> str:
         self.copies += 1
-        return f"{self.run}-{self.copies}"
+        folder = self._save(str(self.copies))
+        return partial(self._used, WeightsCopy(self.run, self.copies, folder))
 
     @contextmanager
     def _used(self, copy: "WeightsCopy") -> Iterator[None]:
@@ -201,19 +204,26 @@ class VllmServerEngine(RolloutEngine):
         if copy.folder is not None and not self.adapted:
             shutil.rmtree(copy.folder, ignore_errors=True)
         yield
-        for server in () if self.adapted else self.alive:
+        for server in self.alive:
             if server.tells_versions:  # every answer was checked
                 continue
             try:
                 version = server.weight_version()
+            except RequestRefused:  # without VLLM_SERVER_DEV_MODE they cannot be replaced
+                continue
             except RolloutError as error:
                 self.leave_out(server, error)
                 continue
-            if version != self.version:
+            if version != self.own_version:
                 raise RolloutError(
                     f"the server at {server.client.url} was started again or got other weights, "
                     "and sampled from them: resume"
                 )
+
+    @property
+    def own_version(self) -> str:
+        """The version of the servers' own weights, beside those of an adapter."""
+        return UNTOUCHED if self.adapted else self.version
 
     def _hand_over(self, copy: "WeightsCopy") -> None:
         """Load a copy on all servers at the same time; those that fail are left out."""
@@ -221,10 +231,7 @@ class VllmServerEngine(RolloutEngine):
         if self.own is None:
             return
         servers = self.alive
-        source = copy.folder or self.model
-        loads = [
-            call_concurrently(None, self._load, server, copy.version, source) for server in servers
-        ]
+        loads = [call_concurrently(None, self._load, server, copy) for server in servers]
         for server, load in zip(servers, loads, strict=True):
             try:
                 load.result()
@@ -232,15 +239,16 @@ class VllmServerEngine(RolloutEngine):
                 see = f". It has to see {copy.folder} (vllm_sync_directory)" if copy.folder else ""
                 self.leave_out(server, RolloutError(f"{error}{see}"))
 
-    def _load(self, server: "VllmServer", version: str, source: Path | PreTrainedModel) -> None:
-        if isinstance(self.model, PeftModel):
-            server.load_adapter(version, str(source))
+    def _load(self, server: "VllmServer", copy: "WeightsCopy") -> None:
+        if self.adapted:
+            server.load_adapter(copy.version, str(copy.folder))
         else:
-            server.replace_weights(version, source, checksums.is_due(self.copies))
+            source = copy.folder or self.model
+            server.replace_weights(copy.version, source, checksums.is_due(copy.number))
 
-    def _save(self, version: str) -> Path | None:
+    def _save(self, name: str) -> Path | None:
         """Save weights for the servers; return their path in the main process."""
-        folder = None if self.own is None else self.own / version
+        folder = None if self.own is None else self.own / name
         with self._writing():
             self.save(folder)
         return folder
@@ -261,8 +269,9 @@ class WeightsCopy:
     policy's own are sent.
     """
 
-    def __init__(self, version: str, folder: Path | None) -> None:
-        self.version = version
+    def __init__(self, run: str, number: int, folder: Path | None) -> None:
+        self.version = f"{run}-{number}"
+        self.number = number
         self.folder = folder
         if folder is not None:
             weakref.finalize(self, _remove, folder, os.getpid())
@@ -271,7 +280,7 @@ class WeightsCopy:
 class VllmServer:
     """One `vllm serve`; the constructor checks the server, and may raise what the engine may."""
 
-    def __init__(self, url: str, timeout: float, token: int) -> None:
+    def __init__(self, url: str, timeout: float, token: int, is_main: bool) -> None:
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.without_retries = http.Client(self.client.url, timeout, 0, CONNECTIONS)
         self.receives = False  # weights by NCCL
@@ -284,7 +293,7 @@ class VllmServer:
             raise ValueError(
                 f"vllm_server_base_url: no vLLM server at {self.client.url} ({tell(error)})"
             ) from error
-        check_version(version, f"the server at {url}")
+        self.number = check_version(version, f"the server at {url}")
         # The first model is the server's own.
         self.served, self.max_model_length = self.ask(
             "/v1/models",
@@ -292,8 +301,10 @@ class VllmServer:
             lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
         )
         self.adapter: str | None = None  # that it has loaded for this run
-        with suppress(RequestRefused):  # without VLLM_SERVER_DEV_MODE it is never paused
-            self.ask("/resume", {})  # a run may have been killed while it handed over weights
+        with suppress(RequestRefused):  # without VLLM_SERVER_DEV_MODE nobody hands over weights
+            held = self._usable_version()
+            if is_main and held.startswith(UNFINISHED):
+                self.ask("/resume", {})  # a run was killed in the pause
         self._check_logprobs(token)
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -316,29 +327,63 @@ class VllmServer:
     def replace_weights(self, version: str, source: Path | PreTrainedModel, checks: bool) -> None:
         """Load weights from a directory, or send those of a model, while no token is sampled.
 
-        After a failure the server stays paused, with weights of no version.
+        After a failure the server stays paused, and no version of weights is said to be there.
         """
+        held = self._usable_version()
         self.ask("/pause?mode=keep", {})
-        self._name_version(UNFINISHED)
-        if isinstance(source, Path):
-            arguments = {"weights_path": str(source)}
-            self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        else:
-            if self.sender is None:
-                workers = self.ask("/get_world_size", None, lambda answer: answer["world_size"])
-                self.sender = Sender(self._ask_once, workers, source.device, self.client.timeout)
-            self.sender.send(published_weights(source))
+        unfinished = f"{UNFINISHED}-{version}"
+        self._name_version(unfinished)
+        try:
+            self._load(source)
+        except RequestFailed:
+            with suppress(RolloutError):
+                self._name_version(FAILED)
+            raise
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
                 f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "has requests of other clients: give this run a server of its own"
             )
-        if checks:
+        if checks or held.startswith(UNFINISHED):
             self.check_weights(source)
-        if self.weight_version() != UNFINISHED:
-            raise RolloutError(f"the server at {self.client.url} was started again: {REMEDY}")
+        if self.weight_version() != unfinished:
+            raise RolloutError(
+                f"the server at {self.client.url} was started again, or got other weights: {REMEDY}"
+            )
         self._name_version(version)
         self.ask("/resume", {})
+
+    def _load(self, source: Path | PreTrainedModel) -> None:
+        """Load weights, once: vLLM keeps what a failed attempt has loaded of a layer, and a second
+        would be cut off by as much.
+        """
+        if isinstance(source, Path):
+            arguments = {"weights_path": str(source)}
+            body = {"method": "reload_weights", "kwargs": arguments}
+            self._ask_once("/collective_rpc", body).result()
+            return
+        try:
+            if self.sender is None:
+                workers = self.ask("/get_world_size", None, lambda answer: answer["world_size"])
+                self.sender = Sender(self._ask_once, workers, source.device, self.client.timeout)
+            self.sender.send(published_weights(source))
+        except RolloutError:
+            raise
+        except Exception as error:  # of NCCL, or for want of memory
+            raise RolloutError(
+                f"weights cannot be sent to the server at {self.client.url} ({tell(error)}): start "
+                "the servers without --weight-transfer-config to hand them over by files"
+            ) from error
+
+    def _usable_version(self) -> str:
+        """Return `weight_version`; RolloutError if a load has failed."""
+        version = self.weight_version()
+        if version == FAILED:
+            raise RolloutError(
+                f"the server at {self.client.url} failed to load weights, and may hold parts of "
+                f"them: {REMEDY}"
+            )
+        return version
 
     def weight_version(self) -> str:
         """Return the version of the server's own weights."""
@@ -375,6 +420,8 @@ class VllmServer:
                 return await asking.ask(path, body, read)
             except http.Refused as error:
                 raise RequestRefused(str(error)) from error
+            except http.Failed as error:
+                raise RequestFailed(f"{error}: {REMEDY}") from error
             except http.Unanswered as error:
                 raise RolloutError(f"{error}: {REMEDY}") from error
 
@@ -434,13 +481,14 @@ class VllmServer:
                 "environment, or train an adapter (use_peft)"
             ) from error
         computes_in = config["model_config"]["quantization"]
-        if computes_in != quantization and "fp8" in (computes_in, quantization):
+        is_fp8 = "fp8" in str(computes_in)  # fp8_per_tensor, for example
+        if is_fp8 != (quantization == "fp8"):
             raise ValueError(
                 f"vllm_quantization is {quantization}, but {where} was started with --quantization "
                 f"{computes_in}: change one of them"
             )
         transfer = config.get("weight_transfer_config") or {}
-        self.receives = transfer.get("backend") == "nccl"
+        self.receives = transfer.get("backend") == "nccl" and self.number >= (0, 32)
         if adapted and version != UNTOUCHED:
             raise ValueError(
                 f"the weights of {where} were replaced by another run (version {show(version)}), "
@@ -500,8 +548,7 @@ class _ServerSession(FutureSession):
                 by_string=bool(stop),
             )
             if server.tells_versions:
-                own = UNTOUCHED if engine.adapted else engine.version
-                server.check_versions(answer["choices"][0], own)
+                server.check_versions(answer["choices"][0], engine.own_version)
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
