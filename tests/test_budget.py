@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11410,
     "rewards": 13061,
     "rng.py": 455,
-    "rollout": 21127,
+    "rollout": 21153,
     "run": 7876,
     "running_stats.py": 397,
     "runtime": 9688,

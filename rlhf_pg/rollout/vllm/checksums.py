@@ -6,6 +6,7 @@ SHA-256. It joins some tensors of a checkpoint row by row, and pads the vocabula
 
 import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,23 +72,24 @@ def compare(
         The names of tensors that differ, and how many were compared: not those that are split over
         GPUs or quantized, or that vLLM keeps in a form that is not known here.
     """
-    digests = dict[str, str]()
+    digests = defaultdict[str, set[str]](set)  # of all replicas
     if all(":tp0:" in key for key in held):
-        digests = {key.rpartition(":")[2]: digest for key, digest in held.items()}
+        for key, digest in held.items():
+            digests[key.rpartition(":")[2]].add(digest)
     wrong = []
     compared = 0
     waiting = dict[str, dict[str, Tensor]]()  # parts of joined tensors that are not complete
     for name, tensor in weights:
         target, names = _target(name)
-        digest = digests.get(target, EMPTY)
-        if digest == EMPTY or f"{target}_scale" in digests or not names:
+        if digests.get(target, {EMPTY}) == {EMPTY} or f"{target}_scale" in digests or not names:
             continue
         parts = waiting.setdefault(target, {})
         parts[name] = tensor
         if len(parts) == len(names):
             del waiting[target]
             compared += 1
-            if digest not in _digests([parts[part] for part in names]):
+            given = _digests([parts[part] for part in names])
+            if all(digests[target] != {digest} for digest in given):
                 wrong.append(target)
     return wrong, compared
 

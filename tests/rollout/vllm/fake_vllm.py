@@ -187,7 +187,8 @@ def digests_of(held: dict[str, Tensor]) -> dict[str, str]:
     digests = {}
     for name, tensor in held.items():
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        digests[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(data).hexdigest()
+        key = name if ":" in name else f"dp0:pp0:pcp0:tp0:{name}"
+        digests[key] = hashlib.sha256(data).hexdigest()
     return digests
 
 

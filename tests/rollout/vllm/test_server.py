@@ -143,12 +143,18 @@ def scaled(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
     held["model.layers.1.mlp.gate_up_proj.weight"] *= 1.01
 
 
+def replica_stale(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    held["dp1:pp0:pcp0:tp0:model.norm.weight"] = old["model.norm.weight"]
+
+
 def head_not_updated(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
     held["lm_head.weight"] = old["lm_head.weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", [nothing, stale, one_part_stale, scaled, head_not_updated])
+@pytest.mark.parametrize(
+    "fault", [nothing, stale, one_part_stale, scaled, replica_stale, head_not_updated]
+)
 def test_weights_that_a_server_holds_are_those_it_was_given(fake, tmp_path, fault, dtype, caplog):
     model = tiny_model("llama")
     engine = engine_of(fake, tmp_path, model)
