@@ -36,7 +36,7 @@ TOKENS = {
     "plan": 2989,
     "replay": 7394,
     "report": 11410,
-    "rewards": 13061,
+    "rewards": 13088,
     "rng.py": 455,
     "rollout": 21153,
     "run": 7876,

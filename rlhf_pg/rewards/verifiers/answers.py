@@ -124,7 +124,7 @@ def math(
 ) -> float:
     r"""Reward an answer that is mathematically equal to the truth with 1, else 0, by math-verify.
 
-    `\boxed{}` takes precedence; several boxes are one set.
+    `\boxed{}` takes precedence, then what follows the last `####`; several boxes are one set.
 
     Args:
         boxed: only `\boxed{}` counts; otherwise any formula or number in the answer.
@@ -158,8 +158,11 @@ def compare(golds: list[str], answer: str, boxed: bool) -> float | None:
     parsed_golds = [parsed for gold in golds if (parsed := _parse_gold(gold))]
     if not parsed_golds:
         return None
+    answer = answer.replace("\u2212", "-")
+    # By itself math-verify prefers what follows words such as "answer".
+    behind = "" if "\\boxed{" in answer else answer.rpartition("####")[2]
     try:
-        found = _parse(answer.replace("\u2212", "-"), boxed)
+        found = _parse(behind, boxed) or _parse(answer, boxed)
         return float(any(verify(gold, found, timeout_seconds=None) for gold in parsed_golds))
     except Exception:
         return 0.0
