@@ -57,22 +57,32 @@ class Sender:
         for chunk in chunks(weights):
             info = {
                 "names": [name for name, _ in chunk],
-                "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in chunk],
-                "shapes": [list(t.shape) for _, t in chunk],
+                "dtype_names": [name_of(tensor.dtype) for _, tensor in chunk],
+                "shapes": [list(tensor.shape) for _, tensor in chunk],
             }
             received = self.ask("/update_weights", {"update_info": info})
             try:
                 with torch.cuda.stream(self.stream):
-                    if self.stream is not None:  # the weights were computed on another stream
-                        self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
-                    flat = [t.contiguous().view(-1).view(torch.uint8) for _, t in chunk]
-                    packed = torch.cat(flat)
+                    if self.stream is not None:
+                        # The weights were computed on the default stream.
+                        computed = torch.cuda.default_stream(self.stream.device)
+                        self.stream.wait_stream(computed)
+                    packed = torch.cat([bytes_in(tensor) for _, tensor in chunk])
                     self.communicator.broadcast(packed, packed, 0, stream=self.stream)
                 received.result()
             except BaseException:
                 self.communicator.abort()  # the broadcast would wait for the server for ever
                 raise
         self.ask("/finish_weight_update", {}).result()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_in(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8)
 
 
 def chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
