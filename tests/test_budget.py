@@ -38,7 +38,7 @@ TOKENS = {
     "report": 11410,
     "rewards": 13088,
     "rng.py": 455,
-    "rollout": 21188,
+    "rollout": 21344,
     "run": 7876,
     "running_stats.py": 397,
     "runtime": 9688,

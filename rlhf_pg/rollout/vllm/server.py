@@ -207,14 +207,15 @@ class VllmServerEngine(RolloutEngine):
         for server in self.alive:
             if server.tells_versions:  # every answer was checked
                 continue
-            try:
-                version = server.weight_version()
-            except RequestRefused:  # without VLLM_SERVER_DEV_MODE they cannot be replaced
+            expected = self.own_version if server.is_versioned else server.instance
+            if expected is None:  # nothing was replaced in it
                 continue
+            try:
+                held = server.weight_version() if server.is_versioned else server.identity()
             except RolloutError as error:
                 self.leave_out(server, error)
                 continue
-            if version != self.own_version:
+            if held != expected:
                 raise RolloutError(
                     f"the server at {server.client.url} was started again or got other weights, "
                     "and sampled from them: resume"
@@ -286,7 +287,9 @@ class VllmServer:
         self.receives = False  # weights by NCCL
         self.sender: Sender | None = None
         self.lost = False  # whether it has failed
+        self.is_versioned = False  # whether its weights can have a version
         self.tells_versions = False  # whether answers have the version of weights of each token
+        self.instance: str | None = None  # without versions, its number when weights were loaded
         try:
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
         except (RequestRefused, TypeError, LookupError) as error:
@@ -303,6 +306,7 @@ class VllmServer:
         self.adapter: str | None = None  # that it has loaded for this run
         with suppress(RequestRefused):  # without VLLM_SERVER_DEV_MODE nobody hands over weights
             held = self._usable_version()
+            self.is_versioned = True
             if is_main and held.startswith(UNFINISHED):
                 self.ask("/resume", {})  # a run was killed in the pause
         self._check_logprobs(token)
@@ -329,6 +333,13 @@ class VllmServer:
 
         After a failure the server stays paused, and no version of weights is said to be there.
         """
+        if not self.is_versioned:  # it has no such routes
+            self.instance = self.identity()
+            self._load(source)
+            self._forget()
+            if checks:
+                self.check_weights(source)
+            return
         held = self._usable_version()
         self.ask("/pause?mode=keep", {})
         unfinished = f"{UNFINISHED}-{version}"
@@ -339,11 +350,7 @@ class VllmServer:
             with suppress(RolloutError):
                 self._name_version(FAILED)
             raise
-        if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
-            raise RolloutError(
-                f"the server at {self.client.url} keeps keys and values of old weights, since it "
-                "has requests of other clients: give this run a server of its own"
-            )
+        self._forget()
         if checks or held.startswith(UNFINISHED):
             self.check_weights(source)
         if self.weight_version() != unfinished:
@@ -374,6 +381,23 @@ class VllmServer:
                 f"weights cannot be sent to the server at {self.client.url} ({tell(error)}): start "
                 "the servers without --weight-transfer-config to hand them over by files"
             ) from error
+
+    def _forget(self) -> None:
+        """Drop keys and values of old weights."""
+        if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
+            raise RolloutError(
+                f"the server at {self.client.url} keeps keys and values of old weights, since it "
+                "has requests of other clients: give this run a server of its own"
+            )
+
+    def identity(self) -> str:
+        """Return the server's number for itself, which changes when it is started again."""
+        return str(self._config()["instance_id"])
+
+    def _config(self) -> dict[str, Any]:
+        path = "/server_info?config_format=json"
+        config: dict[str, Any] = self.ask(path, None, lambda answer: dict(answer["vllm_config"]))
+        return config
 
     def _usable_version(self) -> str:
         """Return `weight_version`; RolloutError if a load has failed."""
@@ -469,10 +493,8 @@ class VllmServer:
         adapted = isinstance(model, PeftModel)
         where = f"the server at {self.client.url}"
         try:
-            config = self.ask(
-                "/server_info?config_format=json", None, lambda answer: dict(answer["vllm_config"])
-            )
-            version = self.weight_version()
+            config = self._config()
+            version = self.weight_version() if self.is_versioned else UNTOUCHED
         except RequestRefused as error:
             if adapted:  # its weights cannot be replaced, which is what an adapter needs
                 return
@@ -480,7 +502,7 @@ class VllmServer:
                 f"{where} does not take weights: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment, or train an adapter (use_peft)"
             ) from error
-        computes_in = config["model_config"]["quantization"]
+        computes_in = config.get("model_config", {}).get("quantization")
         is_fp8 = "fp8" in str(computes_in)  # fp8_per_tensor, for example
         if is_fp8 != (quantization == "fp8"):
             raise ValueError(

@@ -20,6 +20,9 @@ from tests.rewards.loopback import Asked, Loopback, Said, cut_off
 Answer = tuple[int, Any] | Callable[[BaseHTTPRequestHandler], None]
 
 
+VERSIONS = ("/pause", "/resume", "/weight_info", "/update_weight_version")
+
+
 class FakeVllm:
     """Says ten possible tokens with equal probability, by the seed of a request.
 
@@ -31,6 +34,8 @@ class FakeVllm:
         self.vocab_size = vocab_size
         self.version = version
         self.weight_version = "default"
+        self.has_versions = True  # whether it has `VERSIONS`
+        self.instance = "a1"
         self.goes_on = Event()  # cleared while it is paused
         self.goes_on.set()
         self.answers: dict[str, Callable[[Any], Answer | None]] = {}
@@ -60,6 +65,8 @@ class FakeVllm:
 
     def answer(self, path: str, body: Any) -> Answer:
         self.asked.append((path, body))
+        if not self.has_versions and path in VERSIONS:
+            return 404, {"detail": "Not Found"}
         special = self.answers.get(path, lambda body: None)(body)
         return special or getattr(self, "on_" + path.replace("/", "_").strip("_"))(body)
 
@@ -90,6 +97,7 @@ class FakeVllm:
     def on_server_info(self, body: Any) -> Answer:
         config = {
             "device_config": self.device,
+            "instance_id": self.instance,
             "model_config": {"quantization": self.quantization},
             "weight_transfer_config": self.backend and {"backend": self.backend},
         }

@@ -589,6 +589,7 @@ def test_certain_token_may_be_rounded_above_zero(fake, tmp_path):
 
 
 def started_again(fake: FakeVllm) -> None:
+    fake.instance = "b2"
     fake.weight_version = "default"
     fake.goes_on.set()
 
@@ -600,7 +601,6 @@ def taken_by_another_run(fake: FakeVllm) -> None:
 LOST = [started_again, taken_by_another_run]
 
 
-@pytest.mark.parametrize("lose", LOST)
 @pytest.mark.parametrize(
     ("lose", "adapted"),
     [(started_again, False), (taken_by_another_run, False), (taken_by_another_run, True)],
@@ -619,6 +619,23 @@ def test_answers_without_version_are_refused_after_weights_were_lost(
     lose(fake)
     with pytest.raises(RolloutError, match=f"{fake.url} was started again or got other weights"):
         synced.__exit__(None, None, None)
+
+
+def test_server_without_versions_is_known_by_its_number(fake, tmp_path):
+    """As others may speak that call themselves vLLM 0.28."""
+    fake.version = "0.28.0"
+    fake.has_versions = False
+    engine = engine_of(fake, tmp_path)
+    loaded = reloaded(fake)
+    assert engine.generate([[5]], 1, PARAMS, 0)
+    assert len(loaded) == 1
+    synced = engine.weights_synced()
+    synced.__enter__()
+    started_again(fake)
+    with pytest.raises(RolloutError, match=f"{fake.url} was started again"):
+        synced.__exit__(None, None, None)
+    adapted = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
+    assert adapted.generate([[5]], 1, PARAMS, 0)
 
 
 def old_for_some_tokens(choice: dict[str, Any]) -> None:
