@@ -28,7 +28,7 @@ from rlhf_pg import GRPOTrainer
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.agreement import DisagreementError
+from rlhf_pg.trainers.agreement import FP8, LIMITS, DisagreementError
 from tests.models.architectures import build
 from tests.tiny import tiny_model
 
@@ -36,7 +36,7 @@ ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     *("phi3", "gpt2", "gpt_neox", "olmo2", "mixtral"),
 )
-HEAD = 10_000  # rows, at least
+HEAD = 10_000  # rows, at least, of the matrix that computes logits
 WORDS = [
     {"prompt": f"Write a short story about a {word}."} for word in ("cat", "ship", "king", "tree")
 ]
@@ -91,7 +91,7 @@ def to_fp8(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def linear_in_fp8(layer: nn.Linear, x: Tensor) -> Tensor:
-    """As vLLM's `--quantization fp8`: one scale per matrix and per token; the head stays."""
+    """Compute as vLLM with `--quantization fp8`: one scale per matrix and token; not the head."""
     if len(layer.weight) > HEAD:
         return nn.functional.linear(x, layer.weight, layer.bias)
     return nn.functional.linear(to_fp8(x, -1), to_fp8(layer.weight), layer.bias)
@@ -106,7 +106,8 @@ def sampling_in_fp8() -> Iterator[None]:
         with load(engine), patch.object(nn.Linear, "forward", linear_in_fp8):
             yield
 
-    with patch.object(NativeEngine, "_load_weights", rounded):
+    limits = dict.fromkeys(LIMITS, FP8)
+    with patch.object(NativeEngine, "_load_weights", rounded), patch.dict(LIMITS, limits):
         yield
 
 
@@ -171,8 +172,6 @@ def main() -> None:
         rate = 1e-4 if args.lora else 1e-6
         sizes = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48}
         options = {"max_steps": args.steps or 50, "dtype": args.dtype, "learning_rate": rate}
-        if args.fp8:
-            options["sampler_correction"] = "token_truncate"
         with sampling_in_fp8() if args.fp8 else nullcontext():
             lines = run(*smollm2(), WORDS, **sizes, **options, **lora)
         tell(f"smollm2 {args.dtype} {lora} {'fp8' if args.fp8 else ''}", lines)

@@ -71,15 +71,16 @@ class Agreement:
         refuses: bool = True,
         samples_in_fp8: bool = False,
     ) -> None:
-        self.limits = LIMITS[dtype]
-        self.of_sampler = FP8 if samples_in_fp8 else LIMITS[dtype]
+        self.limits = LIMITS[dtype]  # of two computations of the policy
+        self.sampler_limits = FP8 if samples_in_fp8 else LIMITS[dtype]
         self.runtime = runtime
         self.refuses = refuses
         self.policy = policy
         self.log_probs = log_probs
         if has_experts(policy.model):
             self.limits = self.limits._replace(token=ROUTED * self.limits.token)
-            self.of_sampler = self.of_sampler._replace(token=ROUTED * self.of_sampler.token)
+            token = ROUTED * self.sampler_limits.token
+            self.sampler_limits = self.sampler_limits._replace(token=token)
         self.recent = torch.zeros(4, dtype=torch.float64)  # decayed sums over steps
         self.compared_row = False  # whether a row was computed alone for comparison
         self.inferred: Batch | None = None
@@ -109,7 +110,7 @@ class Agreement:
         largest = torch.cat([d.new_zeros(1), d.abs().flatten()]).amax()
         largest = self.runtime.gather(largest[None])[0].max()
         if sums[0] and sums.isfinite().all():
-            fault = self.excess(sums, self.of_sampler) or self._drift(sums)
+            fault = self.excess(sums, self.sampler_limits) or self._drift(sums)
             self.recent = MEMORY * self.recent + sums
             if self.refuses and (fault or not self.compared_row):
                 self.compared_row = True
@@ -139,7 +140,7 @@ class Agreement:
             "mean of 1 - exp(-d)",
             d - kl,
             count,
-            self.of_sampler.mean,
+            self.sampler_limits.mean,
             SURE * error,
         )
 

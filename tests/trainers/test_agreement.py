@@ -257,7 +257,7 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
     """Noise of ten times the mean hides it in one step of 100 tokens, not in the mean of many."""
     generator = torch.Generator().manual_seed(0)
     agreement.compared_row = True
-    agreement.of_sampler = limits = LIMITS[torch.float32]._replace(kl=1.0, usual=1.0)
+    agreement.sampler_limits = limits = LIMITS[torch.float32]._replace(kl=1.0, usual=1.0)
     found = None
     for step in range(1000):
         off = 8 * limits.mean * (1 + 10 * torch.randn(100, generator=generator))
@@ -283,7 +283,7 @@ def test_float32_softmax_over_large_vocabulary_raises_no_alarm(agreement) -> Non
 
 def test_jump_beyond_recent_steps_is_found(agreement) -> None:
     agreement.compared_row = True
-    agreement.of_sampler = LIMITS[torch.bfloat16]
+    agreement.sampler_limits = LIMITS[torch.bfloat16]
     for d in (0.002, 0.01, 0.02, 0.2):
         batch = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + d] * 500)
         if d < 0.2:

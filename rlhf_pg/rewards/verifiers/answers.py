@@ -159,11 +159,17 @@ def compare(golds: list[str], answer: str, boxed: bool) -> float | None:
     if not parsed_golds:
         return None
     answer = answer.replace("\u2212", "-")
-    # By itself math-verify prefers what follows words such as "answer".
-    behind = "" if "\\boxed{" in answer else answer.rpartition("####")[2]
+    _, marks, behind = answer.rpartition("####")
     try:
-        found = _parse(behind, boxed) or _parse(answer, boxed)
-        return float(any(verify(gold, found, timeout_seconds=None) for gold in parsed_golds))
+        parsed_answer = []
+        if marks and "\\boxed{" not in answer:
+            # By itself math-verify prefers what follows words such as "answer".
+            parsed_answer = _parse(behind, boxed)
+        if not parsed_answer:
+            parsed_answer = _parse(answer, boxed)
+        return float(
+            any(verify(gold, parsed_answer, timeout_seconds=None) for gold in parsed_golds)
+        )
     except Exception:
         return 0.0
 

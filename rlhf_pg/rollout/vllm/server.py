@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 from peft import PeftModel
@@ -69,8 +69,8 @@ class VllmServerEngine(RolloutEngine):
     The weights are handed over at each `weights_synced`, under a version of their own. A server
     loads an adapter beside its own model, which has to be the base; its name is the version.
     Without an adapter the server's own weights are replaced, and the server keeps their version,
-    which it tells with the tokens (vLLM 0.33) or if asked. With several processes `agree` has to
-    follow.
+    which it reports with the tokens (vLLM 0.33) or when asked. With several processes, `agree` has
+    to be called after the hand-over.
 
     The index of a prompt decides which server is asked. One that fails is left out from then on,
     and its requests go to the next, with the same seeds.
@@ -205,24 +205,21 @@ class VllmServerEngine(RolloutEngine):
             shutil.rmtree(copy.folder, ignore_errors=True)
         yield
         for server in self.alive:
-            if server.tells_versions:  # every answer was checked
-                continue
-            expected = self.own_version if server.is_versioned else server.instance
-            if expected is None:  # nothing was replaced in it
+            if server.reports_versions:  # every answer was checked
                 continue
             try:
-                held = server.weight_version() if server.is_versioned else server.identity()
+                has_changed = server.has_changed(self.base_version)
             except RolloutError as error:
                 self.leave_out(server, error)
                 continue
-            if held != expected:
+            if has_changed:
                 raise RolloutError(
                     f"the server at {server.client.url} was started again or got other weights, "
                     "and sampled from them: resume"
                 )
 
     @property
-    def own_version(self) -> str:
+    def base_version(self) -> str:
         """The version of the servers' own weights, beside those of an adapter."""
         return UNTOUCHED if self.adapted else self.version
 
@@ -288,8 +285,10 @@ class VllmServer:
         self.sender: Sender | None = None
         self.lost = False  # whether it has failed
         self.is_versioned = False  # whether its weights can have a version
-        self.tells_versions = False  # whether answers have the version of weights of each token
-        self.instance: str | None = None  # without versions, its number when weights were loaded
+        self.reports_versions = False  # whether answers have the version of each token's weights
+        # Without versions, its number when weights were loaded, and when a load failed.
+        self.instance: str | None = None
+        self.failed_instance: str | None = None
         try:
             version = str(self.ask("/version", None, lambda answer: answer)["version"])
         except (RequestRefused, TypeError, LookupError) as error:
@@ -305,9 +304,11 @@ class VllmServer:
         )
         self.adapter: str | None = None  # that it has loaded for this run
         with suppress(RequestRefused):  # without VLLM_SERVER_DEV_MODE nobody hands over weights
-            held = self._usable_version()
+            version_before = self.weight_version()
             self.is_versioned = True
-            if is_main and held.startswith(UNFINISHED):
+            if version_before == FAILED:
+                self._refuse_failed()
+            if is_main and version_before.startswith(UNFINISHED):
                 self.ask("/resume", {})  # a run was killed in the pause
         self._check_logprobs(token)
 
@@ -333,14 +334,12 @@ class VllmServer:
 
         After a failure the server stays paused, and no version of weights is said to be there.
         """
-        if not self.is_versioned:  # it has no such routes
-            self.instance = self.identity()
-            self._load(source)
-            self._forget()
-            if checks:
-                self.check_weights(source)
+        if not self.is_versioned:
+            self._replace_unversioned(source, checks)
             return
-        held = self._usable_version()
+        version_before = self.weight_version()
+        if version_before == FAILED:
+            self._refuse_failed()
         self.ask("/pause?mode=keep", {})
         unfinished = f"{UNFINISHED}-{version}"
         self._name_version(unfinished)
@@ -350,8 +349,8 @@ class VllmServer:
             with suppress(RolloutError):
                 self._name_version(FAILED)
             raise
-        self._forget()
-        if checks or held.startswith(UNFINISHED):
+        self._reset_cache()
+        if checks or version_before.startswith(UNFINISHED):
             self.check_weights(source)
         if self.weight_version() != unfinished:
             raise RolloutError(
@@ -359,6 +358,26 @@ class VllmServer:
             )
         self._name_version(version)
         self.ask("/resume", {})
+
+    def _replace_unversioned(self, source: Path | PreTrainedModel, checks: bool) -> None:
+        """Load weights into a server without routes for pauses and versions."""
+        self.instance = self._identity()
+        if self.instance == self.failed_instance:
+            self._refuse_failed()
+        try:
+            self._load(source)
+        except RequestFailed:
+            self.failed_instance = self.instance
+            raise
+        self._reset_cache()
+        if checks:
+            self.check_weights(source)
+
+    def has_changed(self, version: str) -> bool:
+        """Return whether the server's own weights are not those of a version any more."""
+        if self.is_versioned:
+            return self.weight_version() != version
+        return self.instance is not None and self._identity() != self.instance
 
     def _load(self, source: Path | PreTrainedModel) -> None:
         """Load weights, once: vLLM keeps what a failed attempt has loaded of a layer, and a second
@@ -382,7 +401,7 @@ class VllmServer:
                 "the servers without --weight-transfer-config to hand them over by files"
             ) from error
 
-    def _forget(self) -> None:
+    def _reset_cache(self) -> None:
         """Drop keys and values of old weights."""
         if not self.ask("/reset_prefix_cache", {}, lambda answer: answer["success"]):
             raise RolloutError(
@@ -390,7 +409,7 @@ class VllmServer:
                 "has requests of other clients: give this run a server of its own"
             )
 
-    def identity(self) -> str:
+    def _identity(self) -> str:
         """Return the server's number for itself, which changes when it is started again."""
         return str(self._config()["instance_id"])
 
@@ -399,15 +418,11 @@ class VllmServer:
         config: dict[str, Any] = self.ask(path, None, lambda answer: dict(answer["vllm_config"]))
         return config
 
-    def _usable_version(self) -> str:
-        """Return `weight_version`; RolloutError if a load has failed."""
-        version = self.weight_version()
-        if version == FAILED:
-            raise RolloutError(
-                f"the server at {self.client.url} failed to load weights, and may hold parts of "
-                f"them: {REMEDY}"
-            )
-        return version
+    def _refuse_failed(self) -> NoReturn:
+        raise RolloutError(
+            f"the server at {self.client.url} failed to load weights, and may hold parts of them: "
+            f"{REMEDY}"
+        )
 
     def weight_version(self) -> str:
         """Return the version of the server's own weights."""
@@ -430,18 +445,18 @@ class VllmServer:
         return self.begin(path, body, read).result()
 
     def _ask_once(self, path: str, body: Any) -> "Future[None]":
-        """Send a request that a second attempt would not repeat, but continue."""
+        """Begin a request that must not be sent a second time."""
         return self.begin(path, body, lambda answer: None, self.without_retries)
 
     def begin(
         self, path: str, body: Any, read: Callable[[Any], T], client: http.Client | None = None
     ) -> "Future[T]":
         """Send a request (`http.Client.ask`); the future raises RolloutError if it fails."""
-        asking = client or self.client
+        client = client or self.client
 
         async def asked() -> T:
             try:
-                return await asking.ask(path, body, read)
+                return await client.ask(path, body, read)
             except http.Refused as error:
                 raise RequestRefused(str(error)) from error
             except http.Failed as error:
@@ -459,7 +474,7 @@ class VllmServer:
 
         def read(answer: Any) -> float:
             choice = answer["choices"][0]
-            self.tells_versions = choice.get("weight_versions") is not None
+            self.reports_versions = choice.get("weight_versions") is not None
             [token] = choice["logprobs"]["top_logprobs"]
             return _logprob(max(token.values()))
 
@@ -489,7 +504,7 @@ class VllmServer:
             raise ValueError(f"weight_versions of {end} tokens, not {len(choice['token_ids'])}")
 
     def check_config(self, model: PreTrainedModel, quantization: str | None) -> None:
-        """Refuse a server that does not suit the model (ValueError)."""
+        """Refuse a server that does not suit the model (ValueError), and set `receives`."""
         adapted = isinstance(model, PeftModel)
         where = f"the server at {self.client.url}"
         try:
@@ -569,8 +584,8 @@ class _ServerSession(FutureSession):
                 engine.eos_token_ids,
                 by_string=bool(stop),
             )
-            if server.tells_versions:
-                server.check_versions(answer["choices"][0], engine.own_version)
+            if server.reports_versions:
+                server.check_versions(answer["choices"][0], engine.base_version)
             return Finished(request, sample, completion)
 
         future = server.begin("/v1/completions", body, read)
