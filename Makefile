@@ -30,7 +30,7 @@ LOWEST_TESTS := $(PURE_TESTS) tests/config tests/data tests/boundary tests/model
 
 .PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks test-lowest release \
 	device-mutants \
-	coverage mutants docs notebooks site lint format clean
+	coverage mutants docs notebooks referee site lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -156,6 +156,21 @@ mutants: $(VENV)/.installed  ## known mistakes, put into the code one at a time:
 
 docs: $(VENV)/.installed  ## write the pages that are made from the code
 	$(BIN)/python docs/generate.py
+
+# The released packages alone: what they import is here, or a stand-in.
+REFEREE := .venv-referee
+VERL_NEEDS := tensordict omegaconf antlr4-python3-runtime==4.9.3 pyvers cloudpickle
+
+referee: $(VENV)/.installed  ## other libraries answer for the gradient of one update: docs/referee.json, two minutes
+	for library in trl==1.16.0 verl==0.9.1 openrlhf==0.11.2; do \
+		name=$${library%%==*}; \
+		test $$name = verl && needs="$(VERL_NEEDS)" || needs=""; \
+		$(BIN)/pip install --quiet --no-deps --upgrade --target $(REFEREE)/$$name $$library $$needs && \
+		for processes in 1 2; do \
+			ACCELERATE_USE_CPU=true PYTHONPATH=$(abspath $(REFEREE)/)/$$name $(BIN)/torchrun --standalone \
+				--nproc-per-node $$processes -m benchmarks.referee $$name || exit; \
+		done || exit; \
+	done
 
 $(SITE)/.installed: constraints.txt
 	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)

@@ -31,6 +31,7 @@ import curves
 import families
 import from_trl
 import gpu
+import referee_table
 import scaling
 
 import rlhf_pg
@@ -567,6 +568,14 @@ def results() -> str:
     return filled(filled(text, "race", curves.race()), "students", curves.students())
 
 
+def referee() -> str:
+    """The text of referee.md, with the answers of other libraries."""
+    path = ROOT / "docs" / "referee.json"
+    text = (ROOT / "docs" / "referee.md").read_text()
+    text = filled(text, "referee", referee_table.table(path, referee_table.QUESTIONS))
+    return filled(text, "referee kl", referee_table.table(path, referee_table.KL_QUESTIONS))
+
+
 def filled(text: str, name: str, table: str) -> str:
     """The text with this table in the place that has its name.
 
@@ -588,6 +597,7 @@ PAGES = {
     "docs/from-trl.md": coming_from_trl,
     "docs/options.md": options,
     "docs/ppo-2026.md": ppo_2026,
+    "docs/referee.md": referee,
     "docs/reliability.md": reliability,
     "docs/results.md": results,
     "docs/distillation.md": distillation,

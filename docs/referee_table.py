@@ -1,0 +1,41 @@
+"""The tables of referee.md, of what `make referee` measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+NAMES = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF"}
+QUESTIONS = ("micro-batches", "padding", "order", "processes", "truncated")
+KL_QUESTIONS = ("KL", "KL of rows before")
+
+
+def table(path: Path, questions: tuple[str, ...]) -> str:
+    """A row for each setting that was asked these questions."""
+    rows = [f"| Library | Setting | {' | '.join(HEADS[name] for name in questions)} |"]
+    rows.append("|---" * (2 + len(questions)) + "|")
+    libraries: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    for library, answers in libraries.items():
+        version = answers.pop("version")
+        asked = {name: found for name, found in answers.items() if questions[0] in found}
+        for setting, found in asked.items():
+            cells = [share(found[name]) for name in questions]
+            default = " (default)" if setting == next(iter(asked)) else ""
+            rows.append(
+                f"| {NAMES[library]} {version} | `{setting}`{default} | {' | '.join(cells)} |"
+            )
+    return "\n".join(rows)
+
+
+HEADS: dict[str, str] = {
+    "micro-batches": "smaller micro-batches",
+    "padding": "more padding",
+    "order": "another order",
+    "processes": "two processes",
+    "truncated": "masked truncated rows",
+    "KL": "new rows",
+    "KL of rows before": "rows of the policy before",
+}
+
+
+def share(difference: float) -> str:
+    return "same" if difference < 1e-3 else f"{100 * difference:.0f} %"
