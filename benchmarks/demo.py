@@ -2,7 +2,7 @@
 
 Rounding alone moves a run by some points, so the README names a range. `ATEN_CPU_CAPABILITY=avx2`
 makes torch take the kernels of an older CPU. Each run begins in an empty directory, warm start
-included; prints the table of docs/results.md. Half an hour on two cores.
+included; prints the table of docs/results-tables.md. Half an hour on two cores.
 """
 
 import argparse

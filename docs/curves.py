@@ -1,4 +1,4 @@
-"""The tables and pictures of results.md, of docs/results/*.json (benchmarks/real.py).
+"""The tables and pictures of results-tables.md, of docs/results/*.json (benchmarks/real.py).
 
 `make docs` writes the tables; `python docs/curves.py` draws the pictures, with matplotlib.
 """

@@ -563,8 +563,8 @@ def engines() -> str:
 
 
 def results() -> str:
-    """The text of results.md, with the tables of the runs that are there."""
-    text = filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
+    """The text of results-tables.md, with the tables of the runs that are there."""
+    text = filled((ROOT / "docs" / "results-tables.md").read_text(), "runs", curves.table())
     return filled(filled(text, "race", curves.race()), "students", curves.students())
 
 
@@ -599,7 +599,7 @@ PAGES = {
     "docs/ppo-2026.md": ppo_2026,
     "docs/referee.md": referee,
     "docs/reliability.md": reliability,
-    "docs/results.md": results,
+    "docs/results-tables.md": results,
     "docs/distillation.md": distillation,
     "docs/engines.md": engines,
     "docs/distributed.md": scaled,

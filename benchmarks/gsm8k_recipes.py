@@ -1,0 +1,137 @@
+"""The GSM8K recipes up to their first step, with all prompts and their models' real tokenizers.
+
+    pip install tiktoken trl
+    pip install --no-deps --target .venv-tokenizers dashscope llama-models
+    rlhf-pg fetch smollm2
+    OMP_NUM_THREADS=1 python -m benchmarks.gsm8k_recipes DIRECTORY
+
+DIRECTORY has gsm8k_train.jsonl and gsm8k_test.jsonl (github.com/openai/grade-school-math, MIT). The
+vocabularies of Qwen and Llama 3 are those that these two packages ship, the chat templates those of
+TRL. Each recipe's first step is that of a model of two narrow layers with random weights, which
+samples 8 tokens, by the native engine; everything else is the recipe's.
+"""
+
+import argparse
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from rlhf_pg.config.parse import load
+from rlhf_pg.trainers import TRAINERS
+from tests.recipes.architectures import depth, published
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / ".venv-tokenizers"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA_SPECIAL = [
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>"),
+    *("<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
+]
+
+
+def from_tiktoken(path: str, numbers: str, special: list[str]) -> PreTrainedTokenizerFast:
+    """Convert a vocabulary; its special tokens follow it in this order."""
+    converter = TikTokenConverter(
+        vocab_file=str(PACKAGES / path),
+        pattern=WORDS + numbers + REST,
+        extra_special_tokens=special,
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=converter.converted())
+
+
+def template(name: str) -> str:
+    trl = importlib.util.find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    return (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model that the recipes name."""
+    if "Llama" in model:
+        path = "llama_models/llama3/tokenizer.model"
+        made = from_tiktoken(path, r"\p{N}{1,3}", LLAMA_SPECIAL)
+        made.bos_token, made.eos_token = "<|begin_of_text|>", "<|eot_id|>"
+        made.chat_template = template("llama3_1")
+        return made
+    made = from_tiktoken("dashscope/resources/qwen.tiktoken", r"\p{N}", QWEN_SPECIAL)
+    made.eos_token, made.pad_token = "<|im_end|>", "<|endoftext|>"
+    made.chat_template = template("qwen3" if "Qwen3" in model else "qwen2_5")
+    return made
+
+
+def save_model(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Save a small model of this architecture, with random weights and this tokenizer."""
+    torch.manual_seed(0)
+    config = published(name)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2} | depth(2)
+    sizes |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    for key, value in sizes.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    folder = tempfile.mkdtemp()
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def take_step(recipe: Path, tokenizer: PreTrainedTokenizerFast, data: Path) -> None:
+    """Make the trainer of a recipe, print its prompts' lengths, and take its first step."""
+    keys: dict[str, Any] = load(recipe)
+    name = keys["model_name_or_path"]
+    longest = keys["max_completion_length"]
+    split = ("dataset_config", "dataset_test_split")
+    keys = {k: v for k, v in keys.items() if k not in split and not k.startswith("vllm_")}
+    keys |= {
+        "model_name_or_path": save_model(name, tokenizer),
+        "dataset_name": str(data / "gsm8k_train.jsonl"),
+        "eval_dataset_name": str(data / "gsm8k_test.jsonl"),
+        "output_dir": tempfile.mkdtemp(),
+        "rollout_engine": "native",
+        "dtype": "float32",
+        "max_completion_length": 8,
+        "eval_steps": 0,
+        "max_steps": 1,
+    }
+    kind = TRAINERS[keys["algorithm"]]
+    trainer: Any = kind(args=kind.config_type(**keys))
+    [held_out] = trainer.eval_sets.values()
+    sets = (trainer.train_prompts, held_out)
+    lengths = [len(ids) for prompts in sets for ids in prompts.tokens]
+    texts = [answer for prompts in sets for answer in prompts.rows["answer"]]
+    answers = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    print(
+        f"{recipe.stem}, {name}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens "
+        f"(max_prompt_length {keys['max_prompt_length']}), reference answers of up to "
+        f"{max(answers)} (max_completion_length {longest})"
+    )
+    trainer.train()
+    [step] = trainer.history
+    rows = keys["prompts_per_step"] * keys["num_generations"]
+    print(
+        f"  first step: {rows} completions, {step['num_tokens']} tokens, "
+        f"{step['num_updates']} updates, loss {step['loss']:.4g}, reward {step['reward']:.4g}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("directory", type=Path)
+    data = parser.parse_args().directory
+    for recipe in sorted((ROOT / "recipes").glob("gsm8k_*.yaml")):
+        name = load(recipe)["model_name_or_path"]
+        take_step(recipe, tokenizer_of(name), data)
+
+
+if __name__ == "__main__":
+    main()
