@@ -1,7 +1,8 @@
-"""The files of recipes/hh_reward_model.yaml, hh_ppo.yaml and hh_rloo.yaml.
+"""Human preferences: the files of recipes/hh_*.yaml, and reward models by the number of pairs.
 
     rlhf-pg fetch smollm2
-    python -m benchmarks.preferences hh_harmless.jsonl.gz
+    python -m benchmarks.preferences prepare hh_harmless.jsonl.gz
+    OMP_NUM_THREADS=1 python -m benchmarks.preferences curve --jobs 2    # docs/results/hh.jsonl
 
 The file is the test split of the harmless-base pairs of Bai et al. (2022,
 github.com/anthropics/hh-rlhf, MIT). Pairs are left out whose two texts differ before the last
@@ -13,6 +14,9 @@ import gzip
 import json
 import random
 import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,10 @@ from transformers import AutoTokenizer
 FOLDER = Path("runs/hh")
 MOST = 256
 HELD_OUT, TUNING = 300, 150  # pairs
+SIZES = (150, 300, 600, 1201)
+SEEDS = (1, 2, 3)
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results" / "hh.jsonl"
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -43,21 +51,17 @@ def pair(line: str) -> dict[str, Any] | None:
     return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("file", type=Path)
-    flags = parser.parse_args()
+def prepare(file: Path) -> None:
+    """Write the held-out pairs, those to choose the learning rate with, and those to train on."""
     tokenizer = AutoTokenizer.from_pretrained("models/smollm2")
-    with gzip.open(flags.file, "rt") as lines:
+    with gzip.open(file, "rt") as lines:
         pairs = [found for line in lines if (found := pair(line))]
     short = []
     for row in pairs:
-        texts = [
-            tokenizer.apply_chat_template(
-                [*row["prompt"], {"role": "assistant", "content": row[answer]}], tokenize=False
-            )
-            for answer in ("chosen", "rejected")
-        ]
+        texts = []
+        for answer in ("chosen", "rejected"):
+            turns = [*row["prompt"], {"role": "assistant", "content": row[answer]}]
+            texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
         if max(len(ids) for ids in tokenizer(texts)["input_ids"]) <= MOST:
             short.append(row)
     random.Random(0).shuffle(short)
@@ -67,6 +71,40 @@ def main() -> None:
     for name, rows in files.items():
         (FOLDER / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         print(f"{FOLDER / name}.jsonl: {len(rows)} of {len(pairs)} pairs")
+
+
+def train(size: int, seed: int) -> dict[str, Any]:
+    """Train a reward model on so many pairs; return its held-out metrics."""
+    folder = FOLDER / f"reward-model-{size}-{seed}"
+    command = ["rlhf-pg", "train", str(ROOT / "recipes" / "hh_reward_model.yaml")]
+    command += ["--dataset_train_split", f"train[:{size}]", "--seed", str(seed)]
+    command += ["--output_dir", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {"pairs": size, "seed": seed, "command": " ".join(command)} | metrics
+
+
+def draw_curve(jobs: int) -> None:
+    """Train the reward models that docs/results lacks, some at a time."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    known = {(row["pairs"], row["seed"]) for row in map(json.loads, lines)}
+    wanted = [key for key in product(SIZES, SEEDS) if key not in known]
+    with ThreadPoolExecutor(jobs) as pool:
+        for row in pool.map(lambda key: train(*key), wanted):
+            with RESULTS.open("a") as file:
+                file.write(f"{json.dumps(row)}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prepare").add_argument("file", type=Path)
+    commands.add_parser("curve").add_argument("--jobs", type=int, default=1)
+    flags = parser.parse_args()
+    if flags.command == "prepare":
+        prepare(flags.file)
+    else:
+        draw_curve(flags.jobs)
 
 
 if __name__ == "__main__":
