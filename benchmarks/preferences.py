@@ -1,4 +1,4 @@
-"""Human preferences: the files of recipes/hh_*.yaml, and reward models by the number of pairs.
+"""Human preferences: the files of recipes/smollm2_hh*.yaml, and reward models by number of pairs.
 
     rlhf-pg fetch smollm2
     python -m benchmarks.preferences prepare hh_harmless.jsonl.gz
@@ -15,6 +15,7 @@ import json
 import random
 import re
 import subprocess
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -24,8 +25,8 @@ from transformers import AutoTokenizer
 
 FOLDER = Path("runs/hh")
 MOST = 256
-HELD_OUT, TUNING = 300, 150  # pairs
-SIZES = (150, 300, 600, 1201)
+SHARES = {"test": 300, "tune": 150}  # pairs that are held out, and that choose the learning rate
+SIZES = (150, 300, 600, 1200)
 SEEDS = (1, 2, 3)
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results" / "hh.jsonl"
@@ -64,9 +65,16 @@ def prepare(file: Path) -> None:
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
         if max(len(ids) for ids in tokenizer(texts)["input_ids"]) <= MOST:
             short.append(row)
-    random.Random(0).shuffle(short)
-    files = {"test": short[:HELD_OUT], "tune": short[HELD_OUT:][:TUNING]}
-    files["train"] = short[HELD_OUT + TUNING :]
+    # Chats that begin alike are in one part.
+    by_opening: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in short:
+        by_opening[row["prompt"][0]["content"]].append(row)
+    openings = sorted(by_opening)
+    random.Random(0).shuffle(openings)
+    files: dict[str, list[dict[str, Any]]] = {"test": [], "tune": [], "train": []}
+    for opening in openings:
+        name = next((name for name, size in SHARES.items() if len(files[name]) < size), "train")
+        files[name] += by_opening[opening]
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         (FOLDER / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -76,7 +84,7 @@ def prepare(file: Path) -> None:
 def train(size: int, seed: int) -> dict[str, Any]:
     """Train a reward model on so many pairs; return its held-out metrics."""
     folder = FOLDER / f"reward-model-{size}-{seed}"
-    command = ["rlhf-pg", "train", str(ROOT / "recipes" / "hh_reward_model.yaml")]
+    command = ["rlhf-pg", "train", str(ROOT / "recipes" / "smollm2_hh_reward_model.yaml")]
     command += ["--dataset_train_split", f"train[:{size}]", "--seed", str(seed)]
     command += ["--output_dir", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
