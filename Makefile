@@ -159,7 +159,7 @@ docs: $(VENV)/.installed  ## write the pages that are made from the code
 
 # The released packages alone: what they import is here, or a stand-in.
 REFEREE := .venv-referee
-VERL_NEEDS := tensordict omegaconf antlr4-python3-runtime==4.9.3 pyvers cloudpickle
+VERL_NEEDS := tensordict==0.10.0 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 pyvers==0.1.0 cloudpickle==3.1.2
 
 referee: $(VENV)/.installed  ## other libraries answer for the gradient of one update: docs/referee.json, two minutes
 	for library in trl==1.16.0 verl==0.9.1 openrlhf==0.11.2; do \

@@ -13,14 +13,16 @@ samples 8 tokens, by the native engine; everything else is the recipe's.
 
 import argparse
 import importlib.util
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from rlhf_pg.cli.preview import of_prompts
 from rlhf_pg.config.parse import load
 from rlhf_pg.trainers import TRAINERS
 from tests.recipes.architectures import depth, published
@@ -84,42 +86,26 @@ def save_model(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
     return folder
 
 
-def take_step(recipe: Path, tokenizer: PreTrainedTokenizerFast, data: Path) -> None:
-    """Make the trainer of a recipe, print its prompts' lengths, and take its first step."""
-    keys: dict[str, Any] = load(recipe)
-    name = keys["model_name_or_path"]
-    longest = keys["max_completion_length"]
-    split = ("dataset_config", "dataset_test_split")
-    keys = {k: v for k, v in keys.items() if k not in split and not k.startswith("vllm_")}
-    keys |= {
-        "model_name_or_path": save_model(name, tokenizer),
-        "dataset_name": str(data / "gsm8k_train.jsonl"),
-        "eval_dataset_name": str(data / "gsm8k_test.jsonl"),
-        "output_dir": tempfile.mkdtemp(),
-        "rollout_engine": "native",
-        "dtype": "float32",
-        "max_completion_length": 8,
-        "eval_steps": 0,
-        "max_steps": 1,
-    }
+def count_tokens(args: Any, tokenizer: Any, texts: list[str]) -> str:
+    """Tokenize all prompts as the trainers do, which refuse those that are too long."""
+    prompts = of_prompts(args, None, tokenizer, None)
+    lengths = [len(row.ids) for row in prompts.rows]
+    answers = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    return (
+        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, reference answers of "
+        f"up to {max(answers)}"
+    )
+
+
+def take_step(keys: dict[str, Any]) -> None:
     kind = TRAINERS[keys["algorithm"]]
     trainer: Any = kind(args=kind.config_type(**keys))
-    [held_out] = trainer.eval_sets.values()
-    sets = (trainer.train_prompts, held_out)
-    lengths = [len(ids) for prompts in sets for ids in prompts.tokens]
-    texts = [answer for prompts in sets for answer in prompts.rows["answer"]]
-    answers = [len(ids) for ids in tokenizer(texts)["input_ids"]]
-    print(
-        f"{recipe.stem}, {name}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens "
-        f"(max_prompt_length {keys['max_prompt_length']}), reference answers of up to "
-        f"{max(answers)} (max_completion_length {longest})"
-    )
     trainer.train()
     [step] = trainer.history
     rows = keys["prompts_per_step"] * keys["num_generations"]
     print(
         f"  first step: {rows} completions, {step['num_tokens']} tokens, "
-        f"{step['num_updates']} updates, loss {step['loss']:.4g}, reward {step['reward']:.4g}",
+        f"{step['num_updates']} updates, loss {step['loss']:.4g}",
         flush=True,
     )
 
@@ -128,9 +114,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path)
     data = parser.parse_args().directory
+    files = [data / f"gsm8k_{part}.jsonl" for part in ("train", "test")]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    texts = [json.loads(line)["answer"] for line in lines]
+    whole = Path(tempfile.mkdtemp()) / "gsm8k.jsonl"
+    whole.write_text("\n".join(lines))
+    smollm2 = AutoTokenizer.from_pretrained("models/smollm2")
+    split = ("dataset_config", "dataset_test_split")  # of the Hub's dataset
     for recipe in sorted((ROOT / "recipes").glob("gsm8k_*.yaml")):
-        name = load(recipe)["model_name_or_path"]
-        take_step(recipe, tokenizer_of(name), data)
+        keys: dict[str, Any] = load(recipe)
+        name = keys["model_name_or_path"]
+        limits = f"{keys['max_prompt_length']} and {keys['max_completion_length']}"
+        print(f"{recipe.stem}, max_prompt_length and max_completion_length {limits}")
+        keys = {k: v for k, v in keys.items() if k not in split and not k.startswith("vllm_")}
+        keys |= {"rollout_engine": "native", "dtype": "float32", "eval_steps": 0, "max_steps": 1}
+        tokenizer = tokenizer_of(name)
+        config_type = TRAINERS[keys["algorithm"]].config_type
+        args = config_type(**keys | {"dataset_name": str(whole), "pad_token": None})
+        print(f"  SmolLM2: {count_tokens(args, smollm2, texts)}")
+        print(f"  {name}: {count_tokens(args, tokenizer, texts)}", flush=True)
+        keys |= {
+            "model_name_or_path": save_model(name, tokenizer),
+            "dataset_name": str(files[0]),
+            "eval_dataset_name": str(files[1]),
+            "max_completion_length": 8,
+            "output_dir": tempfile.mkdtemp(),
+        }
+        take_step(keys)
 
 
 if __name__ == "__main__":

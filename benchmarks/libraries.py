@@ -2,11 +2,10 @@
 
 import functools
 import tempfile
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,10 @@ def make_model(seed: int) -> PreTrainedModel:
     return model
 
 
-def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    return pad_sequence([torch.tensor(row) for row in rows], True, EOS, "left")
+def log_probs(model: PreTrainedModel, prompt: tuple[int, ...], completion: Any) -> Tensor:
+    """Of a completion's tokens, without padding: (T,)."""
+    logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +56,29 @@ class Update:
     def micro_batches(self) -> int:
         return len(self.rows) // self.micro_batch
 
-    def columns(self) -> dict[str, Tensor]:
-        """Rows padded as most libraries do: prompts on the left, completions on the right."""
-        prompts, completions, scores = zip(*self.rows, strict=True)
-        width = LONGEST + self.padding
-        responses = padded([[*ids, *[EOS] * (width - len(ids))] for ids in completions])
-        mask = padded([[1] * len(ids) + [0] * (width - len(ids)) for ids in completions])
-        kept = [[int(ids[-1] == EOS or not self.mask_truncated)] for ids in completions]
-        prompt_mask = padded([[1] * len(prompt) for prompt in prompts])
-        attention_mask = torch.cat([prompt_mask, mask], 1)
-        columns = {
-            "input_ids": torch.cat([padded(prompts), responses], 1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-        }
-        logprobs = {}
-        for name, seed in {"old_log_probs": self.sampler, "ref_log_prob": REFERENCE}.items():
-            logits = make_model(seed)(**columns).logits.detach()[:, -1 - width : -1]
-            logprobs[name] = logits.log_softmax(-1).gather(-1, responses[:, :, None])[:, :, 0]
-        columns |= logprobs | {"prompts": padded(prompts), "responses": responses}
-        columns["response_mask"] = mask * torch.tensor(kept)
-        columns["advantages"] = torch.tensor(scores)[:, None].repeat(1, width)
+    @torch.no_grad()
+    def columns(self) -> dict[str, list[Tensor]]:
+        """What the libraries without a hook for completions are given, row by row."""
+        sampler, reference = make_model(self.sampler), make_model(REFERENCE)
+        columns: dict[str, list[Tensor]] = {}
+        for prompt, completion, score in self.rows:
+            is_trained = completion[-1] == EOS or not self.mask_truncated
+            of_row = {
+                "prompts": torch.tensor(prompt),
+                "responses": torch.tensor(completion),
+                "input_ids": torch.tensor(prompt + completion),
+                "position_ids": torch.arange(len(prompt + completion)),
+                "response_mask": torch.full((len(completion),), int(is_trained)),
+                "old_log_probs": log_probs(sampler, prompt, completion),
+                "ref_log_prob": log_probs(reference, prompt, completion),
+                "advantages": torch.full((len(completion),), score),
+            }
+            for name, value in of_row.items():
+                columns.setdefault(name, []).append(value)
         return columns
 
 
-def trl(update: Update) -> PreTrainedModel:
+def update_of_trl(update: Update) -> PreTrainedModel:
     """`GRPOTrainer.training_step`, with a `rollout_func` that knows the completions."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -89,34 +88,34 @@ def trl(update: Update) -> PreTrainedModel:
         logprobs = [[0.0] * len(ids) for ids in completion_ids]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
-    folder = tempfile.mkdtemp()
-    make_model(REFERENCE).save_pretrained(folder)
-    model = make_model(update.sampler)
-    model.config.name_or_path = folder  # from where TRL loads the reference
-    off = dict.fromkeys(("bf16", "gradient_checkpointing"), False)
-    args = GRPOConfig(
-        **off | update.options,
-        output_dir=folder,
-        use_cpu=True,
-        report_to="none",
-        per_device_train_batch_size=update.micro_batch,
-        gradient_accumulation_steps=update.micro_batches,
-        num_generations=2,
-        num_iterations=1 if update.sampler == POLICY else 2,
-        max_completion_length=LONGEST,
-        pad_to_multiple_of=LONGEST + update.padding,
-        scale_rewards="none",
-        mask_truncated_completions=update.mask_truncated,
-        beta=update.kl_coef,
-    )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=lambda **_: [score for _, _, score in update.rows],
-        processing_class=tokenizer(),
-        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-        rollout_func=roll_out,
-        args=args,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(REFERENCE).save_pretrained(folder)
+        model = make_model(update.sampler)
+        model.config.name_or_path = folder  # from where TRL loads the reference
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda **_: [score for _, _, score in update.rows],
+            processing_class=tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+            rollout_func=roll_out,
+            args=GRPOConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                gradient_checkpointing=False,
+                per_device_train_batch_size=update.micro_batch,
+                gradient_accumulation_steps=update.micro_batches,
+                num_generations=2,
+                num_iterations=1 if update.sampler == POLICY else 2,
+                max_completion_length=LONGEST,
+                pad_to_multiple_of=LONGEST + update.padding,
+                scale_rewards="none",
+                mask_truncated_completions=update.mask_truncated,
+                beta=update.kl_coef,
+                **update.options,
+            ),
+        )
     trainer.current_gradient_accumulation_steps = update.micro_batches
     trainer.model.train()
     for _ in range(trainer.num_iterations):
@@ -127,14 +126,15 @@ def trl(update: Update) -> PreTrainedModel:
     return trainer.model
 
 
-def verl(update: Update) -> PreTrainedModel:
-    """`FSDPEngineWithLMHead.forward_backward_batch` and `ppo_loss`, on a model without FSDP."""
+def update_of_verl(update: Update) -> PreTrainedModel:
+    """`FSDPEngineWithLMHead.forward_backward_batch` and `ppo_loss`, on a model without FSDP, of
+    rows without padding, as its trainer v1 has them.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils
     from verl.workers.config import FSDPActorConfig
     from verl.workers.engine.fsdp import transformer_impl
     from verl.workers.utils.losses import ppo_loss
-    from verl.workers.utils.padding import left_right_2_no_padding
 
     transformer_impl.get_device_id = transformer_impl.get_device_name = lambda: "cpu"
     engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
@@ -143,7 +143,12 @@ def verl(update: Update) -> PreTrainedModel:
     engine.ulysses_device_mesh = engine.pad_to_length = None
     engine._autocast_dtype = torch.float32
     engine._gradient_sync_context = lambda **_: nullcontext()
-    data = left_right_2_no_padding(TensorDict(update.columns(), batch_size=len(update.rows)))
+    columns = {
+        name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        for name, rows in update.columns().items()
+    }
+    columns["loss_mask"] = columns["response_mask"]
+    data = TensorDict(columns, batch_size=len(update.rows))
     tensordict_utils.assign_non_tensor(
         data,
         use_dynamic_bsz=False,
@@ -181,11 +186,12 @@ class DeepSpeed:
         return numbers
 
 
-def openrlhf(update: Update) -> PreTrainedModel:
+def update_of_openrlhf(update: Update) -> PreTrainedModel:
     """`ActorPPOTrainer.ppo_train`, with a stand-in for DeepSpeed."""
     from openrlhf.models import Actor
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.trainer.ray import ppo_actor
+    from openrlhf.utils.config import hierarchize
 
     keys = {
         "actor.eps_clip_low_high": (0.2, 0.2),
@@ -197,39 +203,54 @@ def openrlhf(update: Update) -> PreTrainedModel:
         "algo.advantage.is_correction_level": "off",
         "algo.advantage.is_correction_mode": "mask",
         "algo.advantage.is_correction_gating": "ratio",
+        "algo.advantage.is_correction_threshold": (0.5, 5.0),
         "algo.kl.use_loss": update.kl_coef > 0,
         "algo.kl.init_coef": update.kl_coef,
         "algo.kl.estimator": "k1",
         "algo.kl.unbiased_gradient": False,
         "train.dynamic_batch_enable": False,
+        "train.colocate_all": False,
+        "train.async_enable": False,
         "train.max_epochs": 1,
         "ds.packing_samples": False,
         "ds.tensor_parallel_size": 1,
+        "vllm.sync_backend": "gloo",
     }
+    assert update.options.keys() <= keys.keys()
+    args = hierarchize(SimpleNamespace(**keys | update.options))
     policy = Actor(make_model(POLICY))
     policy.packing_samples = False
     ppo_actor.torch_dist_barrier_and_cuda_sync = lambda: None
     torch.cuda.current_device = lambda: 0
     trainer = ppo_actor.ActorPPOTrainer(
-        DeepSpeed(MagicMock(**keys | update.options), update.micro_batches),
+        DeepSpeed(args, update.micro_batches),
         policy,
         ema_model=None,
         actor_optim=None,
-        actor_scheduler=MagicMock(),
+        actor_scheduler=SimpleNamespace(get_last_lr=lambda: [0.0]),
         micro_train_batch_size=update.micro_batch,
         dataloader_pin_memory=False,
     )
     columns = update.columns()
-    before = columns["prompts"].shape[1] - 1  # its columns begin with the second token
-    names = {"action_mask": "response_mask", "action_log_probs": "old_log_probs"}
-    names |= {"base_action_log_probs": "ref_log_prob", "advantages": "advantages"}
-    experience = Experience(
-        sequences=columns["input_ids"],
-        attention_mask=columns["attention_mask"],
-        total_length=columns["attention_mask"].sum(1),
-        **{name: pad(columns[of], (before, 0)) for name, of in names.items()},
+    shifts = [len(prompt) - 1 for prompt in columns["prompts"]]  # its columns begin with token 2
+
+    def shifted(name: str) -> Tensor:
+        rows = [pad(row, (shift, 0)) for row, shift in zip(columns[name], shifts, strict=True)]
+        return pad(pad_sequence(rows, batch_first=True), (0, update.padding))
+
+    ids = pad_sequence(columns["input_ids"], batch_first=True, padding_value=EOS)
+    lengths = torch.tensor([len(row) for row in columns["input_ids"]])
+    trainer.replay_buffer.append(
+        Experience(
+            sequences=pad(ids, (0, update.padding), value=EOS),
+            attention_mask=(torch.arange(ids.shape[1] + update.padding) < lengths[:, None]).long(),
+            action_mask=shifted("response_mask"),
+            action_log_probs=shifted("old_log_probs"),
+            base_action_log_probs=shifted("ref_log_prob"),
+            advantages=shifted("advantages"),
+            total_length=lengths,
+        )
     )
-    trainer.replay_buffer.append(experience)
     torch.cuda.current_device = lambda: "cpu"
     trainer.ppo_train(update.kl_coef)
     return policy.model

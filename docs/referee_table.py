@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 NAMES = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF"}
-QUESTIONS = ("micro-batches", "padding", "order", "processes", "truncated")
+QUESTIONS = (
+    *("micro-batches", "masked micro-batches", "padding", "order", "processes"),
+    "truncated",
+)
 KL_QUESTIONS = ("KL", "KL of rows before")
 
 
@@ -18,7 +21,7 @@ def table(path: Path, questions: tuple[str, ...]) -> str:
         version = answers.pop("version")
         asked = {name: found for name, found in answers.items() if questions[0] in found}
         for setting, found in asked.items():
-            cells = [share(found[name]) for name in questions]
+            cells = [share(found.get(name)) for name in questions]
             default = " (default)" if setting == next(iter(asked)) else ""
             rows.append(
                 f"| {NAMES[library]} {version} | `{setting}`{default} | {' | '.join(cells)} |"
@@ -28,14 +31,17 @@ def table(path: Path, questions: tuple[str, ...]) -> str:
 
 HEADS: dict[str, str] = {
     "micro-batches": "smaller micro-batches",
+    "masked micro-batches": "and masked rows",
     "padding": "more padding",
-    "order": "another order",
+    "order": "other micro-batches",
     "processes": "two processes",
-    "truncated": "masked truncated rows",
+    "truncated": "masked rows left out",
     "KL": "new rows",
     "KL of rows before": "rows of the policy before",
 }
 
 
-def share(difference: float) -> str:
+def share(difference: float | None) -> str:
+    if difference is None:
+        return "-"
     return "same" if difference < 1e-3 else f"{100 * difference:.0f} %"
