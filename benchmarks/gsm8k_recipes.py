@@ -24,6 +24,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from rlhf_pg.cli.preview import of_prompts
 from rlhf_pg.config.parse import load
+from rlhf_pg.data.rendering import set_template
 from rlhf_pg.trainers import TRAINERS
 from tests.recipes.architectures import depth, published
 
@@ -88,6 +89,7 @@ def save_model(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
 
 def count_tokens(args: Any, tokenizer: Any, texts: list[str]) -> str:
     """Tokenize all prompts as the trainers do, which refuse those that are too long."""
+    set_template(tokenizer, args)
     prompts = of_prompts(args, None, tokenizer, None)
     lengths = [len(row.ids) for row in prompts.rows]
     answers = [len(ids) for ids in tokenizer(texts)["input_ids"]]
