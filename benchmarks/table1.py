@@ -66,7 +66,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": "preference",
         "prompts_per_step": 128,
         "max_completion_length": 20,
-        "learning_rate": 5e-4,
+        "learning_rate": 1e-3,
         "value_learning_rate": 1e-3,
         "max_steps": 40,
     },
@@ -101,7 +101,8 @@ TASKS: dict[str, dict[str, Any]] = {
 def run(task: str, setting: str, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
     """Train once, and return the result; a run that diverges ends early."""
     keys = SHARED | TASKS[task] | SETTINGS[setting] | changes
-    keys |= {"seed": seed, "output_dir": f"runs/table1/{task}-{setting}-{seed}".replace(" ", "-")}
+    name = "-".join(map(str, (task, setting, seed, *changes.values()))).replace(" ", "-")
+    keys |= {"seed": seed, "output_dir": f"runs/table1/{name}"}
     trainer = PPOTrainer(args=PPOConfig(**keys).locate(ROOT / "recipes"))
     start = time.process_time()
     with suppress(FloatingPointError):
