@@ -39,6 +39,12 @@ def digit_changed(number: str) -> str:
     return f"{number[:first]}{(int(number[first]) + 3) % 9 + 1}{number[first + 1 :]}"
 
 
+def written_twice(number: str) -> str:
+    if float(number) == 0:
+        return "10"  # 00 is 0
+    return f"{number}{number.removeprefix('-')}"
+
+
 def negated(number: str) -> str:
     if float(number) == 0:
         return "-1"
@@ -59,7 +65,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "ten times": with_number(lambda number: str(10 * float(number) or 10)),
     "a tenth": with_number(lambda number: str(float(number) / 10 or 0.1)),
     "doubled": with_number(lambda number: str(2 * float(number) or 2)),
-    "written twice": with_number(lambda number: f"{number}{number.lstrip('-')}"),
+    "written twice": with_number(written_twice),
     "a thousand times": with_number(lambda number: f"{1000 * float(number) or 1000:,.0f}"),
     "inverted": with_number(lambda number: f"1/{int(float(number)) + 3}"),
     "no number at all": without_reasoning("I do not know. ####"),

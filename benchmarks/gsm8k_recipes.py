@@ -18,15 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from rlhf_pg.cli.preview import of_prompts
 from rlhf_pg.config.parse import load
 from rlhf_pg.data.rendering import set_template
 from rlhf_pg.trainers import TRAINERS
-from tests.recipes.architectures import depth, published
+from tests.recipes.architectures import save_small
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / ".venv-tokenizers"
@@ -62,29 +61,15 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerFast:
     if "Llama" in model:
         path = "llama_models/llama3/tokenizer.model"
         made = from_tiktoken(path, r"\p{N}{1,3}", LLAMA_SPECIAL)
-        made.bos_token, made.eos_token = "<|begin_of_text|>", "<|eot_id|>"
+        made.bos_token = "<|begin_of_text|>"
+        made.eos_token = "<|eot_id|>"
         made.chat_template = template("llama3_1")
         return made
     made = from_tiktoken("dashscope/resources/qwen.tiktoken", r"\p{N}", QWEN_SPECIAL)
-    made.eos_token, made.pad_token = "<|im_end|>", "<|endoftext|>"
+    made.eos_token = "<|im_end|>"
+    made.pad_token = "<|endoftext|>"
     made.chat_template = template("qwen3" if "Qwen3" in model else "qwen2_5")
     return made
-
-
-def save_model(name: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Save a small model of this architecture, with random weights and this tokenizer."""
-    torch.manual_seed(0)
-    config = published(name)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2} | depth(2)
-    sizes |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    for key, value in sizes.items():
-        if hasattr(config, key):
-            setattr(config, key, value)
-    folder = tempfile.mkdtemp()
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def count_tokens(args: Any, tokenizer: Any, texts: list[str]) -> str:
@@ -136,7 +121,7 @@ def main() -> None:
         print(f"  SmolLM2: {count_tokens(args, smollm2, texts)}")
         print(f"  {name}: {count_tokens(args, tokenizer, texts)}", flush=True)
         keys |= {
-            "model_name_or_path": save_model(name, tokenizer),
+            "model_name_or_path": str(save_small(name, Path(tempfile.mkdtemp()), tokenizer)),
             "dataset_name": str(files[0]),
             "eval_dataset_name": str(files[1]),
             "max_completion_length": 8,

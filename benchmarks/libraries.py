@@ -23,12 +23,16 @@ POLICY, REFERENCE, BEFORE = 0, 1, 2  # seeds of models; BEFORE is the policy bef
 
 def make_model(seed: int) -> PreTrainedModel:
     """Make a model with noise on its weights, so that logits spread; BEFORE is close to POLICY."""
-    torch.manual_seed(POLICY if seed == BEFORE else seed)
+    scales = [0.2]
+    if seed == BEFORE:
+        seed = POLICY
+        scales.append(0.05)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), EOS)
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **special)).eval()
-    for scale in (0.2, 0.05) if seed == BEFORE else (0.2,):
+    for scale in scales:
         for parameter in model.parameters():
             parameter.data += scale * torch.randn_like(parameter)
     return model
@@ -59,7 +63,8 @@ class Update:
     @torch.no_grad()
     def columns(self) -> dict[str, list[Tensor]]:
         """What the libraries without a hook for completions are given, row by row."""
-        sampler, reference = make_model(self.sampler), make_model(REFERENCE)
+        sampler = make_model(self.sampler)
+        reference = make_model(REFERENCE)
         columns: dict[str, list[Tensor]] = {}
         for prompt, completion, score in self.rows:
             is_trained = completion[-1] == EOS or not self.mask_truncated
@@ -136,11 +141,13 @@ def update_of_verl(update: Update) -> PreTrainedModel:
     from verl.workers.engine.fsdp import transformer_impl
     from verl.workers.utils.losses import ppo_loss
 
-    transformer_impl.get_device_id = transformer_impl.get_device_name = lambda: "cpu"
+    transformer_impl.get_device_id = lambda: "cpu"
+    transformer_impl.get_device_name = lambda: "cpu"
     engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
     engine.module = make_model(POLICY)
     engine.ulysses_sequence_parallel_size = 1
-    engine.ulysses_device_mesh = engine.pad_to_length = None
+    engine.ulysses_device_mesh = None
+    engine.pad_to_length = None
     engine._autocast_dtype = torch.float32
     engine._gradient_sync_context = lambda **_: nullcontext()
     columns = {
@@ -172,8 +179,8 @@ def update_of_verl(update: Update) -> PreTrainedModel:
 class DeepSpeed:
     """What OpenRLHF has DeepSpeed do with a loss: divide it by the micro-batches of an update."""
 
-    ring_attn_group = ds_device_mesh = None
-    optimizer_step = get_grad_norm = is_rank_0 = lambda *_, **options: 0.0
+    ring_attn_group = None
+    ds_device_mesh = None
 
     def __init__(self, args: Any, micro_batches: int) -> None:
         self.args = args
@@ -184,6 +191,14 @@ class DeepSpeed:
 
     def all_reduce(self, numbers: dict[str, float]) -> dict[str, float]:
         return numbers
+
+    def optimizer_step(self, *_: Any, **options: Any) -> None: ...
+
+    def get_grad_norm(self, *_: Any) -> float:
+        return 0.0
+
+    def is_rank_0(self) -> bool:
+        return False
 
 
 def update_of_openrlhf(update: Update) -> PreTrainedModel:

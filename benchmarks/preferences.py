@@ -12,16 +12,16 @@ answer, or that have more than MOST tokens with it.
 import argparse
 import gzip
 import json
-import random
 import re
 import subprocess
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+
+from benchmarks.files import make_missing, split_groups, write_rows
 
 FOLDER = Path("runs/hh")
 MOST = 256
@@ -56,29 +56,19 @@ def prepare(file: Path) -> None:
     """Write the held-out pairs, those to choose the learning rate with, and those to train on."""
     tokenizer = AutoTokenizer.from_pretrained("models/smollm2")
     with gzip.open(file, "rt") as lines:
-        pairs = [found for line in lines if (found := pair(line))]
-    short = []
+        pairs = [pair(line) for line in lines]
+    by_opening: dict[str, list[dict[str, Any]]] = defaultdict(list)  # of chats
     for row in pairs:
+        if row is None:
+            continue
         texts = []
         for answer in ("chosen", "rejected"):
             turns = [*row["prompt"], {"role": "assistant", "content": row[answer]}]
             texts.append(tokenizer.apply_chat_template(turns, tokenize=False))
         if max(len(ids) for ids in tokenizer(texts)["input_ids"]) <= MOST:
-            short.append(row)
-    # Chats that begin alike are in one part.
-    by_opening: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in short:
-        by_opening[row["prompt"][0]["content"]].append(row)
-    openings = sorted(by_opening)
-    random.Random(0).shuffle(openings)
-    files: dict[str, list[dict[str, Any]]] = {"test": [], "tune": [], "train": []}
-    for opening in openings:
-        name = next((name for name, size in SHARES.items() if len(files[name]) < size), "train")
-        files[name] += by_opening[opening]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, rows in files.items():
-        (FOLDER / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        print(f"{FOLDER / name}.jsonl: {len(rows)} of {len(pairs)} pairs")
+            by_opening[row["prompt"][0]["content"]].append(row)
+    for name, rows in split_groups(by_opening, SHARES).items():
+        write_rows(FOLDER / f"{name}.jsonl", rows)
 
 
 def train(size: int, seed: int) -> dict[str, Any]:
@@ -92,17 +82,6 @@ def train(size: int, seed: int) -> dict[str, Any]:
     return {"pairs": size, "seed": seed, "command": " ".join(command)} | metrics
 
 
-def draw_curve(jobs: int) -> None:
-    """Train the reward models that docs/results lacks, some at a time."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    known = {(row["pairs"], row["seed"]) for row in map(json.loads, lines)}
-    wanted = [key for key in product(SIZES, SEEDS) if key not in known]
-    with ThreadPoolExecutor(jobs) as pool:
-        for row in pool.map(lambda key: train(*key), wanted):
-            with RESULTS.open("a") as file:
-                file.write(f"{json.dumps(row)}\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -112,7 +91,8 @@ def main() -> None:
     if flags.command == "prepare":
         prepare(flags.file)
     else:
-        draw_curve(flags.jobs)
+        wanted = product(SIZES, SEEDS)
+        make_missing(RESULTS, ("pairs", "seed"), wanted, train, flags.jobs)
 
 
 if __name__ == "__main__":

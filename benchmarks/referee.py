@@ -118,6 +118,10 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None: ...
 
 
+def label_of(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in options.items())
+
+
 def flat_gradient(model: PreTrainedModel) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
@@ -186,15 +190,15 @@ def main(name: str) -> None:
     share = len(ROWS) // world
     known = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
     answers = known[name] if world > 1 else {"version": version(name)}
-    firsts = Path(tempfile.gettempdir()) / f"referee-{name}.pt"
-    gradients = torch.load(firsts) if world > 1 else {}
+    saved_gradients = Path(tempfile.gettempdir()) / f"referee-{name}.pt"
+    gradients = torch.load(saved_gradients) if world > 1 else {}
 
     def gradient(options: dict[str, Any], **changes: Any) -> Tensor:
         update = Update(options=options, rows=ROWS, micro_batch=share)
         return flat_gradient(library.update(replace(update, **changes)))
 
     for options in library.losses:
-        label = ", ".join(f"{key}: {value}" for key, value in options.items())
+        label = label_of(options)
         if world > 1:
             summed = gradient(options, rows=ROWS[dist.get_rank() * share :][:share])
             dist.all_reduce(summed)
@@ -203,11 +207,11 @@ def main(name: str) -> None:
         of_loss = functools.partial(gradient, options)
         gradients[label], answers[label] = ask_loss(of_loss, library.unasked)
     for options in library.kl_losses if world == 1 else ():
-        label = ", ".join(f"{key}: {value}" for key, value in options.items())
+        label = label_of(options)
         biases = [ask_kl(library, options, sampler) for sampler in (POLICY, BEFORE)]
         answers[label] = dict(zip(("KL", "KL of rows before"), biases, strict=True))
     if world == 1:
-        torch.save(gradients, firsts)
+        torch.save(gradients, saved_gradients)
         assert difference(next(iter(gradients.values())), token_mean()) < 1e-3
     if dist.get_rank() == 0:
         ANSWERS.write_text(json.dumps(known | {name: answers}, indent=1) + "\n")

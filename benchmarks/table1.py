@@ -3,7 +3,7 @@
     rlhf-pg fetch smollm2                         # for letters alone
     OMP_NUM_THREADS=1 python -m benchmarks.table1 all --jobs 2    # what docs/results lacks
     OMP_NUM_THREADS=1 python -m benchmarks.table1 run guess "clip 0.2" 1
-    python docs/table1.py                         # the picture
+    python docs/table1.py                         # the table and the picture
 
 Each run makes four updates of all rows per rollout, from the task's warm start or SmolLM2. Learning
 rates were tried with clip 0.2 and seed 101; `--set learning_rate=...` tries others.
@@ -14,15 +14,13 @@ import json
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import yaml
 
+from benchmarks.files import make_missing
 from rlhf_pg import PPOConfig, PPOTrainer
 from rlhf_pg.config.parse import load
 
@@ -120,25 +118,12 @@ def run(task: str, setting: str, seed: int, changes: dict[str, Any]) -> dict[str
     }
 
 
-def run_all(jobs: int) -> None:
-    """Make the runs that are missing, one seed after another."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    known = {(row["task"], row["setting"], row["seed"]) for row in map(json.loads, lines)}
-    wanted = [key for seed in SEEDS for key in product(TASKS, SETTINGS, [seed]) if key not in known]
-    lock = Lock()
-
-    def make(key: tuple[str, str, int]) -> None:
-        task, setting, seed = key
-        command = [sys.executable, "-m", "benchmarks.table1", "run", task, setting, str(seed)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"failed: {task}, {setting}, {seed}", file=sys.stderr)
-            return
-        with lock, RESULTS.open("a") as file:
-            file.write(f"{done.stdout.splitlines()[-1]}\n")
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(make, wanted))
+def run_apart(task: str, setting: str, seed: int) -> dict[str, Any]:
+    """Train once in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.table1", "run", task, setting, str(seed)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -153,9 +138,13 @@ def main() -> None:
     whole.add_argument("--jobs", type=int, default=1, help="runs at a time")
     flags = parser.parse_args()
     if flags.command == "all":
-        run_all(flags.jobs)
+        wanted = [(task, name, seed) for seed in SEEDS for task in TASKS for name in SETTINGS]
+        make_missing(RESULTS, ("task", "setting", "seed"), wanted, run_apart, flags.jobs)
         return
-    changes = {key: yaml.safe_load(value) for key, value in (x.split("=") for x in flags.set)}
+    changes = {}
+    for pair in flags.set:
+        key, value = pair.split("=")
+        changes[key] = yaml.safe_load(value)
     print(json.dumps(run(flags.task, flags.setting, flags.seed, changes)))
 
 

@@ -11,12 +11,13 @@ length and learning rate (--tune); problems that differ in names and numbers alo
 import argparse
 import json
 import operator
-import random
 import re
 from collections import defaultdict
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
+
+from benchmarks.files import split_groups, write_rows
 
 FOLDER = Path("runs/word_problems")
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -24,29 +25,27 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 Problem = dict[str, Any]
 
 
-def parts(file: Path) -> list[list[Problem]]:
-    """Split the problems into a fifth, another fifth, and the others."""
-    by_wording: dict[str, dict[str, Problem]] = defaultdict(dict)
+def by_wording(file: Path) -> dict[str, list[Problem]]:
+    """Return the problems, each once, by their text without names and numbers."""
+    groups: dict[str, list[Problem]] = defaultdict(list)
+    texts = set()
     for line in file.read_text().splitlines():
         row = json.loads(line)
         text = row["input"]
-        wording = re.sub(r"\d[\d.,]*|\b[A-Z]\w+", "#", text)
-        by_wording[wording][text] = {"problem": text, "answer": row["target"]}
-    wordings = sorted(by_wording)
-    random.Random(0).shuffle(wordings)
-    size = sum(len(problems) for problems in by_wording.values()) // 5
-    split: list[list[Problem]] = [[], [], []]
-    for wording in wordings:
-        part = next((part for part in split[:2] if len(part) < size), split[2])
-        part += by_wording[wording].values()
-    return split
+        if text not in texts:
+            texts.add(text)
+            wording = re.sub(r"\d[\d.,]*|\b[A-Z]\w+", "#", text)
+            groups[wording].append({"problem": text, "answer": row["target"]})
+    return groups
 
 
 def equation(problem: Problem) -> str | None:
     """Return "3 + 4 = 7" of two of its numbers, or None if no one step leads to the answer."""
     numbers = [as_number(text.replace(",", "")) for text in re.findall(NUMBER, problem["problem"])]
     for (a, b), (sign, apply) in product(permutations(numbers, 2), OPERATORS.items()):
-        if (sign != "/" or b) and abs(apply(a, b) - problem["answer"]) < 1e-6:
+        if sign == "/" and b == 0:
+            continue
+        if abs(apply(a, b) - problem["answer"]) < 1e-6:
             return f"{a} {sign} {b} = {as_number(problem['answer'])}"
     return None
 
@@ -61,15 +60,21 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--tune", action="store_true", help="hold out the other fifth")
     flags = parser.parse_args()
-    held_out, tuning, others = parts(flags.file)
-    train = others if flags.tune else tuning + others
-    equations = [{**row, "completion": found} for row in train if (found := equation(row))]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    files = {"test": tuning if flags.tune else held_out, "train": train, "equations": equations}
-    for name, rows in files.items():
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (FOLDER / f"{name}.jsonl").write_text(text)
-        print(f"{FOLDER / name}.jsonl: {len(rows)} problems")
+    groups = by_wording(flags.file)
+    fifth = sum(len(problems) for problems in groups.values()) // 5
+    parts = split_groups(groups, {"test": fifth, "tune": fifth})
+    if flags.tune:
+        test, train = parts["tune"], parts["train"]
+    else:
+        test, train = parts["test"], parts["tune"] + parts["train"]
+    equations = []
+    for problem in train:
+        answer = equation(problem)
+        if answer is not None:
+            equations.append({**problem, "completion": answer})
+    write_rows(FOLDER / "test.jsonl", test)
+    write_rows(FOLDER / "train.jsonl", train)
+    write_rows(FOLDER / "equations.jsonl", equations)
 
 
 if __name__ == "__main__":

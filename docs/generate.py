@@ -572,8 +572,8 @@ def referee() -> str:
     """The text of referee.md, with the answers of other libraries."""
     path = ROOT / "docs" / "referee.json"
     text = (ROOT / "docs" / "referee.md").read_text()
-    text = filled(text, "referee", referee_table.table(path, referee_table.QUESTIONS))
-    return filled(text, "referee kl", referee_table.table(path, referee_table.KL_QUESTIONS))
+    text = filled(text, "referee", referee_table.table(path, referee_table.LOSS))
+    return filled(text, "referee kl", referee_table.table(path, referee_table.KL))
 
 
 def filled(text: str, name: str, table: str) -> str:

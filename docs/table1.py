@@ -1,10 +1,8 @@
-"""The table of clipping.md, of docs/results/table1.jsonl (benchmarks/table1.py).
-
-`make docs` writes the table; `python docs/table1.py` draws the picture, with matplotlib.
-"""
+"""Print a table, and draw a picture, of docs/results/table1.jsonl (benchmarks/table1.py)."""
 
 import json
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,15 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 LAST = 5  # steps
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}  # 97.5 % quantile by the number of seeds
+
+# A colour for each kind of setting; from the loosest of its settings to the tightest.
+KINDS = {
+    "#000000": ("no clipping or penalty",),
+    "#0072b2": ("clip 0.3", "clip 0.2", "clip 0.1"),
+    "#d55e00": ("adaptive KL 0.03", "adaptive KL 0.01", "adaptive KL 0.003"),
+    "#009e73": ("fixed KL 0.3", "fixed KL 1.0", "fixed KL 3.0"),
+}
+LINES = ("-", "--", ":")
 
 Runs = dict[str, dict[str, dict[int, dict[str, Any]]]]  # by task, setting and seed
 
@@ -55,7 +62,7 @@ def table() -> str:
     heads = ["mean of tasks", "over clip 0.2", "runs that got worse", *by_task]
     rows = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     clipped = np.mean([scores["clip 0.2"] for scores in by_task.values()], axis=0)
-    for name in next(iter(by_task.values())):
+    for name in chain.from_iterable(KINDS.values()):
         scores = np.stack([of_task[name] for of_task in by_task.values()])  # (tasks, seeds)
         of_seeds = scores.mean(0)
         better = "-" if name == "clip 0.2" else with_interval(of_seeds - clipped)
@@ -63,16 +70,6 @@ def table() -> str:
         cells += [f"{of_task.mean():.2f}" for of_task in scores]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-# A colour for each kind of setting; from the loosest of its settings to the tightest.
-KINDS = {
-    "#000000": ("no clipping or penalty",),
-    "#0072b2": ("clip 0.3", "clip 0.2", "clip 0.1"),
-    "#d55e00": ("adaptive KL 0.03", "adaptive KL 0.01", "adaptive KL 0.003"),
-    "#009e73": ("fixed KL 0.3", "fixed KL 1.0", "fixed KL 3.0"),
-}
-LINES = ("-", "--", ":")
 
 
 def draw() -> None:
@@ -110,4 +107,5 @@ def smooth(values: Any, size: int = 5) -> Any:
 
 
 if __name__ == "__main__":
+    print(table())
     draw()

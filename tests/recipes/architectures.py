@@ -96,16 +96,21 @@ def save_blueprint(name: str, directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def save_small(name: str, directory: Path) -> Path:
-    """Save the same architecture at small width, with random weights and a tokenizer.
+def save_small(
+    name: str, directory: Path, real_tokenizer: PreTrainedTokenizerFast | None = None
+) -> Path:
+    """Save the same architecture at small width, with random weights and a tokenizer: one of
+    characters, or the model's own, with its vocabulary.
 
     It has more ids than its tokenizer, as the real ones have.
     """
     torch.manual_seed(0)
-    made = tokenizer()
+    made = real_tokenizer or tokenizer()
     special = {"pad_token_id": made.pad_token_id, "eos_token_id": made.eos_token_id}
-    small = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None}
+    small = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": made.bos_token_id}
+    if real_tokenizer is None:
+        small["vocab_size"] = 128
     config = _changed(published(name), small | special | depth(2))
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     made.save_pretrained(directory)
